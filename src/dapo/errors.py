@@ -1,0 +1,31 @@
+"""Errors that are the user's to mend. The command line prints their message alone, without a traceback."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something in the input is wrong. The message says what, where (file, line, key) and what would work."""
+
+
+class ConfigError(UserError):
+    """A recipe or an override is wrong."""
+
+
+class DataError(UserError):
+    """A data file is missing, unreadable, empty or holds bad rows."""
+
+
+class RewardError(UserError):
+    """A reward function broke its contract, or too many scores failed."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer cannot be loaded or is not supported."""
+
+
+class StarvedError(UserError):
+    """Dynamic sampling found too few groups with something to learn from."""
+
+
+class NumericalError(UserError):
+    """Loss or gradient were not finite several times in a row."""

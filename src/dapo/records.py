@@ -1,0 +1,133 @@
+"""The records that flow through a run, in one direction: ``Prompt -> Sample -> Group -> PackedBatch``.
+
+All are frozen; a later stage makes a new record with :func:`dataclasses.replace` and never edits one in place. A
+:class:`Group` (a prompt and its samples) is the only unit until admission. It is flattened once, in
+``training/packing.py``, whose ``PackedBatch`` is the last record of the chain.
+
+This module needs numpy only, so that clients can use the records without loading a tensor library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the data, ready to be sampled from.
+
+    ``row`` is the identity of the prompt: its place in the data source. Two rows with equal text are two prompts.
+    """
+
+    row: int
+    text: str
+    token_ids: tuple[int, ...]
+    answer: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """The verdict on one response.
+
+    ``correct`` (None: the task has no notion of it) decides dynamic sampling; ``value`` is what training sees. They
+    are two fields and never confused. ``error`` says that scoring failed: such a sample has no verdict at all.
+    """
+
+    correct: bool | None
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+    extracted: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is None and not math.isfinite(self.value):
+            raise ValueError(f"a reward must be finite, got {self.value!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One response. The engine fills the first block, the reward server the second, shaping and advantage the third.
+
+    Shapes: ``token_ids``, ``logprobs`` and ``versions`` are ``[T]`` with ``T`` the response length in tokens, the stop
+    token counted. ``logprobs`` are natural logs under the very distribution sampled from, temperature included.
+    ``versions`` holds the policy version that each token was sampled under.
+    """
+
+    request_id: int
+    index: int
+    token_ids: TokenArray
+    logprobs: FloatArray
+    versions: TokenArray
+    finish_reason: FinishReason
+
+    text: str = ""
+    reward: Reward | None = None
+
+    shaped_reward: float = math.nan
+    advantage: float = math.nan
+    in_loss: bool = True
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"token_ids, logprobs and versions differ in length: {sorted(lengths)}")
+
+    @property
+    def length(self) -> int:
+        """|y|: response length in tokens, the stop token counted."""
+        return len(self.token_ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Cut at the limit. A response whose stop token is the last allowed one is not truncated."""
+        return self.finish_reason == "length"
+
+    @property
+    def scored(self) -> bool:
+        """Whether there is a verdict: a failed score is not a wrong answer."""
+        return self.reward is not None and self.reward.error is None
+
+    @property
+    def verdict(self) -> Reward:
+        """The reward of a scored sample.
+
+        Raises:
+            ValueError: the sample has not been scored, or scoring failed.
+        """
+        if self.reward is None or self.reward.error is not None:
+            raise ValueError(f"sample {self.index} of request {self.request_id} has no verdict")
+        return self.reward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """A prompt and its samples: the unit of dynamic sampling, of the advantage and of mini-batches.
+
+    ``draw`` is the running number of the prompt draw over the whole run. It orders admission and identifies the group:
+    a row that is drawn again in a later epoch is another group.
+    """
+
+    draw: int
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def scored(self) -> tuple[Sample, ...]:
+        """The samples that have a verdict. Statistics run over these."""
+        return tuple(s for s in self.samples if s.scored)
+
+    @property
+    def oldest_version(self) -> int:
+        """The policy version of the oldest token: what staleness is counted from."""
+        return min(int(s.versions.min()) for s in self.samples if s.length)

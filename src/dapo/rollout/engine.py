@@ -1,0 +1,84 @@
+"""The protocol that every rollout engine implements: prompts in, samples out, new weights in between.
+
+Consumes: :class:`Request` (token ids, one seed per sample). Produces: :class:`~dapo.records.Sample`, each exactly
+once, in the order in which they finish. Waits for: nothing but its own device. A consumer that stops iterating
+cancels what is left of its requests.
+
+An engine never sees a reward. It may serve several ``generate`` streams at once and is free to batch them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from dapo.records import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. ``temperature`` 0 is greedy; ``top_p``/``top_k`` are for evaluation only (``top_k`` 0: off)."""
+
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to sample from. ``seeds`` holds one seed per wanted sample, so ``len(seeds)`` samples come back.
+
+    ``id`` comes back as ``Sample.request_id`` and must be unique among the requests in flight; the samples carry
+    ``index`` 0 .. len(seeds) - 1 in the order of the seeds.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    sampling: Sampling
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What the rest of the program may ask of an engine."""
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights in use."""
+        ...
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
+        """Sample from every request; yields each of the ``sum(len(r.seeds))`` samples once, as it finishes.
+
+        Raises:
+            EngineError: a request cannot be served (too long, unknown token id) or the engine failed.
+        """
+        ...
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the weights by ``tensors`` (names and shapes of the model's ``state_dict``) and tag them.
+
+        Returns once the weights are in use. Tokens of requests in flight that are sampled later carry the new version.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give the cache memory back; refused while requests are in flight."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the cache memory again; a no-op when awake."""
+        ...
+
+    async def close(self) -> None:
+        """Stop, within a bounded time. Requests in flight fail with :class:`EngineError`."""
+        ...
+
+
+class EngineError(RuntimeError):
+    """An engine could not serve a request; the message says which and why."""
