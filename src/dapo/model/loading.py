@@ -1,0 +1,130 @@
+"""Loading models and tokenizers, and refusing by name what the code would compute wrongly."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.errors import ModelError
+from dapo.model.attention import ATTENTION_NAME, register_attention
+
+# Architectures whose attention goes through the interface and whose log-probabilities are compared with Transformers'
+# own in tests/model. What is not here is refused: a model that runs is not yet a model that is right.
+SUPPORTED = {
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "llama": "Llama, SmolLM2",
+    "mistral": "Mistral",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "gpt2": "GPT-2",
+}
+
+
+def load_model(source: Any, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
+    """A causal language model whose attention is ours, in eval mode.
+
+    Args:
+        source: folder in Hugging Face layout, name on the hub, or a loaded ``PreTrainedModel`` (used as it is: its
+            parameters are changed to ``dtype`` in place).
+        dtype: type of the parameters.
+        trust_remote_code: allow code that comes with the model to run.
+
+    Raises:
+        ModelError: not found, not readable, or an architecture that is not supported.
+    """
+    register_attention()
+    if isinstance(source, str | Path):
+        model = _from_pretrained(str(source), dtype, trust_remote_code)
+    else:
+        check_supported(source.config)
+        model = source.to(dtype)
+        model.set_attn_implementation(ATTENTION_NAME)
+    return model.eval()
+
+
+def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(_explain("model", path, error)) from None
+    check_supported(config)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # a damaged weight file raises whatever its reader raises
+        raise ModelError(_explain("model", path, error)) from None
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer at ``path``.
+
+    Raises:
+        ModelError: not found or not readable.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(_explain("tokenizer", path, error)) from None
+
+
+def _explain(what: str, path: str, error: Exception) -> str:
+    local = Path(path).expanduser()
+    if local.exists() or path.startswith((".", "/", "~")):
+        state = "exists but cannot be loaded" if local.exists() else "no such folder"
+        return f"{what} {path}: {state}: {_first_line(error)}"
+    return f"{what} {path}: neither a local folder nor found on the hub: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def check_supported(config: Any) -> None:
+    """Refuse an architecture or option that attention or head would compute wrongly.
+
+    Raises:
+        ModelError: naming the architecture and what is supported.
+    """
+    kind = getattr(config, "model_type", "unknown")
+    if kind not in SUPPORTED:
+        names = ", ".join(SUPPORTED.values())
+        raise ModelError(f"model architecture {kind!r} is not supported by the native engine; supported: {names}")
+    if kind == "gpt2" and getattr(config, "add_cross_attention", False):
+        raise ModelError("model architecture 'gpt2' with cross-attention is not supported")
+    if kind == "gpt2" and getattr(config, "reorder_and_upcast_attn", False):
+        raise ModelError("model architecture 'gpt2' with reorder_and_upcast_attn is not supported")
+
+
+def copy_model(model: Any, dtype: torch.dtype) -> Any:
+    """A frozen copy of ``model`` in ``dtype``, for the engine or as the reference policy."""
+    twin = copy.deepcopy(model).to(dtype).eval()
+    return twin.requires_grad_(False)
+
+
+def stop_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...] | list[int] = ()) -> tuple[int, ...]:
+    """Every id that ends a response: generation config, model config, tokenizer and ``extra``, none twice.
+
+    Each of the three may hold an integer, a list or nothing.
+    """
+    found: list[int] = []
+    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        found += [ids] if isinstance(ids, int) else list(ids or [])
+    return tuple(dict.fromkeys([*found, *extra]))
+
+
+def context_limit(model: Any) -> int | None:
+    """The longest sequence in tokens that the position encoding was made for; None: not stated."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return int(limit) if limit else None

@@ -1,0 +1,228 @@
+"""Continuous batching: requests wait, are prefilled once per prompt, and their samples decode side by side.
+
+Synchronous and single-threaded; ``engine.py`` runs it in a thread. The three calls of a cycle are *admit* (start as
+many waiting samples as there is room for), *decode* (one token for every row) and *collect* (finished samples out,
+their rows free for the next).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dapo.model.forward import hidden_states, output_head
+from dapo.records import Sample
+from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.native.cache import PromptEntry, SlotCache, _Decode
+from dapo.rollout.native.sampler import sample, uniforms
+
+PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores, little memory
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request some of whose samples have not started. After its prefill it holds the prompt and its logits."""
+
+    key: int
+    request: Request
+    next_index: int = 0
+    prompt: PromptEntry | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A sample in flight."""
+
+    key: int
+    request: Request
+    index: int
+    limit: int
+    uniform: torch.Tensor
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+class Decoder:
+    """Decodes samples for requests; each result carries the key that its request was submitted under."""
+
+    def __init__(
+        self,
+        model: Any,
+        stop_token_ids: Sequence[int],
+        *,
+        max_sequence_tokens: int,
+        max_concurrent_samples: int,
+        deterministic: bool = False,
+    ) -> None:
+        """
+        Args:
+            model: from :func:`dapo.model.loading.copy_model`; its parameters are this decoder's own.
+            stop_token_ids: each ends a response and belongs to it.
+            max_sequence_tokens: longest prompt and response together.
+            max_concurrent_samples: rows decoded at once.
+            deterministic: pin all shapes (see :class:`SlotCache`) and prefill prompts one by one.
+        """
+        self.model = model
+        self.version = 0
+        self._head = output_head(model)
+        self._vocabulary = self._head.weight.shape[0]
+        self._stop = frozenset(stop_token_ids)
+        self._max_sequence = max_sequence_tokens
+        self._deterministic = deterministic
+        self.cache = SlotCache(
+            model.config, max_concurrent_samples, max_sequence_tokens, next(model.parameters()).dtype, deterministic
+        )
+        self._waiting: deque[_Waiting] = deque()
+        self._rows: list[_Row] = []
+        self._finished: list[tuple[int, Sample]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._rows or self._finished)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be served.
+
+        Raises:
+            EngineError: empty or too long prompt, unknown token id, no room for a response.
+        """
+        if not request.prompt_ids:
+            raise EngineError(f"request {request.id}: the prompt is empty")
+        if max(request.prompt_ids) >= self._vocabulary or min(request.prompt_ids) < 0:
+            raise EngineError(f"request {request.id}: token ids must be in 0..{self._vocabulary - 1}")
+        if request.sampling.max_tokens < 1:
+            raise EngineError(
+                f"request {request.id}: max_tokens is {request.sampling.max_tokens}, at least 1 is needed"
+            )
+        needed = len(request.prompt_ids) + request.sampling.max_tokens
+        if needed > self._max_sequence:
+            raise EngineError(
+                f"request {request.id}: {len(request.prompt_ids)} prompt tokens and up to "
+                f"{request.sampling.max_tokens} response tokens exceed the engine's {self._max_sequence}"
+            )
+
+    def submit(self, key: int, request: Request) -> None:
+        """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
+        self._waiting.append(_Waiting(key, request))
+
+    def cancel(self, key: int) -> None:
+        """Forget everything submitted under ``key``."""
+        self._waiting = deque(w for w in self._waiting if w.key != key)
+        self._finished = [f for f in self._finished if f[0] != key]
+        for row in reversed(range(len(self._rows))):
+            if self._rows[row].key == key:
+                self._remove(row)
+
+    def reset(self) -> None:
+        """Forget all requests: the way out after an error."""
+        for key in {w.key for w in self._waiting} | {r.key for r in self._rows} | {k for k, _ in self._finished}:
+            self.cancel(key)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Sample]]:
+        """One cycle: admit, decode one token per row, and return the samples that finished."""
+        self._admit()
+        if self._rows:
+            self._decode()
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- admit -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self._waiting and self.cache.room():
+            if self._waiting[0].prompt is None:
+                self._prefill()
+            self._start_first()
+
+    def _prefill(self) -> None:
+        """Compute the prompts at the head of the queue in one packed pass, each once for all its samples."""
+        batch = [self._waiting[0]]
+        tokens, samples = len(batch[0].request.prompt_ids), len(batch[0].request.seeds)
+        for waiting in list(self._waiting)[1:]:
+            tokens += len(waiting.request.prompt_ids)
+            if self._deterministic or tokens > PREFILL_TOKENS or samples >= self.cache.room():
+                break
+            samples += len(waiting.request.seeds)
+            batch.append(waiting)
+        prompts = [w.request.prompt_ids for w in batch]
+        lengths = [len(p) for p in prompts]
+        context, entries = self.cache.add_prompts(lengths, [len(w.request.seeds) for w in batch])
+        token_ids = torch.tensor([t for p in prompts for t in p])
+        position_ids = torch.cat([torch.arange(n) for n in lengths])
+        hidden = hidden_states(self.model, token_ids, position_ids, context)
+        last = hidden[torch.tensor(lengths).cumsum(0) - 1]
+        for waiting, entry, state in zip(batch, entries, last, strict=True):
+            waiting.prompt = entry
+            waiting.logits = self._head.logits(state[None])
+
+    def _start_first(self) -> None:
+        """Start samples of the first waiting request while there is room, and draw their first token."""
+        waiting = self._waiting[0]
+        request, prompt, logits = waiting.request, waiting.prompt, waiting.logits
+        assert prompt is not None and logits is not None
+        count = min(self.cache.room(), len(request.seeds) - waiting.next_index)
+        started = []
+        for index in range(waiting.next_index, waiting.next_index + count):
+            self.cache.start(prompt)
+            limit = request.sampling.max_tokens
+            started.append(_Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit), [], [], []))
+        self._rows += started
+        waiting.next_index += count
+        if waiting.next_index == len(request.seeds):
+            self._waiting.popleft()
+        self._append_tokens(logits.repeat(count, 1), len(self._rows) - count, started)
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        context = self.cache.decode_context()
+        assert isinstance(context, _Decode)
+        last_tokens = [row.tokens[-1] for row in self._rows]
+        idle = self.cache.rows_computed - len(last_tokens)
+        token_ids = torch.tensor(last_tokens + [0] * idle)[:, None]
+        hidden = hidden_states(self.model, token_ids, context.position_ids[:, None], context)
+        self.cache.lengths[: len(self._rows)] += 1
+        logits = self._head.logits(hidden[:, 0])[: len(self._rows)]
+        self._append_tokens(logits, 0, list(self._rows))
+
+    def _append_tokens(self, logits: torch.Tensor, first_row: int, rows: list[_Row]) -> None:
+        """Draw the next token of ``rows`` (which start at ``first_row``) and take out those that are done."""
+        uniform = torch.stack([row.uniform[len(row.tokens)] for row in rows])
+        settings: list[Sampling] = [row.request.sampling for row in rows]
+        tokens, logprobs = sample(logits, uniform, settings)
+        done = []
+        for offset, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(self.version)
+            if token in self._stop or len(row.tokens) == row.limit:
+                done.append(first_row + offset)
+                self._finished.append((row.key, self._sample(row)))
+        for index in reversed(done):  # from the end, so that the rows still to be removed keep their numbers
+            self._remove(index)
+
+    def _sample(self, row: _Row) -> Sample:
+        stopped = row.tokens[-1] in self._stop
+        return Sample(
+            request_id=row.request.id,
+            index=row.index,
+            token_ids=np.array(row.tokens, dtype=np.int32),
+            logprobs=np.array(row.logprobs, dtype=np.float32),
+            versions=np.array(row.versions, dtype=np.int32),
+            finish_reason="stop" if stopped else "length",
+        )
+
+    def _remove(self, index: int) -> None:
+        moved = self.cache.release(index)
+        last = self._rows.pop()
+        if moved is not None:
+            self._rows[index] = last

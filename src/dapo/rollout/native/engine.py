@@ -1,0 +1,191 @@
+"""The native engine: a :class:`Decoder` in a thread of its own, behind the asynchronous protocol.
+
+The thread waits for requests and for nothing else. A consumer waits for its samples; the wait ends with the last one,
+with an :class:`EngineError` if the decoder fails, or with :meth:`NativeEngine.close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from dapo.records import Sample
+from dapo.rollout.engine import EngineError, Request
+from dapo.rollout.native.decoder import Decoder
+
+CLOSE_SECONDS = 10.0
+
+_Event = Sample | EngineError
+
+
+class NativeEngine:
+    """In-process rollout of Hugging Face causal language models; see ``dapo.model.loading.SUPPORTED``."""
+
+    def __init__(
+        self,
+        model: Any,
+        stop_token_ids: Sequence[int],
+        *,
+        max_sequence_tokens: int,
+        max_concurrent_samples: int,
+        deterministic: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        """Arguments as for :class:`Decoder`; ``threads``: for the tensor work of the engine's thread."""
+        self._decoder = Decoder(
+            model,
+            stop_token_ids,
+            max_sequence_tokens=max_sequence_tokens,
+            max_concurrent_samples=max_concurrent_samples,
+            deterministic=deterministic,
+        )
+        self._parameters = dict(model.named_parameters())
+        self._threads = threads
+        self._keys = itertools.count()
+        self._streams: dict[int, Callable[[_Event], None]] = {}
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def version(self) -> int:
+        return self._decoder.version
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
+        for request in requests:
+            self._decoder.check(request)
+        expected = sum(len(r.seeds) for r in requests)
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[_Event] = asyncio.Queue()
+        key = next(self._keys)
+
+        def deliver(event: _Event) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        def submit() -> None:
+            self._streams[key] = deliver
+            for request in requests:
+                self._decoder.submit(key, request)
+
+        def forget() -> None:
+            self._streams.pop(key, None)
+            self._decoder.cancel(key)
+
+        await self._call(submit)
+        try:
+            for _ in range(expected):
+                event = await queue.get()
+                if isinstance(event, EngineError):
+                    raise event
+                yield event
+        finally:
+            if not self._closing:
+                self._post(forget)
+
+    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        await self._call(lambda: self._copy_weights(version, tensors))
+
+    def _copy_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        missing = set(self._parameters)
+        with torch.no_grad():
+            for name, tensor in tensors:
+                target = self._parameters.get(name)
+                if target is None or target.shape != tensor.shape:
+                    have = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
+                    raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
+                target.copy_(tensor)
+                missing.discard(name)
+        if missing:
+            raise EngineError(f"weights: {len(missing)} parameters were not given, such as {min(missing)}")
+        self._decoder.version = version
+
+    async def sleep(self) -> None:
+        def drop() -> None:
+            if self._decoder.busy:
+                raise EngineError("cannot sleep while requests are in flight")
+            self._decoder.cache.drop()
+
+        await self._call(drop)
+
+    async def wake(self) -> None:
+        """Nothing to do: the cache takes its memory with the next request."""
+
+    async def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
+            if self._thread.is_alive():
+                raise EngineError(f"the engine's thread did not stop within {CLOSE_SECONDS:g} s")
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _post(self, command: Callable[[], Any]) -> Future[Any]:
+        """Have ``command`` run between two steps of the decoder."""
+        future: Future[Any] = Future()
+        with self._changed:
+            if self._closing:
+                raise EngineError("the engine is closed")
+            if self._thread is None:
+                # a daemon, so that a crashed run never hangs on its way out
+                self._thread = threading.Thread(target=self._run, name="dapo-engine", daemon=True)
+                self._thread.start()
+            self._commands.append((command, future))
+            self._changed.notify()
+        return future
+
+    async def _call(self, command: Callable[[], Any]) -> None:
+        await asyncio.wrap_future(self._post(command))
+
+    def _run(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        while True:
+            with self._changed:
+                while not (self._commands or self._decoder.busy or self._closing):
+                    self._changed.wait()
+                if self._closing:
+                    break
+                commands, self._commands = self._commands, []
+            for command, future in commands:
+                _execute(command, future)
+            if self._decoder.busy:
+                self._step()
+        self._fail(EngineError("the engine was closed"))
+
+    def _step(self) -> None:
+        try:
+            finished = self._decoder.step()
+        except Exception as error:
+            self._decoder.reset()
+            self._fail(EngineError(f"decoding failed: {type(error).__name__}: {error}"))
+            return
+        for key, sample in finished:
+            if key in self._streams:
+                self._streams[key](sample)
+
+    def _fail(self, error: EngineError) -> None:
+        streams, self._streams = self._streams, {}
+        for deliver in streams.values():
+            try:
+                deliver(error)
+            except RuntimeError:
+                continue  # its event loop is gone: nobody is waiting
+        for _, future in self._commands:
+            future.set_exception(error)
+        self._commands = []
+
+
+def _execute(command: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(command())
+    except Exception as error:
+        future.set_exception(error)

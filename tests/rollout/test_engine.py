@@ -1,0 +1,282 @@
+"""The native engine as the rest of the program uses it: every sample once, exact ends, weights, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dapo.errors import ModelError
+from dapo.model.loading import check_supported, copy_model, load_model, stop_token_ids
+from dapo.rollout.engine import Engine, EngineError, Request, Sampling
+from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.engine import NativeEngine
+from helpers import random_model
+
+MODEL = load_model(random_model("qwen2", num_hidden_layers=1))
+PLAIN = Sampling(1.0, 8)
+
+
+def make_engine(stop=(1,), slots=4, **options) -> NativeEngine:
+    return NativeEngine(
+        copy_model(MODEL, torch.float32), stop, max_sequence_tokens=32, max_concurrent_samples=slots, **options
+    )
+
+
+def collect(engine: NativeEngine, requests: list[Request]) -> dict:
+    async def run() -> dict:
+        try:
+            return {(s.request_id, s.index): s async for s in engine.generate(requests)}
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def test_it_implements_the_protocol() -> None:
+    assert isinstance(make_engine(), Engine)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),
+    slots=st.integers(1, 7),
+    deterministic=st.booleans(),
+)
+def test_every_requested_sample_comes_back_exactly_once(requests, slots, deterministic) -> None:
+    """Any mix of samples per prompt, prompt lengths and limits, in fewer or more slots than samples."""
+    decoder = Decoder(
+        MODEL, (1, 2, 3, 4), max_sequence_tokens=20, max_concurrent_samples=slots, deterministic=deterministic
+    )
+    for i, (samples, prompt, limit) in enumerate(requests):
+        decoder.submit(i, Request(i, (5,) * prompt, tuple(range(samples)), Sampling(1.0, limit)))
+    found = []
+    while decoder.busy:
+        found += [(key, s) for key, s in decoder.step()]
+    expected = [(i, index) for i, (samples, _, _) in enumerate(requests) for index in range(samples)]
+    assert sorted((key, s.index) for key, s in found) == expected
+    assert all(key == s.request_id for key, s in found)
+    for key, s in found:
+        limit = requests[key][2]
+        assert 1 <= s.length <= limit
+        stopped = int(s.token_ids[-1]) in (1, 2, 3, 4)
+        assert s.finish_reason == ("stop" if stopped else "length")
+        assert stopped or s.length == limit
+        assert not set(s.token_ids[:-1].tolist()) & {1, 2, 3, 4}
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
+    """algorithm.md: a response whose stop token is the L_max-th is not truncated. Here every token stops."""
+    found = collect(make_engine(stop=range(48)), [Request(0, (5, 6), (1, 2), Sampling(1.0, 1))])
+    assert [(s.length, s.finish_reason, s.truncated) for s in found.values()] == [(1, "stop", False)] * 2
+
+
+def test_the_limit_without_a_stop_token_is_a_truncation() -> None:
+    found = collect(make_engine(stop=()), [Request(0, (5, 6), (1,), Sampling(1.0, 8))])
+    assert [(s.length, s.finish_reason, s.truncated) for s in found.values()] == [(8, "length", True)]
+
+
+def test_a_sample_depends_on_its_seed_alone() -> None:
+    """Neither on the number of slots, nor on the order of requests, nor on what else is in flight."""
+    requests = [Request(i, (5 + i, 6, 7), (100 + i, 200 + i, 300 + i), PLAIN) for i in range(5)]
+    wide = collect(make_engine(slots=15), requests)
+    narrow = collect(make_engine(slots=2), requests[::-1])
+    alone = collect(make_engine(slots=3), requests[2:3])
+    for key, sample in wide.items():
+        assert sample.token_ids.tolist() == narrow[key].token_ids.tolist()
+    for index in range(3):
+        assert alone[2, index].token_ids.tolist() == wide[2, index].token_ids.tolist()
+    assert len({tuple(s.token_ids.tolist()) for s in wide.values()}) > 5
+
+
+def test_a_prompt_is_computed_once_for_its_group() -> None:
+    decoder = Decoder(MODEL, (), max_sequence_tokens=32, max_concurrent_samples=3)
+    prefilled, add_prompts = [], decoder.cache.add_prompts
+    decoder.cache.add_prompts = lambda lengths, users: prefilled.extend(lengths) or add_prompts(lengths, users)
+    for i in range(4):
+        decoder.submit(0, Request(i, tuple(range(2, 5 + i)), (1, 2, 3, 4, 5), Sampling(1.0, 4)))
+    finished = []
+    while decoder.busy:
+        finished += decoder.step()
+    assert len(finished) == 20
+    assert sorted(prefilled) == [3, 4, 5, 6]
+
+
+def test_stored_prompts_are_released_with_their_last_sample() -> None:
+    decoder = Decoder(MODEL, (), max_sequence_tokens=32, max_concurrent_samples=2)
+    decoder.submit(0, Request(0, (2, 3), (1, 2, 3), Sampling(1.0, 2)))
+    waiting = decoder._waiting[0]
+    decoder.step()
+    assert waiting.prompt.users == 1
+    assert waiting.prompt.keys
+    while decoder.busy:
+        decoder.step()
+    assert waiting.prompt.users == 0
+    assert not waiting.prompt.keys
+
+
+def test_two_streams_are_served_side_by_side() -> None:
+    async def run() -> None:
+        engine = make_engine()
+
+        async def one(first: int) -> list[int]:
+            requests = [Request(first + i, (5, 6), (1, 2, 3), PLAIN) for i in range(3)]
+            return sorted([s.request_id async for s in engine.generate(requests)])
+
+        assert await asyncio.gather(one(0), one(10)) == [[0] * 3 + [1] * 3 + [2] * 3, [10] * 3 + [11] * 3 + [12] * 3]
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_leaving_a_stream_cancels_the_rest_of_it() -> None:
+    async def run() -> None:
+        engine = make_engine(slots=2)
+        stream = engine.generate([Request(0, (5,), tuple(range(500)), Sampling(1.0, 30))])
+        async for _ in stream:
+            break
+        await stream.aclose()
+        started = time.perf_counter()
+        rest = [s async for s in engine.generate([Request(7, (5,), (1,), PLAIN)])]
+        assert [s.request_id for s in rest] == [7]
+        assert time.perf_counter() - started < 5
+        assert not engine._decoder.busy
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_new_weights_are_used_and_tagged_at_once() -> None:
+    """Failures 36: after an update the engine's log-probabilities are those of the new weights."""
+
+    async def run() -> None:
+        engine = make_engine(slots=1)
+        changed = {name: p + 0.05 * torch.randn_like(p) for name, p in MODEL.named_parameters()}
+        versions, stream = [], engine.generate([Request(0, (5, 6), (1, 2, 3), Sampling(1.0, 20))])
+        async for sample in stream:
+            versions.append(sorted(set(sample.versions.tolist())))
+            if len(versions) == 1:
+                await engine.load_weights(7, changed.items())
+        assert versions[0] == [0]
+        assert versions[-1] == [7]
+        assert engine.version == 7
+        for name, parameter in engine._decoder.model.named_parameters():
+            assert torch.equal(parameter, changed[name])
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_weights_that_do_not_fit_are_refused(fault: str) -> None:
+    tensors = dict(MODEL.named_parameters())
+    name = next(iter(tensors))
+    tensor = tensors.pop(name)
+    if fault == "unknown":
+        tensors[name], tensors["other.weight"] = tensor, tensor
+    elif fault == "shape":
+        tensors[name] = tensor[:1]
+
+    async def run() -> None:
+        engine = make_engine()
+        expected = "other.weight" if fault == "unknown" else name
+        with pytest.raises(EngineError, match=expected):
+            await engine.load_weights(1, tensors.items())
+        assert engine.version == 0
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(3, (), (1,), PLAIN), "request 3: the prompt is empty"),
+        (Request(3, (5, 48), (1,), PLAIN), "request 3: token ids must be in 0..47"),
+        (Request(3, (5,) * 25, (1,), PLAIN), "25 prompt tokens and up to 8 response tokens exceed the engine's 32"),
+        (Request(3, (5,), (1,), Sampling(1.0, 0)), "max_tokens is 0"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused(request_: Request, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        collect(make_engine(), [request_])
+
+
+def test_a_request_of_exactly_the_limit_is_served() -> None:
+    """Failures 67."""
+    found = collect(make_engine(stop=()), [Request(0, (5,) * 24, (1,), PLAIN)])
+    assert found[0, 0].length == 8
+
+
+def test_a_failure_reaches_every_waiter_and_the_engine_recovers() -> None:
+    async def run() -> None:
+        engine = make_engine()
+        step, engine._decoder.step = engine._decoder.step, lambda: 1 / 0
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            async for _ in engine.generate([Request(0, (5,), (1,), PLAIN)]):
+                pass
+        engine._decoder.step = step
+        assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_closing_ends_the_wait_of_a_consumer() -> None:
+    async def run() -> None:
+        engine = make_engine(slots=1)
+
+        async def consume() -> None:
+            async for _ in engine.generate([Request(0, (5,), tuple(range(5000)), Sampling(1.0, 30))]):
+                pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0.2)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(task, 5)
+        with pytest.raises(EngineError, match="closed"):
+            await engine.load_weights(1, [])
+
+    asyncio.run(run())
+
+
+def test_sleep_gives_the_cache_back_and_the_next_request_takes_it_again() -> None:
+    async def run() -> None:
+        engine = make_engine()
+        assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
+        assert engine._decoder.cache._keys
+        await engine.sleep()
+        assert not engine._decoder.cache._keys
+        await engine.wake()
+        assert len([s async for s in engine.generate([Request(0, (5,), (1,), PLAIN)])]) == 1
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_every_stop_id_is_found_wherever_it_is_named() -> None:
+    """Failures 11: generation config [2, 9], tokenizer 2, one more from the recipe; lists and None."""
+
+    class Tokenizer:
+        eos_token_id = 2
+
+    model = random_model("qwen2", num_hidden_layers=1)
+    model.generation_config.eos_token_id = [2, 9]
+    assert stop_token_ids(model, Tokenizer(), [4]) == (2, 9, 1, 4)
+    Tokenizer.eos_token_id = None
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    assert stop_token_ids(model, Tokenizer()) == ()
+
+
+@pytest.mark.parametrize("kind", ["mamba", "gpt_oss", "t5", "qwen3_next"])
+def test_an_unsupported_architecture_is_refused_by_name(kind: str) -> None:
+    from transformers import AutoConfig
+
+    with pytest.raises(ModelError, match=f"'{kind}' is not supported.*Qwen2"):
+        check_supported(AutoConfig.for_model(kind))
