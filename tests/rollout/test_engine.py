@@ -226,6 +226,53 @@ def test_a_failure_reaches_every_waiter_and_the_engine_recovers() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cancelling_one_of_two_streams_leaves_the_other_whole(deterministic: bool) -> None:
+    """The rows of the cancelled stream lie between those of the other, which move; their samples stay the same."""
+
+    async def run(cancel: bool) -> dict:
+        engine = make_engine(slots=6, deterministic=deterministic)
+        kept = {}
+
+        async def keep() -> None:
+            async for s in engine.generate([Request(i, (5 + i,), (1, 2), Sampling(1.0, 30)) for i in range(4)]):
+                kept[s.request_id, s.index] = s.token_ids.tolist()
+
+        async def leave() -> None:
+            async for _ in engine.generate([Request(9, (5,), tuple(range(40)), Sampling(1.0, 12))]):
+                break
+
+        await asyncio.gather(*([leave()] if cancel else []), keep())
+        await engine.close()
+        return kept
+
+    assert asyncio.run(run(cancel=True)) == asyncio.run(run(cancel=False))
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
+    async def run() -> None:
+        engine = make_engine(slots=1)
+        engine._decoder.cancel = lambda key: 1 / 0
+
+        async def wait() -> None:
+            async for _ in engine.generate([Request(1, (5,), tuple(range(1000)), Sampling(1.0, 30))]):
+                pass
+
+        waiting = asyncio.create_task(wait())
+        stream = engine.generate([Request(0, (5,), (1, 2), PLAIN)])
+        await asyncio.sleep(0.1)
+        leaving = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.1)
+        leaving.cancel()
+        with pytest.raises(EngineError, match="broke down: ZeroDivisionError"):
+            await asyncio.wait_for(waiting, 10)
+        with pytest.raises(EngineError, match="broke down"):
+            await engine.load_weights(1, [])
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_closing_ends_the_wait_of_a_consumer() -> None:
     async def run() -> None:
         engine = make_engine(slots=1)

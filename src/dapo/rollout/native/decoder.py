@@ -113,6 +113,7 @@ class Decoder:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
         self._waiting.append(_Waiting(key, request))
 
+    @torch.inference_mode()  # rows are moved, and the cache was made in this mode
     def cancel(self, key: int) -> None:
         """Forget everything submitted under ``key``."""
         self._waiting = deque(w for w in self._waiting if w.key != key)

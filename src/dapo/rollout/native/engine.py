@@ -49,7 +49,8 @@ class NativeEngine:
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, Callable[[_Event], None]] = {}
-        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._commands: list[tuple[Callable[[], Any], Future[Any] | None]] = []
+        self._broken: EngineError | None = None
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -86,8 +87,8 @@ class NativeEngine:
                     raise event
                 yield event
         finally:
-            if not self._closing:
-                self._post(forget)
+            if not (self._closing or self._broken):
+                self._post(forget, None)
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         await self._call(lambda: self._copy_weights(version, tensors))
@@ -128,10 +129,14 @@ class NativeEngine:
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _post(self, command: Callable[[], Any]) -> Future[Any]:
-        """Have ``command`` run between two steps of the decoder."""
-        future: Future[Any] = Future()
+    def _post(self, command: Callable[[], Any], future: Future[Any] | None) -> None:
+        """Have ``command`` run between two steps of the decoder; ``future`` hears how it went.
+
+        Without a future nobody would hear of a failure, so then it ends the engine.
+        """
         with self._changed:
+            if self._broken is not None:
+                raise self._broken
             if self._closing:
                 raise EngineError("the engine is closed")
             if self._thread is None:
@@ -140,12 +145,27 @@ class NativeEngine:
                 self._thread.start()
             self._commands.append((command, future))
             self._changed.notify()
-        return future
 
     async def _call(self, command: Callable[[], Any]) -> None:
-        await asyncio.wrap_future(self._post(command))
+        future: Future[Any] = Future()
+        self._post(command, future)
+        await asyncio.wrap_future(future)
 
     def _run(self) -> None:
+        """The thread's life. However it ends, nobody is left waiting."""
+        try:
+            self._serve()
+        except Exception as error:
+            self._broken = EngineError(f"the engine broke down: {type(error).__name__}: {error}")
+        error = self._broken or EngineError("the engine was closed")
+        self._fail_streams(error)
+        with self._changed:
+            for _, future in self._commands:
+                if future is not None:
+                    future.set_exception(error)
+            self._commands = []
+
+    def _serve(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
         while True:
@@ -153,38 +173,37 @@ class NativeEngine:
                 while not (self._commands or self._decoder.busy or self._closing):
                     self._changed.wait()
                 if self._closing:
-                    break
+                    return
                 commands, self._commands = self._commands, []
             for command, future in commands:
                 _execute(command, future)
             if self._decoder.busy:
                 self._step()
-        self._fail(EngineError("the engine was closed"))
 
     def _step(self) -> None:
         try:
             finished = self._decoder.step()
         except Exception as error:
             self._decoder.reset()
-            self._fail(EngineError(f"decoding failed: {type(error).__name__}: {error}"))
+            self._fail_streams(EngineError(f"decoding failed: {type(error).__name__}: {error}"))
             return
         for key, sample in finished:
             if key in self._streams:
                 self._streams[key](sample)
 
-    def _fail(self, error: EngineError) -> None:
+    def _fail_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}
         for deliver in streams.values():
             try:
                 deliver(error)
             except RuntimeError:
                 continue  # its event loop is gone: nobody is waiting
-        for _, future in self._commands:
-            future.set_exception(error)
-        self._commands = []
 
 
-def _execute(command: Callable[[], Any], future: Future[Any]) -> None:
+def _execute(command: Callable[[], Any], future: Future[Any] | None) -> None:
+    if future is None:
+        command()
+        return
     try:
         future.set_result(command())
     except Exception as error:
