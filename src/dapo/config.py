@@ -8,7 +8,10 @@ Names of sizes say what they count: prompts, samples, groups or tokens.
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,6 +26,17 @@ class Section(BaseModel):
     """A part of the tree: immutable, and closed to keys it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_yaml_means_it(cls, data: Any) -> Any:
+        """Three traps of YAML: an empty section is null, `off` is false, and true would pass for the number 1."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            key: _meant(value, cls.model_fields[key].annotation) if key in cls.model_fields else value
+            for key, value in data.items()
+        }
 
 
 class ModelConfig(Section):
@@ -117,10 +131,10 @@ class RewardBase(Section):
 class MathReward(RewardBase):
     kind: Literal["math"] = "math"
     """+1 if the final answer is mathematically equal to the reference, -1 otherwise (Eq. 7)."""
-    extract: list[Literal["boxed", "answer_line"]] = Field(default_factory=lambda: ["boxed", "answer_line"], min_length=1)
+    extract: list[Literal["boxed", "answer_line"]] = Field(["boxed", "answer_line"], min_length=1)
     """Rules that find the final answer, in order: the last complete \\boxed{}, the last "Answer:" line."""
     memory_mb: int = Field(1024, ge=128)
-    """Memory limit of one scoring process."""
+    """Memory in MiB that one scoring process may take beyond what it holds after its start."""
 
 
 class ExactReward(RewardBase):
@@ -205,9 +219,9 @@ class AlgorithmConfig(Section):
     """epsilon_high (Eq. 10): above epsilon_low, so that unlikely tokens can still grow (Clip-Higher)."""
     clip_ratio_c: float | None = Field(10.0, gt=1)
     """Dual clip: with a negative advantage the loss of a token is at most c |A|. null: off."""
-    loss_agg_mode: Literal[
-        "token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"
-    ] = "token-mean"
+    loss_agg_mode: Literal["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (
+        "token-mean"
+    )
     """How token losses become one number. The divisor always runs over the whole optimizer mini-batch."""
     loss_constant: int | None = Field(None, ge=1)
     """C of mode `constant`; by default L_max."""
@@ -237,8 +251,11 @@ class TrainingConfig(Section):
     warmup_steps: int = Field(20, ge=0)
     """W: rollout steps of linear warm-up. In rollout step k (from 0) the rate is lr (k + 1) / W."""
     weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
     adam_epsilon: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient clipping by global norm."""
     tokens_per_micro_batch: int = Field(32768, ge=1)
@@ -268,7 +285,9 @@ class EvaluationConfig(Section):
     temperature: float = Field(0.0, ge=0)
     """0 is greedy (the paper evaluates avg@32 at 1.0 with top_p 0.7)."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the most likely tokens that together hold this much probability. 1: from all."""
     top_k: int = Field(0, ge=0)
+    """Sample from the so many most likely tokens. 0: from all."""
     max_response_length: int | None = Field(None, ge=1)
     """By default that of the rollout."""
 
@@ -316,6 +335,11 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     run: RunConfig = RunConfig()
 
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _math_unless_said(cls, value: Any) -> Any:
+        return {"kind": "math"} | value if isinstance(value, dict) else value
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         problems = list(_conflicts(self))
@@ -352,10 +376,10 @@ def _conflicts(config: Config) -> Iterator[str]:
         )
     n, per_update = rollout.prompts_per_step, training.groups_per_update
     if n % per_update:
-        works = _divisors_near(n, per_update)
+        works = " or ".join(map(str, _divisors_near(n, per_update)))
         yield (
             f"training.groups_per_update: {n} groups (rollout.prompts_per_step) cannot be cut into mini-batches of "
-            f"{per_update}; use {' or '.join(map(str, works))}, or prompts_per_step={max(1, n // per_update) * per_update}"
+            f"{per_update}; use {works}, or prompts_per_step={max(1, n // per_update) * per_update}"
         )
     buffer = algorithm.overlong_buffer
     if buffer.enable and buffer.len > rollout.max_response_length:
@@ -399,7 +423,8 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def _divisors_near(total: int, wanted: int) -> list[int]:
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    small = [d for d in range(1, min(math.isqrt(total), 100_000) + 1) if total % d == 0]
+    divisors = {*small, *(total // d for d in small)}
     return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])
 
 
@@ -411,6 +436,8 @@ def warnings_for(config: Config) -> list[str]:
             "one update per rollout step: the ratio stays 1 and clipping does nothing; the paper makes 16 (smaller "
             "training.groups_per_update, or more training.epochs_per_rollout)"
         )
+    if config.evaluation.every and not config.evaluation.data:
+        found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
     kl = config.algorithm.kl
     if kl.mode == "loss" and kl.estimator == "k1":
         found.append("algorithm.kl: k1 in the loss has a gradient of zero mean; use k2 or k3")
@@ -435,13 +462,16 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r}: cannot read the recipe: {error}") from None
     tree, lines = _parse_yaml(text, str(path))
     where = {key: f"{path}:{line}" for key, line in lines.items()}
     for override in overrides:
         key, value = _parse_override(override)
         _assign(tree, key, value, override)
         where[key] = f"override {override}"
-    tree.setdefault("run", {})
+    if tree.get("run") is None:
+        tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
         tree["run"]["dir"] = f"runs/{path.stem}"
     return _beside(build_config(tree, str(path), where), path.parent)
@@ -468,7 +498,8 @@ def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping
 def _beside(config: Config, folder: Path) -> Config:
     def resolve(name: str) -> str:
         candidate = folder / name
-        return str(candidate) if not Path(name).is_absolute() and candidate.exists() else name
+        # os.path.exists and not Path.exists: the latter raises for a name that is too long
+        return str(candidate) if not Path(name).is_absolute() and os.path.exists(candidate) else name  # noqa: PTH110
 
     reward: Any = config.reward
     if isinstance(reward, FunctionReward) and ".py:" in reward.function:
@@ -487,14 +518,14 @@ def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]
     """The mapping in ``text`` and, for each dotted key, its line."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = yaml.safe_load(text)
+        tree = _unshared(yaml.safe_load(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
-    except (ValueError, RecursionError) as error:  # such as an impossible date, or nesting without end
-        raise ConfigError(f"{source}: not valid YAML: {error}") from None
+    except Exception as error:  # the YAML reader lets through whatever an impossible date or number raises
+        raise ConfigError(f"{source}: not valid YAML: {_reason(error)}") from None
     if node is None:
         raise ConfigError(f"{source}: the recipe is empty; it needs at least model.path")
     if not isinstance(tree, dict):
@@ -502,6 +533,21 @@ def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]
     lines: dict[str, int] = {}
     _collect_lines(node, "", lines, source)
     return tree, lines
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return str(error) or type(error).__name__
+
+
+def _unshared(node: Any, depth: int = 0) -> Any:
+    """A copy in which no two keys share a mapping (YAML aliases do), so that an override changes one of them."""
+    if depth > _DEEPEST:
+        raise RecursionError
+    if isinstance(node, dict):
+        return {key: _unshared(value, depth + 1) for key, value in node.items()}
+    return [_unshared(value, depth + 1) for value in node] if isinstance(node, list) else node
 
 
 def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], source: str) -> None:
@@ -517,13 +563,21 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], source: 
         _collect_lines(value_node, f"{prefix}{key}.", lines, source)
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree from dotted keys: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        _assign(tree, key, value, f"{key}={value}")
+    return tree
+
+
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key.strip()):
         raise ConfigError(f"override {text!r}: expected section.key=value, such as training.steps=20")
     try:
-        return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
+        return key.strip(), _unshared(yaml.safe_load(value))
+    except Exception:  # not only YAMLError: see _parse_yaml
         raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
 
 
@@ -543,8 +597,8 @@ def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
 
 def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     """One pydantic error as lines for a person."""
-    # a discriminated union puts the chosen kind into the location; it is not a key
-    path = [str(p) for p in item["loc"] if not (isinstance(p, str) and p in _UNION_TAGS and "reward" in item["loc"])]
+    path = [str(p) for p in item["loc"]]
+    kind = path.pop(1) if path[:1] == ["reward"] and len(path) > 1 and path[1] in _UNION_TAGS else None
     key = ".".join(path)
     if item["type"] == "value_error" and not path:
         for line in str(item["ctx"]["error"]).splitlines():
@@ -553,16 +607,33 @@ def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
         return
     place = _place(key, source, where)
     if item["type"] == "extra_forbidden":
-        yield f"{place}: {key}: unknown key; {_suggest(path)}"
+        if kind and key in all_keys():
+            yield f"{place}: {key}: not a key of reward.kind={kind}; it belongs to {', '.join(_kinds_with(path[-1]))}"
+        else:
+            yield f"{place}: {key}: unknown key; {_suggest(path)}"
     elif item["type"] == "missing":
         yield f"{place}: {key}: required but not given"
     elif item["type"] == "union_tag_invalid":
-        yield f"{place}: {key}.kind: {item['ctx']['tag']!r} is not one of {', '.join(sorted(_UNION_TAGS))}"
-    elif item["type"] == "union_tag_not_found":
-        yield f"{place}: {key}.kind: required but not given; one of {', '.join(sorted(_UNION_TAGS))}"
+        kinds, place = ", ".join(sorted(_UNION_TAGS)), _place(f"{key}.kind", source, where)
+        yield f"{place}: {key}.kind: {_shown(item['input'].get('kind'))} is not one of {kinds}"
+    elif item["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        yield f"{place}: {key}: is a section with keys of its own, got {_shown(item['input'])}"
     else:
-        got = "" if isinstance(item["input"], dict | list) else f", got {item['input']!r}"
-        yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}{got}"
+        hint = "; put text that YAML reads as something else in quotes" if item["type"] == "string_type" else ""
+        yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}, got {_shown(item['input'])}{hint}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python will print
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _kinds_with(key: str) -> list[str]:
+    kinds: list[type[BaseModel]] = [MathReward, ExactReward, FunctionReward]
+    return [str(get_args(k.model_fields["kind"].annotation)[0]) for k in kinds if key in k.model_fields]
 
 
 def _place(key: str, source: str, where: Mapping[str, str]) -> str:
@@ -585,9 +656,10 @@ def _suggest(path: list[str]) -> str:
     near = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in siblings], n=1, cutoff=0.6)
     if near:
         return f"did you mean {section + '.' if section else ''}{near[0]}?"
-    near = difflib.get_close_matches(".".join(path), known, n=1, cutoff=0.5)
+    names = {k.rpartition(".")[2]: k for k in reversed(known)}
+    near = difflib.get_close_matches(last, names, n=1, cutoff=0.6)
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {names[near[0]]}?"
     return f"valid here: {', '.join(k.rpartition('.')[2] for k in siblings)}"
 
 
@@ -611,4 +683,24 @@ def _section_types(annotation: Any) -> list[type[BaseModel]]:
     return [kind for arg in get_args(annotation) for kind in _section_types(arg)]
 
 
+def _meant(value: Any, annotation: Any) -> Any:
+    if value is None and _section_types(annotation):
+        return {}
+    if isinstance(value, bool):
+        leaves = _leaves(annotation)
+        if value is False and "off" in leaves:
+            return "off"
+        if bool not in leaves and (int in leaves or float in leaves):
+            return str(value).lower()  # not a number, and refused as such
+    return value
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """The types and literal values that an annotation is made of, the element types of lists left out."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, Literal):
+        return [leaf for arg in get_args(annotation) for leaf in _leaves(arg)]
+    return [annotation]
+
+
 _UNION_TAGS = {"math", "exact", "function"}
+_DEEPEST = 50

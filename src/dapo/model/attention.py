@@ -162,7 +162,7 @@ class PackedAttention:
             raise ValueError(f"expected one row of {self._total} tokens, got {tuple(query.shape)}")
         row = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, D] each
         outputs = [block.attend(spec, *row) for block in self._blocks]
-        return torch.cat(outputs)[self._back].unsqueeze(0)
+        return torch.cat(outputs).index_select(0, self._back).unsqueeze(0)
 
 
 class _Block:
@@ -176,17 +176,21 @@ class _Block:
         column = torch.arange(int(length.max()), device=device)
         real = column[None, :] < length[:, None]
         # padding reads the sequence's first token: finite, and never seen by a real token, which looks back only
-        self.gather = torch.where(real, start[:, None] + column, start[:, None])
-        self.real = real
-        self.tokens = self.gather[real]
-        self.unpadded = bool(real.all())
+        gather = torch.where(real, start[:, None] + column, start[:, None])
+        self.tokens = gather[real]
+        self._shape = gather.shape
+        self._gather = gather.reshape(-1)
+        # places of the real tokens in the padded block; None: there is no padding
+        self._real = None if bool(real.all()) else real.reshape(-1).nonzero()[:, 0]
 
     def attend(self, spec: AttentionSpec, *row: torch.Tensor) -> torch.Tensor:
         """``[T, heads, D]`` of the whole row in, ``[tokens of this block, H, D]`` out."""
-        shape = self.gather.shape
-        query, key, value = (x[self.gather.reshape(-1)].view(*shape, *x.shape[1:]).transpose(1, 2) for x in row)
-        out = causal_attention(spec, query, key, value).transpose(1, 2)
-        return out.reshape(-1, *out.shape[2:]) if self.unpadded else out[self.real]
+        # index_select and not x[index]: its backward pass is several times faster on CPU
+        query, key, value = (
+            x.index_select(0, self._gather).view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in row
+        )
+        out = causal_attention(spec, query, key, value).transpose(1, 2).flatten(0, 1)
+        return out if self._real is None else out.index_select(0, self._real)
 
 
 def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:

@@ -14,6 +14,14 @@ class Scorer(Protocol):
     never as a wrong answer. A function that breaks its contract (wrong type, NaN) raises ``RewardError``.
     """
 
+    async def start(self) -> None:
+        """Get ready, so that a mistake in the user's function shows before the first rollout.
+
+        Raises:
+            RewardError: the function cannot be loaded, or workers cannot start.
+        """
+        ...
+
     async def score(self, prompt: Prompt, response: str) -> Reward:
         """The verdict on ``response``. Waits for a free worker and for the score; the deadline ends both."""
         ...

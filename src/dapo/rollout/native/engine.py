@@ -155,8 +155,8 @@ class NativeEngine:
         """The thread's life. However it ends, nobody is left waiting."""
         try:
             self._serve()
-        except Exception as error:
-            self._broken = EngineError(f"the engine broke down: {type(error).__name__}: {error}")
+        except Exception as fault:
+            self._broken = EngineError(f"the engine broke down: {type(fault).__name__}: {fault}")
         error = self._broken or EngineError("the engine was closed")
         self._fail_streams(error)
         with self._changed:

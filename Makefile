@@ -1,0 +1,57 @@
+# One-word commands. Each one sets up .venv by itself the first time, and again when pyproject.toml changes.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+WORKERS ?= 2
+ARGS ?=
+
+PY := .venv/bin/python
+# the name holds the folder, so that a moved or copied checkout is set up anew
+STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
+
+# Threads of one test process: as many test processes run as there are cores to use.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST := $(TEST_ENV) $(PY) -m pytest
+
+.PHONY: help setup demo test test-shared test-gpu nightly check format clean
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv (versions from constraints.txt); nothing to do the second time
+	@echo "setup: .venv is ready"
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup
+	@scripts/setup "$(PYTHON)" "$(STAMP)"
+
+demo: $(STAMP)  ## a small model learns to think, on the CPU, in minutes: make demo ARGS="seed=7"
+	@$(PY) -m dapo demo $(ARGS)
+
+test: $(STAMP)  ## all tests but the GPU's, the nightly ones and those over ../shared
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not nightly and not shared" $(ARGS)
+
+test-shared: $(STAMP)  ## tests over the shared cases and data in ../shared
+	@test -d ../shared || { echo "make test-shared: the folder ../shared is missing. It holds the project's shared" \
+		"cases and data; 'make test' does not need it." >&2; exit 1; }
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "shared and not gpu and not nightly" $(ARGS)
+
+test-gpu: $(STAMP)  ## tests that need a CUDA device
+	@$(PYTEST) -m gpu $(ARGS)
+
+nightly: $(STAMP)  ## tests too slow for CI
+	@$(PYTEST) -m "nightly and not gpu" $(ARGS)
+
+check: $(STAMP)  ## format, lint and types
+	@$(PY) -m ruff format --check --quiet . || { echo "make check: some files are not formatted; run 'make format'" >&2; \
+		$(PY) -m ruff format --check .; exit 1; }
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+format: $(STAMP)  ## format the code and mend what the linter can mend
+	@$(PY) -m ruff check --fix-only --quiet .
+	@$(PY) -m ruff format .
+
+clean:  ## remove .venv and caches; runs/ stays
+	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""``python -m dapo`` is ``dapo``."""
+
+from dapo.cli import main
+
+main()

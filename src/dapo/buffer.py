@@ -1,0 +1,252 @@
+"""The experience buffer: dynamic sampling. Groups from the moment they are requested until they are trained on.
+
+Consumes: prompts from a source, samples from an engine, rewards from a scorer. Produces: for each rollout step a
+:class:`Fill` with the N groups to train on (raw rewards), those that were turned down, and counts. Decides which groups
+those are (``algorithm/admission.py``) and how many prompts to draw; computes no loss, shapes no reward.
+
+Waits for: samples and scores, nothing else. The engine and the scorer's deadline end each of these waits; the number of
+draws in a step is bounded, so ``fill`` ends too. The first exception of engine, scorer or decoder ends it at once, as
+does a cancellation: all tasks are cancelled, all streams closed, and the buffer is where it was before the fill.
+
+Order: draws are numbered through the run, and the first N kept ones *in that order* are admitted, whatever the order
+they finish in. Each sample has its own seed. So what a fill returns depends on when things finish only through the
+number of prompts drawn, and under ``runtime.deterministic`` not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from dapo.config import Config
+from dapo.errors import StarvedError
+from dapo.filling import Fill, Filling, FillStats, KeepRate
+from dapo.records import Group, Prompt, Reward, Sample
+from dapo.reward.contract import Scorer
+from dapo.rollout.engine import Engine
+
+__all__ = ["ExperienceBuffer", "Fill", "FillStats", "PromptStream"]
+
+
+class PromptStream(Protocol):
+    """Where prompts come from: endless, and with a position that can be saved."""
+
+    def draw(self) -> Prompt:
+        """The next prompt."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The position, in JSON types."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+        ...
+
+
+class ExperienceBuffer:
+    """Groups from requested to trained. One fill at a time."""
+
+    def __init__(
+        self,
+        source: PromptStream,
+        engine: Engine,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        config: Config,
+    ) -> None:
+        """
+        Args:
+            source: of prompts.
+            engine: that samples.
+            scorer: that gives the verdicts.
+            decode: response token ids to the text that is scored.
+            config: of the run.
+        """
+        self._source = source
+        self._engine = engine
+        self._scorer = scorer
+        self._decode = decode
+        self._config = config
+        self._draws = 0
+        self._keep_rate = KeepRate()
+        self._carried: tuple[Group, ...] = ()
+        self._before: _Position | None = None
+
+    async def fill(self, step: int, train_version: int | None = None) -> Fill:
+        """Sample until there are N groups with something to learn from (Eq. 11).
+
+        With ``max_staleness`` 0, draws that can no longer be admitted are cancelled. Otherwise they are left to finish,
+        and good groups beyond N wait for the next fill, as long as they are fresh. In deterministic mode all draws
+        finish, and new ones are made only when none is in flight.
+
+        Args:
+            step: rollout step, from 0; for messages.
+            train_version: policy version that will be trained on these groups, which staleness is counted to; by
+                default the engine's version when the fill ends. A loop that samples ahead has to say it.
+
+        Returns:
+            Exactly N groups; fewer if the budget was spent and ``on_starved`` is ``train``. With filtering off: N
+            draws, whatever their verdict, less those with fewer than two scores.
+
+        Raises:
+            StarvedError: the budget is spent and ``on_starved`` is ``stop``. What was kept waits for the next fill.
+            RewardError: too many scores failed, or the reward leaves `correct` open under metric ``acc``.
+            EngineError: the engine failed, or did not give back each requested sample exactly once.
+        """
+        if self._before is not None:
+            raise RuntimeError("the buffer is being filled already")
+        self._before = self._position()
+        try:
+            filling = Filling(
+                step,
+                draw=self._draw,
+                engine=self._engine,
+                scorer=self._scorer,
+                decode=self._decode,
+                config=self._config,
+                keep_rate=self._keep_rate,
+                carried=self._carried,
+                train_version=train_version,
+            )
+            await filling.run()
+            filling.scores.check(final=True)
+            admission = filling.admission()
+            starved = filling.filtering and not admission.complete
+            stop = starved and self._config.algorithm.filter_groups.on_starved == "stop"
+            self._keep_rate.learn(*filling.settled_draws(admission))
+            fill = filling.result(admission, self._keep_rate.value())
+            self._carried = fill.groups if stop else tuple(g for g, status in fill.rejected if status == "carried")
+        except BaseException:
+            self._restore(self._before)
+            raise
+        finally:
+            self._before = None
+        if stop:
+            raise StarvedError(_starved_message(fill, self._config))
+        return fill
+
+    def state(self) -> dict[str, Any]:
+        """The position in JSON types, for a checkpoint. While a fill is running: that before it."""
+        position = self._before or self._position()
+        return {
+            "draws": position.draws,
+            "keep_rate": list(position.keep_rate),
+            "source": position.source,
+            "carried": [_group_state(g) for g in position.carried],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        kept, finished = state["keep_rate"]
+        carried = tuple(_group_from(g) for g in state["carried"])
+        self._restore(_Position(state["draws"], (kept, finished), state["source"], carried))
+
+    def _position(self) -> _Position:
+        rate = self._keep_rate
+        return _Position(self._draws, (rate.kept, rate.finished), self._source.state(), self._carried)
+
+    def _restore(self, position: _Position) -> None:
+        self._draws = position.draws
+        self._keep_rate = KeepRate(*position.keep_rate)
+        self._source.load_state(position.source)
+        self._carried = position.carried
+
+    def _draw(self) -> tuple[int, Prompt]:
+        number = self._draws
+        self._draws += 1
+        return number, self._source.draw()
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Between two fills: all that the next one depends on."""
+
+    draws: int
+    keep_rate: tuple[float, float]
+    source: dict[str, Any]
+    carried: tuple[Group, ...]
+
+
+def _starved_message(fill: Fill, config: Config) -> str:
+    stats, wanted, filters = fill.stats, config.rollout.prompts_per_step, config.algorithm.filter_groups
+    others = {"without spread in the reward": stats.flat, "with fewer than two scores": stats.too_few_scored}
+    counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
+    counts |= {name: count for name, count in others.items() if count}
+    prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
+    return (
+        f"step {fill.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
+        f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
+        f"What may help: {prompts}; a larger rollout.samples_per_prompt (now {config.rollout.samples_per_prompt}); a "
+        "larger algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the "
+        "groups there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
+    )
+
+
+# --- groups in JSON types -----------------------------------------------------------------------------------------
+
+
+def _group_state(group: Group) -> dict[str, Any]:
+    prompt = group.prompt
+    return {
+        "draw": group.draw,
+        "prompt": {
+            "row": prompt.row,
+            "text": prompt.text,
+            "token_ids": list(prompt.token_ids),
+            "answer": prompt.answer,
+            "meta": dict(prompt.meta),
+        },
+        "samples": [_sample_state(s) for s in group.samples],
+    }
+
+
+def _sample_state(sample: Sample) -> dict[str, Any]:
+    reward = sample.reward
+    return {
+        "request_id": sample.request_id,
+        "index": sample.index,
+        "token_ids": sample.token_ids.tolist(),
+        "logprobs": sample.logprobs.tolist(),
+        "versions": sample.versions.tolist(),
+        "finish_reason": sample.finish_reason,
+        "text": sample.text,
+        "reward": None
+        if reward is None
+        else {
+            "correct": reward.correct,
+            "value": reward.value if math.isfinite(reward.value) else None,  # a failed score has no value
+            "parts": dict(reward.parts),
+            "error": reward.error,
+            "extracted": reward.extracted,
+        },
+    }
+
+
+def _group_from(state: Mapping[str, Any]) -> Group:
+    prompt = state["prompt"]
+    return Group(
+        state["draw"],
+        Prompt(**(prompt | {"token_ids": tuple(prompt["token_ids"])})),
+        tuple(_sample_from(s) for s in state["samples"]),
+    )
+
+
+def _sample_from(state: Mapping[str, Any]) -> Sample:
+    reward = state["reward"]
+    if reward is not None:
+        reward = Reward(**(reward | {"value": math.nan if reward["value"] is None else reward["value"]}))
+    return Sample(
+        **{
+            **state,
+            "token_ids": np.array(state["token_ids"], np.int32),
+            "logprobs": np.array(state["logprobs"], np.float32),
+            "versions": np.array(state["versions"], np.int32),
+            "reward": reward,
+        }
+    )

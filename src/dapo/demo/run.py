@@ -1,0 +1,136 @@
+"""The demo from start to end: a world, a warm-up, reinforcement learning, and what changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dapo.config import Config, load_config
+from dapo.demo.task import Expression, draw_expressions, make_model, make_tokenizer
+from dapo.demo.warmup import OPERATORS, WarmUp, warm_up
+from dapo.files import json_line, write_atomic
+from dapo.progress import Listener
+from dapo.recipes import recipe_path
+from dapo.records import Group
+from dapo.run_folder import RunFolder
+
+SIZES = {"heldout": 1000, "exam": 300, "train": 4000, "warmup": 30000}
+SHOWN = 3
+
+
+def run_demo(overrides: Sequence[str], listener: Listener, console: Console | None = None) -> dict[str, Any]:
+    """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
+
+    Args:
+        overrides: ``section.key=value`` for the recipe; ``seed=7`` is another world, another model and another run.
+        console: where the comparison is printed; None: nowhere.
+
+    Returns:
+        The summary, as in ``summary.json``.
+    """
+    recipe = recipe_path("cpu-demo")
+    config = load_config(recipe, [f"{key}={value}" for key, value in _places(recipe, overrides).items()] + [*overrides])
+    folder = RunFolder.create(config)
+    started = time.perf_counter()
+    warmed = make_world(config, folder.root / "world", listener)
+    seconds_sft = time.perf_counter() - started
+
+    from dapo.experiment import Experiment, Inputs, run_to_end  # torch is loaded by now
+
+    experiment = Experiment(config, listener, Inputs(folder=folder))
+    summary = run_to_end(experiment)
+    summary |= {
+        "greedy_before": summary["accuracy_before"],
+        "greedy_after": summary["accuracy_after"],
+        "seconds_sft": round(seconds_sft, 2),
+        "sft_steps": warmed.steps,
+        "sft_skill": warmed.skill,
+    }
+    folder.write_summary(summary)
+    if console is not None:
+        assert experiment.before is not None and experiment.after is not None  # the demo has held-out rows
+        show(console, summary, experiment.before.groups, experiment.after.groups)
+    return summary
+
+
+def _places(recipe: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """Model and data inside of the run folder, wherever that is."""
+    root = Path(load_config(recipe, overrides).run.dir or "runs/cpu-demo")
+    world = root / "world"
+    return {
+        "model.path": str(world / "model"),
+        "data.train": str(world / "train.jsonl"),
+        "evaluation.data": str(world / "heldout.jsonl"),
+    }
+
+
+def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
+    """Data, tokenizer and a warmed-up model, all from the run's seed, in ``folder``.
+
+    No two of the sets (warm-up, its exam, training, held-out) share an expression.
+    """
+    import torch
+
+    from dapo.experiment import set_threads
+    from dapo.model.loading import load_model
+
+    listener.phase("making expressions, a tokenizer and a model")
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(config.seed)
+    taken: set[str] = set()
+    sets = {name: draw_expressions(rng, size, taken, OPERATORS) for name, size in SIZES.items()}
+    for name in ("train", "heldout"):
+        write_atomic(folder / f"{name}.jsonl", map(_row, sets[name]))
+    tokenizer = make_tokenizer()
+    model = load_model(make_model(config.seed, len(tokenizer)))
+    set_threads(config, model)
+    torch.manual_seed(config.seed)
+    listener.phase(f"warming up a model of {model.num_parameters():,} parameters by imitation")
+    warmed = warm_up(model, tokenizer, sets["warmup"], sets["exam"], rng, listener.advance)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    listener.phase(
+        f"warmed up: in {warmed.steps} steps it learned to work in steps ({warmed.skill:.0%} right when made to), and "
+        "then the habit of not doing so"
+    )
+    return warmed
+
+
+def _row(expression: Expression) -> str:
+    return json_line({"prompt": expression.prompt, "answer": expression.answer})
+
+
+def show(console: Console, summary: dict[str, Any], before: Sequence[Group], after: Sequence[Group]) -> None:
+    """The table and some responses, before and after."""
+    table = Table("on 1,000 held-out expressions, greedy", "before RL", "after RL", title="What changed")
+    table.add_row("right answers", f"{summary['greedy_before']:.1%}", f"{summary['greedy_after']:.1%}")
+    table.add_row(
+        "response length, tokens",
+        f"{summary['response_length_before']:.1f}",
+        f"{summary['response_length_after']:.1f}",
+    )
+    console.print(table)
+    for was, now in list(zip(before, after, strict=True))[:SHOWN]:
+        console.print(Text.assemble(("prompt ", "dim"), was.prompt.text, ("  answer ", "dim"), str(was.prompt.answer)))
+        for label, group in (("before", was), ("after", now)):
+            sample = group.samples[0]
+            mark = ("right", "green") if sample.verdict.correct else ("wrong", "red")
+            console.print(Text.assemble((f"  {label:>6} ", "dim"), sample.text, "  ", mark))
+    root = summary["run_dir"]
+    console.print(
+        f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
+        f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
+        highlight=False,
+    )
+    console.print(
+        "try next, the same without the reward's information:\n"
+        "  make demo ARGS='data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled'",
+        highlight=False,
+    )

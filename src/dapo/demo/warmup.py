@@ -1,0 +1,102 @@
+"""The demo's warm-up: imitation of step-by-step demonstrations, frequent at first and rare at the end.
+
+After it the model *can* work in steps but mostly jumps to an answer. That is the state from which reinforcement
+learning can show something: it never teaches to copy an operand, but it finds out that writing the steps pays. So the
+first phase goes on until the steps themselves are right, whatever the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dapo.config import TrainingConfig
+from dapo.demo.task import ANSWER_MARK, Expression
+from dapo.rollout.engine import Request, Sampling
+from dapo.rollout.native.decoder import Decoder
+from dapo.stages.sft import Demonstration, imitate
+from dapo.training.trainer import Trainer
+
+OPERATORS = range(3, 6)
+BATCH = 32
+PEAK_RATE = 4e-3
+RAMP = 60
+SKILL_STEPS = 200  # between two tests of the skill
+MAX_SKILL_STEPS = 2400
+SKILL = 0.99
+HABIT_STEPS = 200
+SKILL_SHARE, HABIT_SHARE = 0.9, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What it came to: steps taken and the accuracy when the model is made to write the first step."""
+
+    steps: int
+    skill: float
+
+
+class Tutor:
+    """Draws demonstrations from a pool of expressions, in a seeded order."""
+
+    def __init__(self, pool: list[Expression], tokenizer: Any, rng: np.random.Generator) -> None:
+        self._ids = [
+            (
+                tokenizer(e.prompt).input_ids,
+                *([*tokenizer(e.response(think)).input_ids, tokenizer.eos_token_id] for think in (False, True)),
+            )
+            for e in pool
+        ]
+        self._rng = rng
+
+    def batch(self, think_share: float) -> list[Demonstration]:
+        """``BATCH`` demonstrations; each shows the steps with probability ``think_share``."""
+        rows = self._rng.integers(0, len(self._ids), BATCH)
+        thinks = self._rng.random(BATCH) < think_share
+        return [(self._ids[row][0], self._ids[row][1 + think]) for row, think in zip(rows, thinks, strict=True)]
+
+
+def warm_up(
+    model: Any,
+    tokenizer: Any,
+    pool: list[Expression],
+    exam: list[Expression],
+    rng: np.random.Generator,
+    progress: Callable[[int, int, str], None],
+) -> WarmUp:
+    """Teach ``model`` the steps, then the habit of skipping them.
+
+    Args:
+        pool: expressions to demonstrate.
+        exam: expressions, none of them in the pool, on which the skill is tested.
+        progress: called with steps done, steps expected and a note.
+    """
+    trainer = Trainer(model, TrainingConfig(weight_decay=0.01, betas=(0.9, 0.98), tokens_per_micro_batch=1 << 16), 1.0)
+    tutor = Tutor(pool, tokenizer, rng)
+    skill, step = 0.0, 0
+    while step < MAX_SKILL_STEPS and skill < SKILL:
+        for _ in range(SKILL_STEPS):
+            step += 1
+            imitate(trainer, tutor.batch(SKILL_SHARE), PEAK_RATE * min(1.0, step / RAMP))
+            progress(step, MAX_SKILL_STEPS, f"steps right {skill:.0%}")
+        skill = _skill(model, tokenizer, exam)
+    for i in range(HABIT_STEPS):  # the rate falls, which also settles what was learned
+        imitate(trainer, tutor.batch(HABIT_SHARE), PEAK_RATE * (1 - i / HABIT_STEPS))
+    return WarmUp(step + HABIT_STEPS, _skill(model, tokenizer, exam))
+
+
+def _skill(model: Any, tokenizer: Any, exam: list[Expression]) -> float:
+    """Share of right answers when the response is made to begin with the first step."""
+    decoder = Decoder(model, [tokenizer.eos_token_id], max_sequence_tokens=96, max_concurrent_samples=256)
+    for i, expression in enumerate(exam):
+        ids = tokenizer(expression.prompt + expression.steps[0][0]).input_ids
+        decoder.submit(0, Request(i, tuple(ids), (0,), Sampling(0.0, 48)))
+    right = 0
+    while decoder.busy:
+        for _, sample in decoder.step():
+            text = tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+            right += text.rpartition(ANSWER_MARK)[2] == exam[sample.request_id].answer
+    return right / len(exam)

@@ -1,0 +1,120 @@
+"""Held-out evaluation: sample from every prompt with settings of its own, score, and average.
+
+Consumes: prompts. Produces: an :class:`Evaluation`. Waits for the engine and the scorer; both waits end with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dapo.config import Config, EvaluationConfig
+from dapo.records import Group, Prompt, Sample
+from dapo.reward.contract import Scorer
+from dapo.rollout.engine import Engine, Request, Sampling
+from dapo.rollout.seeds import sample_seed
+
+# Evaluation draws are numbered apart from training's, so that the two never share a random stream.
+_FIRST_DRAW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Scored samples of every prompt, in the order of the prompts."""
+
+    groups: tuple[Group, ...]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples that have a verdict."""
+        return [s for g in self.groups for s in g.scored]
+
+    @property
+    def accuracy(self) -> float | None:
+        """avg@k: the share of correct samples; None if the reward has no notion of right and wrong."""
+        verdicts = [s.verdict.correct for s in self.samples]
+        if not verdicts or any(v is None for v in verdicts):
+            return None
+        return sum(bool(v) for v in verdicts) / len(verdicts)
+
+    @property
+    def response_length(self) -> float:
+        """Mean response length in tokens."""
+        lengths = [s.length for g in self.groups for s in g.samples]
+        return sum(lengths) / max(len(lengths), 1)
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of ``observe/metrics.py``."""
+        samples = [s for g in self.groups for s in g.samples]
+        scored = self.samples
+        found = {
+            "eval/rows": len(self.groups),
+            "eval/response_length": self.response_length,
+            "eval/truncated": sum(s.truncated for s in samples) / max(len(samples), 1),
+        }
+        if scored:
+            found["eval/reward"] = sum(s.verdict.value for s in scored) / len(scored)
+            answered = [s.verdict.parts["answer_found"] for s in scored if "answer_found" in s.verdict.parts]
+            if answered:
+                found["eval/no_answer"] = 1 - sum(answered) / len(answered)
+        if self.accuracy is not None:
+            found["eval/accuracy"] = self.accuracy
+        return found
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+    config: Config,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Sample ``evaluation.samples_per_prompt`` responses to each prompt and score them.
+
+    The same run seed gives the same samples for the same weights, whatever was trained in between.
+
+    Args:
+        prompts: exactly these are evaluated.
+        progress: called with samples done and samples in all.
+    """
+    settings = config.evaluation
+    sampling = _sampling(settings, config.rollout.max_response_length)
+    requests = [
+        Request(
+            id=place,
+            prompt_ids=prompt.token_ids,
+            seeds=tuple(
+                sample_seed(config.seed, prompt.row, _FIRST_DRAW, i) for i in range(settings.samples_per_prompt)
+            ),
+            sampling=sampling,
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+    total = len(prompts) * settings.samples_per_prompt
+    found: dict[tuple[int, int], Sample] = {}
+
+    async def score(sample: Sample) -> None:
+        text = decode(sample.token_ids.tolist())
+        reward = await scorer.score(prompts[sample.request_id], text)
+        found[sample.request_id, sample.index] = replace(sample, text=text, reward=reward)
+        progress(len(found), total)
+
+    async with asyncio.TaskGroup() as tasks:
+        async for sample in engine.generate(requests):
+            tasks.create_task(score(sample))
+    groups = (
+        Group(place, prompt, tuple(found[place, i] for i in range(settings.samples_per_prompt)))
+        for place, prompt in enumerate(prompts)
+    )
+    return Evaluation(tuple(groups))
+
+
+def _sampling(settings: EvaluationConfig, rollout_limit: int) -> Sampling:
+    return Sampling(
+        temperature=settings.temperature,
+        max_tokens=settings.max_response_length or rollout_limit,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+    )

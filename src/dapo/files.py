@@ -1,0 +1,56 @@
+"""Writing files so that a reader, or a run that resumes, finds the old file or the whole new one, never half of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, pieces: str | Iterable[str]) -> None:
+    """Write text under a temporary name, flush it to the disk and rename it over ``path``."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for piece in [pieces] if isinstance(pieces, str) else pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, atomically."""
+    write_atomic(path, _dump(value, indent=2))
+
+
+def json_line(value: Any) -> str:
+    """``value`` as one line of JSON, line end included."""
+    return _dump(value)
+
+
+def _dump(value: Any, indent: int | None = None) -> str:
+    text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    # lone surrogates cannot be written as UTF-8: leave them escaped
+    return text.encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's own types: arrays and tensors become lists, paths text, and what is not finite null."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch
+        return plain(value.tolist())
+    return str(value)

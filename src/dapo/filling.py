@@ -1,0 +1,424 @@
+"""One fill of the experience buffer under way: dynamic sampling (Eq. 11) for one rollout step.
+
+Consumes: prompts, carried-over groups, the samples of an engine, the verdicts of a scorer. Produces: a :class:`Fill`.
+Waits for: the next finished group; the engine and the scorer's deadline end that wait. One task reads each stream of
+the engine, one scores each sample as soon as it comes; the loop in :meth:`Filling.run` only decides when to draw more
+and when to stop. A failure in any task cancels all the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dapo.algorithm.admission import Admission, Verdict, admit, judge, refill_size
+from dapo.config import Config, RewardConfig
+from dapo.errors import RewardError
+from dapo.records import Group, Prompt, Reward, Sample
+from dapo.reward.contract import Scorer
+from dapo.rollout.engine import Engine, EngineError, Request, Sampling
+from dapo.rollout.seeds import sample_seed
+
+ENOUGH_SCORES = 20
+"""Scores of a step after which the share of failed ones is judged at once, and not only at the end of the fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class FillStats:
+    """What it took to fill one step. Counts are of this step's own draws, unless they say otherwise."""
+
+    drawn: int
+    """Prompts drawn."""
+    rounds: int
+    """Times that prompts were drawn, one or many at once."""
+    samples: int
+    """Samples that came from the engine."""
+    tokens: int
+    """Response tokens of these samples."""
+    all_right: int
+    mixed: int
+    all_wrong: int
+    flat: int
+    too_few_scored: int
+    kept: int
+    """Groups handed out, carried-over ones included."""
+    surplus: int
+    """Good groups beyond N, discarded."""
+    carried: int
+    """Good groups beyond N (of earlier steps too), kept for the next step."""
+    stale: int
+    """Good groups, of earlier steps too, that became too old and were dropped."""
+    cancelled: int
+    """Draws that were stopped because N groups had been found."""
+    wasted_tokens: int
+    """Tokens of surplus, stale and cancelled draws, as far as their samples had come."""
+    scores: int
+    """Scores made, failed ones included."""
+    failed_scores: int
+    keep_rate: float
+    """Running estimate of the share of draws that are kept, over this and earlier steps."""
+    staleness_mean: float
+    """Versions between the oldest token of a group handed out and the policy it will train; 0 if there is none."""
+    staleness_max: int
+    reward_wait_s: float
+    """Seconds from the last sample's arrival to the end of the fill."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill:
+    """What one rollout step trains on.
+
+    ``groups``: with raw rewards, in draw order. ``rejected``: the other finished groups with what became of them, in
+    draw order: the name of a :class:`Verdict`, ``surplus``, ``carried`` or ``stale``.
+    """
+
+    step: int
+    groups: tuple[Group, ...]
+    rejected: tuple[tuple[Group, str], ...]
+    stats: FillStats
+
+
+@dataclass(slots=True)
+class KeepRate:
+    """Which share of draws is kept, from finished ones; those of earlier steps count less and less."""
+
+    kept: float = 0.0
+    finished: float = 0.0
+
+    MEMORY = 0.7  # the policy changes slowly: about the last three steps
+
+    def value(self, kept: int = 0, finished: int = 0) -> float:
+        """The estimate, with draws of the running step added. One made-up kept draw keeps it off 0."""
+        return (self.kept + kept + 1) / (self.finished + finished + 1)
+
+    def learn(self, kept: int, finished: int) -> None:
+        """Take in the draws of a finished step."""
+        self.kept = self.MEMORY * self.kept + kept
+        self.finished = self.MEMORY * self.finished + finished
+
+
+@dataclass(slots=True, eq=False)
+class _Draw:
+    """A prompt on its way to a group."""
+
+    number: int
+    prompt: Prompt
+    received: set[int] = field(default_factory=set)
+    """Indices of the samples that came from the engine."""
+    tokens: int = 0
+    """Response tokens of these."""
+    scored: dict[int, Sample] = field(default_factory=dict)
+    """By index."""
+    group: Group | None = None
+    verdict: Verdict | None = None
+    oldest: int | None = None
+    """Policy version of the group's oldest token; None: it has no token."""
+    carried: bool = False
+    """From an earlier step."""
+
+    @classmethod
+    def carry(cls, group: Group) -> _Draw:
+        draw = cls(group.draw, group.prompt, carried=True, tokens=sum(s.length for s in group.samples))
+        draw.finish(group, Verdict.MIXED)
+        return draw
+
+    def finish(self, group: Group, verdict: Verdict) -> None:
+        self.group, self.verdict = group, verdict
+        self.oldest = group.oldest_version if any(s.length for s in group.samples) else None
+
+
+class _Scores:
+    """The scores of one step: what becomes of failed ones, and when there are too many of them."""
+
+    def __init__(self, config: RewardConfig, metric: str, step: int) -> None:
+        self._config = config
+        self._metric = metric
+        self._step = step
+        self.made = 0
+        self.failed = 0
+        self._errors: Counter[str] = Counter()
+
+    def take(self, reward: Reward) -> Reward:
+        """Count ``reward`` and return what stands for it (``reward.on_error``)."""
+        self.made += 1
+        if reward.error is None:
+            return reward
+        self.failed += 1
+        self._errors[reward.error] += 1
+        self.check()
+        if self._config.on_error == "drop":
+            return reward
+        correct = False if self._metric == "acc" else None
+        return replace(reward, error=None, correct=correct, value=self._config.error_value, parts={"score_failed": 1.0})
+
+    def check(self, final: bool = False) -> None:
+        """
+        Raises:
+            RewardError: the share of failed scores is above ``reward.max_error_rate``.
+        """
+        limit = self._config.max_error_rate
+        if self.failed > limit * self.made and (final or self.made >= ENOUGH_SCORES):
+            common = "; ".join(f"{text} ({count} x)" for text, count in self._errors.most_common(3))
+            raise RewardError(
+                f"step {self._step + 1}: {self.failed} of {self.made} scores failed "
+                f"({self.failed / self.made:.0%}; reward.max_error_rate allows {limit:.0%}): {common}"
+            )
+
+
+class Filling:
+    """One fill under way: its draws, carried-over ones first, its tasks, and when to draw more and when to stop."""
+
+    def __init__(
+        self,
+        step: int,
+        *,
+        draw: Callable[[], tuple[int, Prompt]],
+        engine: Engine,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        config: Config,
+        keep_rate: KeepRate,
+        carried: Sequence[Group],
+        train_version: int | None,
+    ) -> None:
+        """
+        Args:
+            step: rollout step, from 0.
+            draw: the next prompt and the number of its draw.
+            engine: that samples.
+            scorer: that gives the verdicts.
+            decode: response token ids to the text that is scored.
+            config: of the run.
+            keep_rate: of earlier steps.
+            carried: good groups of earlier steps.
+            train_version: policy version that will be trained, or None for the engine's.
+        """
+        self._draw = draw
+        self._engine = engine
+        self._scorer = scorer
+        self._decode = decode
+        self._config = config
+        self._keep_rate = keep_rate
+        self._filter = config.algorithm.filter_groups
+        self._step = step
+        self._train_version = train_version
+        self._version = self._newest_version()
+        self._wanted = config.rollout.prompts_per_step
+        self._size = config.rollout.samples_per_prompt
+        self._streaming = not config.runtime.deterministic
+        self._stop_early = self._streaming and config.rollout.max_staleness == 0
+        self.filtering = self._filter.enable
+        self.scores = _Scores(config.reward, self._filter.metric, step)
+        self._draws = [_Draw.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
+        self._budget = self._wanted * self._filter.max_num_gen_batches if self.filtering else self._missing()
+        self._rounds = 0
+        self._in_flight = 0
+        self._last_sample = time.perf_counter()
+        self._finished = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Draw, sample and score until no draw can change the outcome, or the budget is spent."""
+        failure: BaseException | None = None
+        try:
+            async with self._tasks:
+                while not (self._stop_early and self.admission().complete):
+                    self._refill()
+                    if not self._in_flight:
+                        break
+                    await self._finished.wait()
+                    self._finished.clear()
+                    # read here only: weights that arrive later must not undo what has been decided
+                    self._version = self._newest_version()
+                for task in self._running:  # all of them serve draws after the last admitted one
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            failure = group.exceptions[0]  # the others followed from it, or came in the same moment
+        if failure is not None:  # out here, so that the wrapping is not shown as its context
+            raise failure
+
+    def _newest_version(self) -> int:
+        return self._engine.version if self._train_version is None else self._train_version
+
+    # -- drawing -------------------------------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        """Draw as many prompts as will probably do, in one request to the engine."""
+        if self._in_flight and not self._streaming:
+            return  # what to draw must not depend on what happens to have finished
+        new = [d for d in self._draws if d.verdict is not None and not d.carried]
+        kept = sum(d.verdict is Verdict.MIXED for d in new)
+        count = refill_size(
+            wanted=self._missing(),
+            in_flight=self._in_flight,
+            # the first round is N prompts; what comes of them sizes the others
+            keep_rate=self._keep_rate.value(kept, len(new)) if self._rounds else 1.0,
+            budget_left=self._budget,
+        )
+        if self._streaming:
+            count = min(count, self._room(len(new)))
+        if count <= 0:
+            return
+        self._rounds += 1
+        self._budget -= count
+        self._in_flight += count
+        draws = [_Draw(*self._draw()) for _ in range(count)]
+        self._draws += draws
+        self._spawn(self._read(draws))
+
+    def _room(self, finished: int) -> int:
+        """Draws that the engine has room for. More would only queue, and be in vain if the keep-rate rises.
+
+        N at most while fewer than N draws have ``finished``: the first ones are few, and the short ones.
+        """
+        at_once = -(-self._config.rollout.max_concurrent_samples // self._size)
+        trusted = self._keep_rate.finished + finished >= self._wanted
+        return (max(self._wanted, at_once) if trusted else self._wanted) - self._in_flight
+
+    def _missing(self) -> int:
+        return self._wanted - sum(outcome is True for outcome in self._outcomes())
+
+    def _request(self, draw: _Draw) -> Request:
+        rollout = self._config.rollout
+        seeds = (sample_seed(self._config.seed, draw.prompt.row, draw.number, i) for i in range(self._size))
+        sampling = Sampling(rollout.temperature, rollout.max_response_length)
+        return Request(draw.number, draw.prompt.token_ids, tuple(seeds), sampling)
+
+    # -- sampling and scoring ------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _read(self, draws: Sequence[_Draw]) -> None:
+        """Take the samples of ``draws`` as they finish; cancelling this task closes the engine's stream."""
+        by_number = {d.number: d for d in draws}
+        missing = len(draws) * self._size
+        stream = self._engine.generate([self._request(d) for d in draws])
+        try:
+            async for sample in stream:
+                self._receive(by_number.get(sample.request_id), sample)
+                missing -= 1
+                if not missing:
+                    return  # without waiting for the engine to say so
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+        raise EngineError(f"{missing} of {len(draws) * self._size} samples never came back")
+
+    def _receive(self, draw: _Draw | None, sample: Sample) -> None:
+        if draw is None or sample.index in draw.received or not 0 <= sample.index < self._size:
+            raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
+        draw.received.add(sample.index)
+        draw.tokens += sample.length
+        self._last_sample = time.perf_counter()
+        self._spawn(self._score(draw, sample))
+
+    async def _score(self, draw: _Draw, sample: Sample) -> None:
+        text = self._decode(sample.token_ids.tolist())
+        reward = self.scores.take(await self._scorer.score(draw.prompt, text))
+        draw.scored[sample.index] = replace(sample, text=text, reward=reward)
+        if len(draw.scored) == self._size:
+            samples = tuple(draw.scored[i] for i in range(self._size))
+            group = Group(draw.number, draw.prompt, samples)
+            draw.finish(group, self._judge(group))
+            self._in_flight -= 1
+            self._finished.set()
+
+    def _judge(self, group: Group) -> Verdict:
+        metric = self._filter.metric
+        open_verdict = any(s.verdict.correct is None for s in group.scored)
+        if metric == "acc" and open_verdict:
+            if self.filtering:
+                raise RewardError(
+                    f"step {self._step + 1}: the reward of prompt row {group.prompt.row} does not say whether the "
+                    "response is correct, which algorithm.filter_groups.metric=acc decides by; return "
+                    "Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
+                )
+            metric = "score"  # for the counts only
+        return judge(group, metric=metric, tolerance=self._filter.tolerance)
+
+    # -- what came of it -----------------------------------------------------------------------------------------------
+
+    def admission(self) -> Admission:
+        """Which draws are trained on, as far as that is settled."""
+        return admit(self._outcomes(), self._wanted)
+
+    def _outcomes(self) -> list[bool | None]:
+        """For each draw, in order: good, not good, or None while pending."""
+        horizon = self._version - self._config.rollout.max_staleness
+        return [
+            None if d.verdict is None else self._good(d) and (d.oldest is None or d.oldest >= horizon)
+            for d in self._draws
+        ]
+
+    def _good(self, draw: _Draw) -> bool:
+        return draw.verdict is Verdict.MIXED if self.filtering else draw.verdict is not Verdict.TOO_FEW_SCORED
+
+    def settled_draws(self, admission: Admission) -> tuple[int, int]:
+        """(kept, all) of this step's draws up to the last admitted one: free of the bias to what finishes early."""
+        until = admission.admitted[-1] + 1 if admission.complete else len(self._draws)
+        draws = [d for d in self._draws[:until] if not d.carried]
+        return sum(d.verdict is Verdict.MIXED for d in draws), len(draws)
+
+    def result(self, admission: Admission, keep_rate: float) -> Fill:
+        """The groups, each with what became of it, and the counts."""
+        admitted = set(admission.admitted)
+        outcomes = self._outcomes()
+        groups, rejected = [], []
+        for place, draw in enumerate(self._draws):
+            if draw.group is None:
+                continue
+            if place in admitted:
+                groups.append(draw)
+            else:
+                rejected.append((draw, self._status(draw, outcomes[place] is True)))
+        return Fill(
+            step=self._step,
+            groups=tuple(d.group for d in groups if d.group),
+            rejected=tuple((d.group, status) for d, status in rejected if d.group),
+            stats=self._stats(groups, rejected, keep_rate),
+        )
+
+    def _status(self, draw: _Draw, good: bool) -> str:
+        """What became of a finished draw that is not trained on now."""
+        if good:
+            return "carried" if self._config.rollout.max_staleness else "surplus"
+        return "stale" if self._good(draw) else str(draw.verdict)
+
+    def _stats(self, kept: list[_Draw], rejected: list[tuple[_Draw, str]], keep_rate: float) -> FillStats:
+        own = [d for d in self._draws if not d.carried]
+        verdicts = Counter(d.verdict for d in own)
+        statuses = Counter(status for _, status in rejected)
+        lost = [d for d, status in rejected if status in ("surplus", "stale")] + [d for d in own if d.group is None]
+        ages = [self._version - d.oldest for d in kept if d.oldest is not None]
+        return FillStats(
+            drawn=len(own),
+            rounds=self._rounds,
+            samples=sum(len(d.received) for d in own),
+            tokens=sum(d.tokens for d in own),
+            all_right=verdicts[Verdict.ALL_RIGHT],
+            mixed=verdicts[Verdict.MIXED],
+            all_wrong=verdicts[Verdict.ALL_WRONG],
+            flat=verdicts[Verdict.FLAT],
+            too_few_scored=verdicts[Verdict.TOO_FEW_SCORED],
+            kept=len(kept),
+            surplus=statuses["surplus"],
+            carried=statuses["carried"],
+            stale=statuses["stale"],
+            cancelled=verdicts[None],
+            wasted_tokens=sum(d.tokens for d in lost),
+            scores=self.scores.made,
+            failed_scores=self.scores.failed,
+            keep_rate=keep_rate,
+            staleness_mean=sum(ages) / len(ages) if ages else 0.0,
+            staleness_max=max(ages, default=0),
+            reward_wait_s=time.perf_counter() - self._last_sample,
+        )

@@ -1,0 +1,210 @@
+"""Every metric of a run by name, with its unit and meaning, and the log that keeps one JSON object per rollout step.
+
+Consumes: a mapping of registered names to numbers, once a step. Produces: ``metrics.jsonl``, flushed line by line, so
+that a killed run loses at most the line being written; half a line at the end is cut off when the log is opened again.
+A name that is not in the table is refused: a metric nobody can look up means nothing to its reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.errors import UserError
+from dapo.files import json_line, write_atomic
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table. ``{}`` in the name stands for one path element of the user's, such as a part's name."""
+
+    name: str
+    unit: str
+    meaning: str
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is this metric."""
+        if "{}" not in self.name:
+            return name == self.name
+        return re.fullmatch(re.escape(self.name).replace(r"\{\}", r"[^/\s]+"), name) is not None
+
+
+_TABLE = """
+response_length/mean       | tokens       | mean length of all samples generated, the stop token counted
+response_length/max        | tokens       | longest sample generated
+response_length/truncated  | share        | samples cut at max_response_length
+response_length/kept_mean  | tokens       | mean length of the samples that were trained on
+reward/mean                | reward       | mean raw reward of all scored samples, before shaping
+reward/std                 | reward       | standard deviation of the same
+reward/shaped_mean         | reward       | mean reward after shaping (Eq. 13), of the samples that were trained on
+reward/part/{}             | reward       | mean of one part of the reward, by its name
+reward/overlong            | share        | samples with a soft overlong punishment below zero
+reward/errors              | share        | samples whose score failed; they have no verdict
+reward/no_answer           | share        | scored samples in which no final answer was found
+accuracy                   | share        | correct samples among all scored ones, kept and filtered groups alike
+entropy                    | nats         | mean entropy of the policy over loss tokens, before the update (Fig. 2b)
+probability/mean           | probability  | mean probability of the sampled tokens under the behaviour policy
+clip/low                   | share        | loss tokens clipped at 1 - clip_ratio_low (advantage below 0)
+clip/high                  | share        | loss tokens clipped at 1 + clip_ratio_high (advantage above 0)
+clip/dual                  | share        | loss tokens capped by the dual clip
+clip/high_probability      | probability  | mean probability of the up-clipped tokens (Fig. 3a)
+ratio/mean                 | ratio        | mean of pi_theta / pi_prox over loss tokens
+ratio/max                  | ratio        | largest pi_theta / pi_prox
+loss                       | loss         | mean over the updates; near 0 by construction, see grad_norm
+advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
+tokens/loss                | tokens       | loss tokens of the step, over all its updates
+tokens/generated           | tokens       | response tokens generated in the step, filtered and surplus groups included
+grad_norm                  | norm         | mean gradient norm over the updates, before clipping
+grad_norm/max              | norm         | largest gradient norm of the updates
+updates                    | count        | optimizer updates made in the step
+updates/skipped            | count        | updates left out because loss or gradient was not finite
+updates/total              | count        | optimizer updates since the start of the run
+version                    | count        | policy version after the step
+lr                         | rate         | learning rate of the step
+groups/drawn               | groups       | prompts drawn and sampled in the step
+groups/kept                | groups       | groups that were trained on
+groups/all_right           | groups       | filtered: every sample right (Fig. 3b, as a count)
+groups/all_wrong           | groups       | filtered: every sample wrong
+groups/flat                | groups       | filtered: no spread in the reward (metric score)
+groups/unscored            | groups       | filtered: fewer than two samples with a verdict
+groups/surplus             | groups       | good groups beyond N, discarded
+groups/carried             | groups       | good groups beyond N, kept for the next step
+groups/stale               | groups       | carried groups that became too old and were dropped
+groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
+groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored
+groups/keep_rate           | share        | groups with something to learn from over the groups that were scored
+groups/rounds              | count        | rounds of drawing that it took to fill the batch
+staleness/mean             | versions     | mean age of the oldest token of each trained group
+staleness/max              | versions     | largest such age
+mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, tokens of the current version
+mismatch/max               | nats         | largest such difference
+mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
+correction/mean            | ratio        | mean weight of the importance correction
+correction/masked          | share        | loss tokens left out or truncated by the correction
+kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
+kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
+kl/coef                    | coefficient  | coefficient of the KL term
+time/step                  | seconds      | the whole step
+time/rollout               | seconds      | generating samples, scoring included where it overlaps
+time/reward_wait           | seconds      | waiting for rewards after the last sample had come
+time/prepare               | seconds      | shaping, advantages, packing and the proximal forward pass
+time/update                | seconds      | forward, backward and optimizer
+time/sync                  | seconds      | handing the new weights to the engine
+time/save                  | seconds      | checkpoints and samples
+time/evaluation            | seconds      | evaluation
+time/elapsed               | seconds      | since the run started, resumed parts included
+tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout
+tokens_per_second/update   | tokens/s     | loss tokens over time/update
+tokens_per_second/total    | tokens/s     | response tokens generated over time/step
+samples_per_second         | samples/s    | samples trained on over time/step
+memory/rss                 | bytes        | memory of the process
+memory/device              | bytes        | peak memory of the device
+epoch                      | epochs       | passes over the training rows so far
+eval/accuracy              | share        | correct samples on the evaluation rows (avg@k)
+eval/reward                | reward       | mean raw reward on the evaluation rows
+eval/response_length       | tokens       | mean length on the evaluation rows
+eval/truncated             | share        | truncated samples on the evaluation rows
+eval/no_answer             | share        | evaluation samples in which no final answer was found
+eval/rows                  | rows         | evaluation rows used
+eval/{}/accuracy           | share        | the same for one evaluation file, by its name
+eval/{}/reward             | reward       | the same for one evaluation file
+eval/{}/response_length    | tokens       | the same for one evaluation file
+eval/{}/truncated          | share        | the same for one evaluation file
+custom/{}                  | any          | a metric of the user's own
+"""
+
+
+def _parse_table(table: str) -> dict[str, Metric]:
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
+    return {name: Metric(name, unit, meaning) for name, unit, meaning in rows}
+
+
+METRICS: dict[str, Metric] = _parse_table(_TABLE)
+"""The registry: name (or pattern) to metric, in the order in which they are shown."""
+
+
+def describe(name: str) -> Metric | None:
+    """The registered metric behind ``name``, or None."""
+    return METRICS.get(name) or next((metric for metric in METRICS.values() if metric.matches(name)), None)
+
+
+class MetricsLog:
+    """metrics.jsonl: one JSON object per rollout step, ``step`` first.
+
+    A value that is not finite is written as null, and its text under ``non_finite``, so that the file stays JSON and
+    the event is not lost.
+    """
+
+    def __init__(self, path: Path, keep_until: int | None = None) -> None:
+        """Open ``path`` for appending.
+
+        Args:
+            path: the file; made if missing.
+            keep_until: on resume, the last step to keep: lines of later steps are removed.
+        """
+        self.path = path
+        if path.exists():
+            kept = [entry for entry in read_metrics(path) if keep_until is None or entry["step"] <= keep_until]
+            write_atomic(path, map(json_line, kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the line of ``step`` and return it as it was written.
+
+        Raises:
+            KeyError: a name is not in the table (a fault of the program, not of the user).
+            UserError: the file cannot be written.
+        """
+        unknown = [name for name in metrics if describe(name) is None]
+        if unknown:
+            raise KeyError(f"metrics that are not registered in observe/metrics.py: {', '.join(unknown)}")
+        entry: dict[str, Any] = {"step": step}
+        non_finite = {}
+        for name, value in metrics.items():
+            number = value.item() if hasattr(value, "item") else value
+            if isinstance(number, float) and not math.isfinite(number):
+                non_finite[name] = str(number)
+                number = None
+            entry[name] = number
+        if non_finite:
+            entry["non_finite"] = non_finite
+        try:
+            self._file.write(json_line(entry))
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot write the metrics of step {step}: {error.strerror}") from None
+        return entry
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines written so far, earlier parts of a resumed run included."""
+        return list(read_metrics(self.path))
+
+    def close(self) -> None:
+        """Close the file. Every line was flushed when written, so there is nothing left that could fail to be."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a metrics file; a last line that was cut off while being written is left out."""
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines):  # what follows the last line end: nothing, or a line cut off
+            return
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            raise UserError(f"{path}:{number}: not a line of metrics") from None
+        yield entry

@@ -1,0 +1,83 @@
+"""The numbers that follow from a recipe: what a step holds, how much of it, and at most how many tokens.
+
+Shown at the start of a run and by ``--dry-run``, because sizes multiply and the reader should not have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dapo.config import Config
+
+
+def plan_of(config: Config) -> dict[str, int | str]:
+    """Derived numbers by name, in the order in which they are shown."""
+    rollout, training, filters = config.rollout, config.training, config.algorithm.filter_groups
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    rounds = filters.max_num_gen_batches if filters.enable else 1
+    plan: dict[str, int | str] = {
+        "steps": training.steps,
+        "prompts per step": rollout.prompts_per_step,
+        "samples per prompt": rollout.samples_per_prompt,
+        "samples per step": samples,
+        "prompts drawn per step, at most": rollout.prompts_per_step * rounds,
+        "updates per step": config.updates_per_step,
+        "groups per update": training.groups_per_update,
+        "samples per update": training.groups_per_update * rollout.samples_per_prompt,
+        "updates in all": config.updates_per_step * training.steps,
+        "tokens per sample, at most": longest,
+        "tokens per step, at most": samples * longest,
+        "tokens per micro-batch, at most": training.tokens_per_micro_batch,
+        "samples per micro-batch, at least": min(samples, training.tokens_per_micro_batch // longest),
+        "proximal policy": config.proximal,
+        "staleness, at most": rollout.max_staleness,
+    }
+    evaluation = config.evaluation
+    if evaluation.data:
+        rows = _rows(evaluation.data, evaluation.rows)
+        per_row = f"{evaluation.samples_per_prompt} sample{'s' if evaluation.samples_per_prompt > 1 else ''}"
+        plan["evaluation"] = (
+            f"{'all' if rows is None else rows} rows x {per_row}, temperature {evaluation.temperature:g}"
+        )
+        between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
+        plan["evaluations"] = between + (2 if training.steps else 1)
+    else:
+        plan["evaluation"] = "none"
+    return plan
+
+
+def plan_line(plan: Mapping[str, object]) -> str:
+    """The plan in one line: how prompts become samples become updates."""
+    return (
+        f"{plan['steps']} steps, each {plan['prompts per step']} prompts x {plan['samples per prompt']} samples = "
+        f"{plan['samples per step']} samples, {plan['updates per step']} updates of {plan['groups per update']} groups"
+    )
+
+
+def missing_files(config: Config) -> list[str]:
+    """Data files of the recipe that do not exist, as ``key: file``."""
+    named = [("data.train", f) for f in config.data.train] + [("evaluation.data", f) for f in config.evaluation.data]
+    return [f"{key}: {file!r} does not exist" for key, file in named if not _is_file(file)]
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a name too long
+        return False
+
+
+def _rows(files: list[str], limit: int | None) -> int | None:
+    """How many rows will be used: lines that are not blank, up to ``limit``. None: a file is missing."""
+    if not all(_is_file(file) for file in files):
+        return None
+    count = 0
+    for file in files:
+        with Path(file).open("rb") as lines:
+            for line in lines:
+                count += bool(line.strip())
+                if limit is not None and count >= limit:
+                    return limit
+    return count

@@ -1,0 +1,173 @@
+"""From admitted groups to what the trainer takes: the algorithm's pure functions, wired as the recipe says.
+
+Consumes: groups with raw rewards, as the buffer admitted them. Produces: :class:`Update` records, one per optimizer
+step: a packed mini-batch and the inputs of the objective for its tokens. Waits for: a forward pass of the policy
+(``proximal: recompute``) and of the reference policy (KL), if the recipe asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dapo.algorithm.advantage import with_advantages
+from dapo.algorithm.kl import AdaptiveKL, sample_kl
+from dapo.algorithm.objective import DapoObjective, TokenInputs, importance_weights, token_weights
+from dapo.algorithm.shaping import shape_rewards
+from dapo.config import Config
+from dapo.records import Group
+from dapo.training.packing import PackedBatch, pack
+from dapo.training.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """One optimizer step: the mini-batch and the objective's inputs for its R response tokens."""
+
+    batch: PackedBatch
+    inputs: TokenInputs
+
+
+class Preparer:
+    """The algorithm as one recipe configures it."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        """
+        Args:
+            config: of the run.
+            policy: the policy that is trained. If the KL is asked for, a copy of it as it is now becomes the reference.
+        """
+        self._config = config
+        self._policy = policy
+        kl = config.algorithm.kl
+        self._reference = policy.frozen_copy() if kl.mode != "off" else None
+        self._adaptive = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.target is not None else None
+
+    @property
+    def kl_coef(self) -> float:
+        """The KL coefficient in force."""
+        return self._adaptive.coef if self._adaptive else self._config.algorithm.kl.coef
+
+    def observe_kl(self, kl: float, samples: int) -> None:
+        """Let an adaptive coefficient see the mean KL of the last step, measured on ``samples`` samples."""
+        if self._adaptive:
+            self._adaptive.update(kl, samples)
+
+    @property
+    def objective(self) -> DapoObjective:
+        """The objective in force."""
+        algorithm = self._config.algorithm
+        return DapoObjective(
+            clip_ratio_low=algorithm.clip_ratio_low,
+            clip_ratio_high=algorithm.clip_ratio_high,
+            clip_ratio_c=algorithm.clip_ratio_c,
+            kl_coef=self.kl_coef,
+            kl_estimator=algorithm.kl.estimator,
+            kl_in_loss=algorithm.kl.mode == "loss",
+        )
+
+    def batch(self, groups: Sequence[Group]) -> tuple[list[Group], PackedBatch]:
+        """Shape rewards, compute advantages, flatten, and run the forward passes that are asked for.
+
+        Returns:
+            the groups with shaped rewards and advantages, and the packed batch of their scored samples.
+        """
+        shaped = [self._advantages(self._shape(group)) for group in groups]
+        packed = pack(shaped, self._policy.device)
+        if self._config.proximal == "recompute":
+            packed = replace(packed, proximal_logprobs=self._policy.logprobs(packed))
+        if self._reference is not None:
+            packed = replace(packed, reference_logprobs=self._reference.logprobs(packed))
+        if self._config.algorithm.kl.mode == "reward":
+            shaped = [self._advantages(group) for group in self._take_kl_off(shaped, packed)]
+            packed = replace(packed, advantages=pack(shaped, self._policy.device).advantages)
+        return shaped, packed
+
+    def updates(self, packed: PackedBatch) -> Iterator[Update]:
+        """The optimizer steps of one rollout: mini-batches of whole groups, for the configured number of epochs."""
+        for _ in range(self._config.training.epochs_per_rollout):
+            for batch in packed.updates(self._config.training.groups_per_update):
+                yield Update(batch, self._inputs(batch))
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint has to keep."""
+        return {"kl_coef": self.kl_coef}
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _shape(self, group: Group) -> Group:
+        algorithm = self._config.algorithm
+        buffer = algorithm.overlong_buffer
+        return shape_rewards(
+            group,
+            max_response_length=self._config.rollout.max_response_length,
+            soft=buffer.enable,
+            buffer_len=buffer.len,
+            penalty_factor=buffer.penalty_factor,
+            hard=algorithm.overlong_hard_punishment,
+            filter_truncated=algorithm.overlong_filtering,
+        )
+
+    def _advantages(self, group: Group) -> Group:
+        advantage = self._config.algorithm.advantage
+        return with_advantages(group, kind=advantage.kind, epsilon=advantage.epsilon)
+
+    def _take_kl_off(self, groups: Sequence[Group], packed: PackedBatch) -> Iterator[Group]:
+        """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""
+        assert packed.reference_logprobs is not None
+        penalties = iter(
+            sample_kl(
+                _proximal(packed),
+                packed.reference_logprobs,
+                self._config.algorithm.kl.estimator,
+                mask=torch.ones_like(packed.mask),
+                sample_ids=packed.sample_ids,
+                num_samples=packed.num_samples,
+            ).tolist()
+        )
+        for group in groups:
+            samples = (
+                replace(s, shaped_reward=s.shaped_reward - self.kl_coef * next(penalties)) if s.scored else s
+                for s in group.samples
+            )
+            yield replace(group, samples=tuple(samples))
+
+    def _inputs(self, batch: PackedBatch) -> TokenInputs:
+        algorithm, rollout = self._config.algorithm, self._config.rollout
+        correction = algorithm.correction
+        proximal = _proximal(batch)
+        importance, mask = importance_weights(
+            proximal,
+            batch.behaviour_logprobs,
+            kind=correction.kind,
+            level=correction.level,
+            cap=correction.cap,
+            low=correction.low,
+            high=correction.high,
+            sample_ids=batch.sample_ids,
+            mask=batch.mask,
+        )
+        weights = token_weights(
+            algorithm.loss_agg_mode,
+            mask=mask,
+            sample_ids=batch.sample_ids,
+            group_ids=batch.group_ids,
+            num_samples=batch.num_samples,
+            constant=algorithm.loss_constant or rollout.max_response_length,
+        )
+        return TokenInputs(
+            behaviour_logprobs=batch.behaviour_logprobs,
+            proximal_logprobs=proximal,
+            advantages=batch.advantages,
+            importance=importance,
+            mask=mask,
+            weights=weights,
+            reference_logprobs=batch.reference_logprobs,
+        )
+
+
+def _proximal(batch: PackedBatch) -> torch.Tensor:
+    """log pi_prox: recomputed where that was asked for, else the engine's."""
+    return batch.behaviour_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs

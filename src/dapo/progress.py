@@ -1,0 +1,326 @@
+"""What a person sees of a run while it works: the :class:`Listener` protocol and three ways to show it.
+
+Consumes: events from the orchestrator, on the thread that trains. Produces: a live line with a bar on a terminal, one
+line per event elsewhere, or nothing. Waits for nothing and never raises because of a missing or odd number.
+
+The loss is not shown: with normalised advantages it lies near 0 whatever happens, which alarms people for no reason.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from dapo.plan import plan_line
+
+
+class Listener(Protocol):
+    """Hears what a run does. The orchestrator calls; a listener shows, records or ignores."""
+
+    def phase(self, text: str) -> None:
+        """Something new begins that takes a while, such as "loading the model"."""
+        ...
+
+    def advance(self, done: int, total: int, note: str = "") -> None:
+        """The present phase has come so far. May be called often."""
+        ...
+
+    def started(self, plan: dict[str, Any]) -> None:
+        """Training begins; ``plan`` is what :func:`dapo.plan.plan_of` says."""
+        ...
+
+    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
+        """Rollout step ``step`` (from 1) of ``total`` is done; ``metrics`` as in metrics.jsonl."""
+        ...
+
+    def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
+        """An evaluation is done; ``name`` says when or of what, such as "before training"."""
+        ...
+
+    def warning(self, text: str) -> None:
+        """Something that the user should know, and that does not stop the run."""
+        ...
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        """The run is over; ``summary`` as in summary.json."""
+        ...
+
+    def close(self) -> None:
+        """Give the terminal back. Called at the end in any case; more than once does no harm."""
+        ...
+
+
+def make_listener(quiet: bool = False, console: Console | None = None) -> Listener:
+    """The listener that fits: live on a terminal, plain lines elsewhere, warnings only if ``quiet``."""
+    console = console or Console()
+    if quiet:
+        return QuietListener()
+    return LiveListener(console) if console.is_terminal and not console.is_dumb_terminal else PlainListener(console)
+
+
+class QuietListener:
+    """Warnings, on standard error, and nothing else."""
+
+    def phase(self, text: str) -> None: ...
+    def advance(self, done: int, total: int, note: str = "") -> None: ...
+    def started(self, plan: dict[str, Any]) -> None: ...
+    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None: ...
+    def evaluated(self, name: str, metrics: dict[str, Any]) -> None: ...
+    def finished(self, summary: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+    def warning(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class PlainListener:
+    """One line per event, for files and pipes."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or Console()
+        self._pace = Pace(clock)
+        self._told = 0.0
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+    def phase(self, text: str) -> None:
+        self._told = 0.0
+        self._say(text)
+
+    def advance(self, done: int, total: int, note: str = "") -> None:
+        share = done / total if total else 1.0
+        if share >= self._told + 0.25:
+            self._told = math.floor(share * 4) / 4
+            self._say(f"  {done}/{total}{'  ' + note if note else ''}")
+
+    def started(self, plan: dict[str, Any]) -> None:
+        self._pace.start()
+        self._say(plan_line(plan))
+
+    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
+        seconds, eta = self._pace.tick(step, total, metrics)
+        self._say("  ".join(f"{label} {text}" for label, text in step_fields(step, total, metrics, seconds, eta)))
+
+    def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
+        self._say(evaluation_line(name, metrics))
+
+    def warning(self, text: str) -> None:
+        self._say(f"warning: {text}")
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        for label, before, after in before_and_after(summary):
+            self._say(f"{label}: {before} before, {after} after")
+        for line in closing_lines(summary):
+            self._say(line)
+
+    def close(self) -> None: ...
+
+
+class LiveListener:
+    """A terminal: finished steps scroll by as rows of a table, the line below them is alive."""
+
+    _HEADER_EVERY = 20
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or Console()
+        self._pace = Pace(clock)
+        self._spinner = Spinner("dots", Text(""))
+        self._phase = ""
+        self._bar: tuple[int, int, str] | None = None
+        self._rows = 0
+        self._live = Live(get_renderable=self._render, console=self._console, transient=True, refresh_per_second=4)
+        self._closed = False
+
+    def _print(self, *objects: Any) -> None:
+        self._console.print(*objects, markup=False, highlight=False)
+
+    def _render(self) -> Any:
+        if self._bar is None:
+            self._spinner.update(text=Text(self._phase))
+            return self._spinner
+        done, total, note = self._bar
+        line = Table.grid(padding=(0, 1))
+        text = Text.assemble(f"{done}/{total}  ", (note, "dim"))
+        line.add_row(Text(self._phase), ProgressBar(total=max(total, 1), completed=done, width=24), text)
+        return Group(line)
+
+    def _update(self) -> None:
+        if not self._closed and not self._live.is_started:
+            self._live.start()
+
+    def phase(self, text: str) -> None:
+        self._phase, self._bar = text, None
+        self._update()
+
+    def advance(self, done: int, total: int, note: str = "") -> None:
+        self._bar = (done, total, note)
+        self._update()
+
+    def started(self, plan: dict[str, Any]) -> None:
+        self._pace.start()
+        self._print(Text(plan_line(plan), style="bold"))
+        self._phase, self._bar = "training", (0, int(plan["steps"]), "")
+        self._update()
+
+    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
+        seconds, eta = self._pace.tick(step, total, metrics)
+        fields = step_fields(step, total, metrics, seconds, eta)
+        if self._rows % self._HEADER_EVERY == 0:
+            self._print(Text(" ".join(_column(label, label) for label, _ in fields), style="dim"))
+        self._rows += 1
+        self._print(Text(" ".join(_column(label, text) for label, text in fields)))
+        self._phase, self._bar = "training", (step, total, f"{eta} left")
+        self._update()
+
+    def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
+        self._print(Text(evaluation_line(name, metrics), style="cyan"))
+
+    def warning(self, text: str) -> None:
+        self._print(Text.assemble(("warning: ", "bold yellow"), text))
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self.close()
+        rows = before_and_after(summary)
+        if rows:
+            table = Table("", "before", "after")
+            for row in rows:
+                table.add_row(*row)
+            self._console.print(table)
+        for line in closing_lines(summary):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._closed = True
+        self._live.stop()
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Seconds of the last step and an estimate of what is left, from the pace of the last ten."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._recent: deque[float] = deque(maxlen=10)
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._last = self._clock()
+
+    def tick(self, step: int, total: int, metrics: Mapping[str, Any]) -> tuple[float, str]:
+        """A step is done: its seconds (``time/step`` where given) and the time left, as text."""
+        now = self._clock()
+        wall, self._last = now - self._last, now
+        self._recent.append(wall)
+        measured = _number(metrics, "time/step")
+        left = max(total - step, 0) * sum(self._recent) / len(self._recent)
+        return (wall if measured is None else measured), duration(left)
+
+
+def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:
+    """Label and text of what matters in a step; a dash where a number is missing or not finite."""
+    speed = next((n for n in ("tokens_per_second/total", "tokens_per_second/rollout") if n in metrics), "")
+    return [
+        ("step", f"{step}/{total}"),
+        ("accuracy", _shown(metrics, "accuracy", "{:.1%}")),
+        ("reward", _shown(metrics, "reward/mean", "{:+.2f}")),
+        ("kept", f"{_shown(metrics, 'groups/kept', '{:.0f}')}/{_shown(metrics, 'groups/drawn', '{:.0f}')}"),
+        ("length", _shown(metrics, "response_length/mean", "{:.1f}")),
+        ("entropy", _shown(metrics, "entropy", "{:.3f}")),
+        ("clip%", f"{_percent(metrics, 'clip/low')}/{_percent(metrics, 'clip/high')}"),
+        ("grad", _shown(metrics, "grad_norm", "{:.3g}")),
+        ("tok/s", _compact(_number(metrics, speed))),
+        ("sec", f"{seconds:.1f}"),
+        ("left", eta),
+    ]
+
+
+_WIDTHS = {"step": 7, "reward": 6, "kept": 6, "length": 6, "clip%": 9, "grad": 5, "tok/s": 6, "sec": 5, "left": 5}
+"""Of columns that are wider than their label; together they fit 80 characters."""
+
+
+def _column(label: str, text: str) -> str:
+    return text.rjust(_WIDTHS.get(label, len(label)))
+
+
+def evaluation_line(name: str, metrics: Mapping[str, Any]) -> str:
+    """One evaluation in one line: accuracy and length first, whatever else there is after them."""
+    short = {key.removeprefix("eval/"): value for key, value in metrics.items()}
+    parts = []
+    for key in sorted(short, key=lambda k: {"accuracy": 0, "response_length": 1}.get(k, 2)):
+        value = _number(short, key)
+        if value is not None:
+            parts.append(f"{key.replace('_', ' ')} {_by_kind(key, value)}")
+    return f"evaluation {name}: {', '.join(parts)}"
+
+
+def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Every pair ``X_before``, ``X_after`` of numbers in a summary, as label and two texts."""
+    rows = []
+    for key in summary:
+        name = key.removesuffix("_before")
+        before, after = _number(summary, key), _number(summary, f"{name}_after")
+        if name != key and before is not None and after is not None:
+            rows.append((name.replace("_", " "), _by_kind(name, before), _by_kind(name, after)))
+    return rows
+
+
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The lines under the table: why it stopped (``stopped``), and where everything lies (``run_dir``)."""
+    lines = []
+    if summary.get("stopped"):
+        lines.append(f"stopped: {summary['stopped']}")
+    if summary.get("run_dir"):
+        lines.append(f"run folder: {summary['run_dir']}")
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 0:07, 12:34 or 3:25:45."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def _by_kind(name: str, value: float) -> str:
+    if any(word in name for word in ("accuracy", "greedy", "truncated", "no_answer", "avg@", "pass@", "maj@")):
+        return f"{value:.1%}"
+    return f"{value:.0f}" if float(value).is_integer() and "length" not in name else f"{value:.2f}"
+
+
+def _number(metrics: Mapping[str, Any], name: str) -> float | None:
+    value = metrics.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _shown(metrics: Mapping[str, Any], name: str, form: str) -> str:
+    value = _number(metrics, name)
+    return "-" if value is None else form.format(value)
+
+
+def _percent(metrics: Mapping[str, Any], name: str) -> str:
+    value = _number(metrics, name)
+    return "-" if value is None else f"{100 * value:.2f}"
+
+
+def _compact(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"

@@ -1,0 +1,122 @@
+"""What a reward function may return, and how it becomes a :class:`~dapo.records.Reward`; rewards as JSON.
+
+Consumes any Python object, produces a ``Reward`` or raises :class:`~dapo.errors.RewardError` with the name of the
+function, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from dapo.errors import RewardError
+from dapo.records import Reward
+
+EXPECTED = 'a float, a bool, a dict with "value", or a Reward'
+
+
+def verdict(correct: bool, extracted: str | None, **parts: float) -> Reward:
+    """+1 for a right answer, -1 for a wrong one (Eq. 7)."""
+    return Reward(correct, 1.0 if correct else -1.0, parts=parts, extracted=extracted)
+
+
+def to_reward(result: Any, name: str) -> Reward:
+    """Turn what the reward function ``name`` returned for one response into a reward.
+
+    A bool is right or wrong (+1 or -1), a number is a reward without a notion of right and wrong, a dict needs
+    "value" and may have "correct", "extracted" and "parts" (its other keys are parts too).
+
+    Raises:
+        RewardError: the result is none of these, or a number in it is not finite.
+    """
+    result = _plain(result)
+    if isinstance(result, Reward):
+        return _checked(result, name)
+    if isinstance(result, bool):
+        return verdict(result, None)
+    if isinstance(result, int | float):
+        return Reward(None, _number(result, name, "a finite number"))
+    if isinstance(result, Mapping):
+        return _from_mapping(result, name)
+    hint = ""
+    if hasattr(result, "__len__") and not isinstance(result, str | bytes):
+        hint = "; it is called for one response at a time and returns one value"
+    elif result is None:
+        hint = "; is a `return` missing?"
+    _broken(name, EXPECTED, result, hint)
+
+
+def _from_mapping(result: Mapping[Any, Any], name: str) -> Reward:
+    if "value" not in result:
+        keys = ", ".join(map(repr, result)) or "none"
+        raise RewardError(f'reward function {name}: the dict it returned needs the key "value"; its keys are {keys}')
+    named = {key: _plain(result.get(key)) for key in ("value", "correct", "extracted", "parts")}
+    value = _number(named["value"], name, 'a finite number under "value"')
+    correct, extracted, parts = named["correct"], named["extracted"], named["parts"]
+    if correct is not None and not isinstance(correct, bool):
+        _broken(name, 'a bool or None under "correct"', correct)
+    if extracted is not None and not isinstance(extracted, str):
+        _broken(name, 'text or None under "extracted"', extracted)
+    if parts is not None and not isinstance(parts, Mapping):
+        _broken(name, 'a dict of numbers under "parts"', parts)
+    others = {key: part for key, part in result.items() if key not in named}
+    return Reward(correct, value, _parts({**(parts or {}), **others}, name), extracted=extracted)
+
+
+def _checked(reward: Reward, name: str) -> Reward:
+    """``Reward`` is a plain dataclass: whoever builds one can put anything into it."""
+    if reward.correct is not None and not isinstance(reward.correct, bool):
+        _broken(name, "a Reward whose correct is a bool or None", reward.correct)
+    if reward.error is None:
+        _number(reward.value, name, "a Reward with a finite value")
+    if not isinstance(reward.parts, Mapping):
+        _broken(name, "a Reward whose parts are a dict of numbers", reward.parts)
+    _parts(reward.parts, name)
+    return reward
+
+
+def _parts(parts: Mapping[Any, Any], name: str) -> dict[str, float]:
+    return {str(key): _number(_plain(part), name, f"a finite number under {key!r}") for key, part in parts.items()}
+
+
+def _number(value: Any, name: str, expected: str) -> float:
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer beyond the range of floats
+        number = math.inf
+    if not math.isfinite(number):
+        _broken(name, expected, value)
+    return number
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars and zero-dimensional arrays and tensors as Python numbers; all else as it is."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
+
+
+def _broken(name: str, expected: str, got: Any, hint: str = "") -> NoReturn:
+    try:
+        shown = repr(got)
+    except Exception:
+        shown = "(not printable)"
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    raise RewardError(f"reward function {name}: expected {expected}, got {type(got).__name__} {shown}{hint}")
+
+
+def reward_to_json(reward: Reward) -> dict[str, Any]:
+    """A reward as an object that JSON can hold."""
+    return {
+        "correct": reward.correct,
+        "value": reward.value if reward.error is None else 0.0,  # NaN, which is allowed here, is not JSON
+        "parts": dict(reward.parts),
+        "error": reward.error,
+        "extracted": reward.extracted,
+    }
+
+
+def reward_from_json(data: Mapping[str, Any]) -> Reward:
+    """The inverse of :func:`reward_to_json`."""
+    return Reward(data["correct"], data["value"], data["parts"], data["error"], data["extracted"])

@@ -1,0 +1,185 @@
+"""The user's own reward function: ``def f(prompt, response, answer, **meta) -> float | bool | dict | Reward``.
+
+Loads it from ``package.module:name`` or ``path/file.py:name`` and calls it with the keyword arguments it takes. Runs in
+worker processes (named in YAML) or in the parent (passed from Python).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dapo.errors import RewardError
+from dapo.records import Reward
+from dapo.reward.convert import reward_to_json, to_reward
+
+CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """The function that ``spec`` names.
+
+    Args:
+        spec: ``package.module:name`` or ``path/file.py:name``; a relative path starts in the working folder.
+
+    Raises:
+        RewardError: the file or module is missing, fails while being imported, or holds no such function.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise RewardError(f"reward function {spec!r}: expected package.module:name or path/file.py:name")
+    module = _import_file(spec, Path(place)) if place.endswith(".py") else _import_module(spec, place)
+    found = getattr(module, name, None)
+    if found is None:
+        raise RewardError(f"reward function {spec}: {place} has no {name!r}; {_nearest(module, name)}")
+    if not callable(found):
+        raise RewardError(f"reward function {spec}: {name!r} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _import_file(spec: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RewardError(f"reward function {spec}: no such file: {path.absolute()}")
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: helpers beside the file can be imported, but shadow nothing
+    name = f"dapo_user_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise RewardError(f"reward function {spec}: importing {path} failed: {describe(error)}") from None
+    return module
+
+
+def _import_module(spec: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing and (name == missing or name.startswith(missing + ".")):
+            raise RewardError(
+                f"reward function {spec}: no module named {missing!r} (looked in the working folder and the installed "
+                "packages); a file is named as path/file.py:name"
+            ) from None
+        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
+
+
+def _nearest(module: ModuleType, name: str) -> str:
+    functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+    near = difflib.get_close_matches(name, functions, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"it has {', '.join(functions)}" if functions else "it has no functions"
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the place in the user's code where it was raised."""
+    line = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError):
+        return f"{line} ({error.filename}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    ours = str(Path(__file__).parent)
+    outside = [f for f in frames if not f.filename.startswith(ours)]
+    if not outside:
+        return line
+    return f"{line} ({outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name})"
+
+
+# --- calling ------------------------------------------------------------------------------------------------------
+
+
+class BoundFunction:
+    """A reward function with its name and the constant arguments from the recipe."""
+
+    def __init__(self, function: Callable[..., Any], name: str, args: Mapping[str, Any] | None = None) -> None:
+        self.function = function
+        self.name = name
+        self.args = dict(args or {})
+        try:
+            self.parameters: dict[str, inspect.Parameter] | None = dict(inspect.signature(function).parameters)
+        except (TypeError, ValueError):  # some callables written in C tell nothing of their parameters
+            self.parameters = None
+        unknown = sorted(set(self.args) - set(self._accepted(self.args)))
+        if unknown:
+            raise RewardError(
+                f"reward function {name}: reward.args names {', '.join(map(repr, unknown))}, which it does not take; "
+                f"its parameters are {', '.join(self.parameters or ())}"
+            )
+
+    @property
+    def is_async(self) -> bool:
+        call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    def arguments(self, prompt: str, response: str, answer: str | None, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments for one call: only those that the function takes, unless it takes any.
+
+        Raises:
+            RewardError: it demands a parameter that there is no value for.
+        """
+        offered = {**meta, "prompt": prompt, "response": response, "answer": answer, **self.args}
+        for parameter in (self.parameters or {}).values():
+            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            given = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
+            if not (variadic or given) and parameter.default is parameter.empty:
+                raise RewardError(
+                    f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
+                    f"keyword is {', '.join(offered)}; expected {CONTRACT}"
+                )
+        return self._accepted(offered)
+
+    def _accepted(self, offered: dict[str, Any]) -> dict[str, Any]:
+        if self.parameters is None or any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):
+            return offered
+        by_keyword = {p.name for p in self.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return {key: value for key, value in offered.items() if key in by_keyword}
+
+    def failure(self, error: BaseException) -> Reward:
+        """The reward of a response on which the function raised: no verdict."""
+        return Reward(None, 0.0, error=f"reward function {self.name} raised {describe(error)}")
+
+
+def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The worker's side: load the function once, then call it for one item at a time.
+
+    Args:
+        options: "function" (its spec) and "args".
+    """
+    spec = options["function"]
+    bound = BoundFunction(load_function(spec), spec, options["args"])
+    loop = asyncio.new_event_loop()  # one for all calls: sessions that an async function keeps stay usable
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        arguments = bound.arguments(item["prompt"], item["response"], item["answer"], item["meta"])
+        try:
+            result = bound.function(**arguments)
+            if inspect.isawaitable(result):
+                result = loop.run_until_complete(_await(result))
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            return reward_to_json(bound.failure(error))
+        return reward_to_json(to_reward(result, bound.name))
+
+    return handle
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable

@@ -1,0 +1,77 @@
+"""The math reward: +1 if the final answer is mathematically equal to the reference, -1 otherwise (Eq. 7).
+
+Runs in worker processes, which bound its time and memory; inside the worker a limit on processor time makes answers
+that are too expensive to compare wrong instead of failed. (The name shadows nothing: it is only ever imported as
+``dapo.reward.math``.)
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from dapo.records import Reward
+from dapo.reward.convert import reward_to_json, verdict
+from dapo.reward.equivalence import equivalent, readable
+from dapo.reward.extract import Rule, final_answer
+
+_CPU_LIMIT_S = 1.0
+"""Processor time for one comparison, in seconds. Not wall time: a busy machine must not change a verdict."""
+
+
+class _TooExpensive(BaseException):
+    """Not an ``Exception``: sympy catches those."""
+
+
+def score_math(response: str, gold: str, extract: Sequence[Rule]) -> Reward:
+    """The verdict on a response; part ``answer_found`` tells a wrong answer (1) from none (0).
+
+    Args:
+        response: the response, thinking included.
+        gold: the reference, as bare LaTeX or text.
+        extract: the rules that find the final answer, in order.
+    """
+    answer = final_answer(response, extract)
+    correct = bool(answer) and answer is not None and _bounded(equivalent, gold, answer)
+    return verdict(correct, answer, answer_found=float(bool(answer)))
+
+
+def _bounded(decide: Callable[..., bool], *texts: str) -> bool:
+    """``decide(*texts)``; False where it fails or costs too much: what cannot be shown to be equal is not.
+
+    Main thread only, as signals are.
+    """
+    signal.signal(signal.SIGVTALRM, _interrupt)
+    try:
+        # again every quarter of a second: raised within a destructor, the first one is lost
+        signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_LIMIT_S, 0.25)
+        try:
+            return decide(*texts)
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except (Exception, _TooExpensive):  # sympy raises all kinds, memory and recursion errors among them
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)  # in case that the inner one was interrupted
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise _TooExpensive
+
+
+def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The worker's side. An item with a "response" is scored; one without asks whether "answer" can be read.
+
+    Args:
+        options: "extract", the rules that find the final answer.
+    """
+    extract = options["extract"]
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        if "response" not in item:
+            return {"readable": _bounded(readable, item["answer"])}
+        return reward_to_json(score_math(item["response"], item["answer"], extract))
+
+    return handle

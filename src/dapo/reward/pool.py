@@ -1,0 +1,224 @@
+"""Worker processes driven from asyncio: each takes one item at a time under a hard deadline.
+
+Consumes items (objects that JSON can hold), produces one outcome for each. A call waits for a free worker and then for
+its reply; the deadline, counted from when the worker gets the item, ends that wait by killing the worker with all its
+children. A worker that dies gets its item retried once, on a fresh one. Nothing here blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from dapo.errors import RewardError
+from dapo.reward.worker import HEADER, encode
+
+_START_TIMEOUT_S = 120.0
+"""Longest time for a worker to import what it needs: slow libraries on a busy machine are no error."""
+_DYING_S = 1.0
+"""Longest wait for the exit status of a worker whose pipes have closed."""
+_CLOSE_TIMEOUT_S = 5.0
+"""Longest wait for killed processes to be gone."""
+
+
+class ScoringFailed(Exception):
+    """This item has no result (time-out, dead worker). The message says why; other items go on."""
+
+
+class _WorkerDied(Exception):
+    pass
+
+
+class WorkerPool:
+    """At most ``workers`` processes that run one handler. Belongs to the event loop it is first used in.
+
+    Args:
+        factory: ``module:name`` of a function that makes the handler from ``options``, called once in each worker.
+        options: what the factory gets; must be JSON.
+        workers: processes, started when first needed.
+        timeout_s: longest time for one item.
+        memory_mb: memory that a worker may take on top of what it has after its start; None: no limit.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        options: Mapping[str, Any],
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_mb: int | None = None,
+    ) -> None:
+        self._setup = {"factory": factory, "options": dict(options), "memory_mb": memory_mb, "parent": os.getpid()}
+        self._timeout_s = timeout_s
+        self._size = workers
+        self._free = asyncio.Semaphore(workers)
+        self._idle: list[_Worker] = []
+        self._live: set[_Worker] = set()
+        self._killed: set[_Worker] = set()
+        self._closed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start all workers now, at the same time. Optional: it moves the waiting, and errors, to the beginning.
+
+        Raises:
+            RewardError: the user's code cannot be loaded.
+            ScoringFailed: workers die or hang while they start.
+        """
+        missing = self._size - len(self._live)
+        started = await asyncio.gather(*(self._start_worker() for _ in range(missing)), return_exceptions=True)
+        self._idle += [w for w in started if isinstance(w, _Worker)]
+        for outcome in started:
+            if isinstance(outcome, _WorkerDied):
+                raise ScoringFailed(f"a worker could not be started: {outcome}")
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def run(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """The handler's result for ``item``.
+
+        Raises:
+            ScoringFailed: the deadline passed, or the worker died twice.
+            RewardError: the user's code cannot be loaded or broke its contract.
+        """
+        try:
+            message = encode(dict(item))
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"a worker process can only be sent what JSON can hold: {error}") from None
+        async with self._free:
+            try:
+                return await self._attempt(message)
+            except _WorkerDied:
+                try:
+                    return await self._attempt(message)
+                except _WorkerDied as error:
+                    raise ScoringFailed(f"two workers died on it, the last one {error}") from None
+
+    async def close(self) -> None:
+        """Kill all workers and wait, for a bounded time, until they are gone. Items still running fail."""
+        self._closed.set()
+        for worker in self._live:
+            worker.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await asyncio.gather(*(worker.process.wait() for worker in self._live | self._killed))
+        self._idle.clear()
+        self._live.clear()
+        self._killed.clear()
+
+    async def _attempt(self, message: bytes) -> dict[str, Any]:
+        worker = await self._take()
+        clean = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await worker.exchange(message)
+            clean = True
+        except TimeoutError:
+            raise ScoringFailed(f"timed out after {self._timeout_s:g} s") from None
+        finally:
+            # in every other case, cancellation included, the worker is busy or broken: it must not be used again
+            if clean:
+                self._idle.append(worker)
+            else:
+                self._discard(worker)
+        return _result(reply)
+
+    async def _take(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.process.returncode is None:
+                return worker
+            self._discard(worker)
+        return await self._start_worker()
+
+    async def _start_worker(self) -> _Worker:
+        if self._closed.is_set():
+            raise ScoringFailed("the scorer is closed")
+        worker = await _Worker.spawn()
+        if self._closed.is_set():  # while it started
+            self._discard(worker)
+            raise ScoringFailed("the scorer is closed")
+        self._live.add(worker)
+        ready = False
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                reply = await worker.exchange(encode(self._setup))
+            _result(reply)
+            ready = True
+        except TimeoutError:
+            raise ScoringFailed(f"a worker was not ready after {_START_TIMEOUT_S:g} s") from None
+        finally:
+            if not ready or self._closed.is_set():
+                self._discard(worker)
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        worker.kill()
+        self._live.discard(worker)
+        self._killed = {w for w in self._killed if w.process.returncode is None} | {worker}
+
+
+def _result(reply: Mapping[str, Any]) -> dict[str, Any]:
+    if "broken" in reply:
+        raise RewardError(reply["broken"])
+    result: dict[str, Any] = reply["result"]
+    return result
+
+
+class _Worker:
+    """One process and its two pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None  # both were asked for
+        self.process = process
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+
+    @classmethod
+    async def spawn(cls) -> _Worker:
+        """Start the process, in a process group of its own so that it can be killed with all its children."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # do not put the working folder first on the import path: a json.py there would win
+            "-m",
+            "dapo.reward.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def exchange(self, message: bytes) -> dict[str, Any]:
+        """Send one message and wait for its reply."""
+        try:
+            self._stdin.write(message)
+            await self._stdin.drain()
+            (size,) = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
+            reply: dict[str, Any] = json.loads(await self._stdout.readexactly(size))
+        except (ConnectionError, asyncio.IncompleteReadError, ValueError):
+            raise _WorkerDied(await self._cause_of_death()) from None
+        return reply
+
+    async def _cause_of_death(self) -> str:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DYING_S):  # its pipes close shortly before it ends
+                code = await self.process.wait()
+                return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return "closed its pipes"
+
+    def kill(self) -> None:
+        """End the process and everything it started. The event loop collects it by itself."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._stdin.close()
+        # Close our end of its output too (asyncio has no public name for it). Not transport.close(): that collects
+        # the exit status behind the back of asyncio's own watcher, which then warns.
+        output = self.process._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
+        if output is not None:
+            output.close()

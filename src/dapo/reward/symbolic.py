@@ -1,0 +1,227 @@
+"""Equality of two expressions: exact for literals, by high-precision evaluation for everything else.
+
+Parsing is Math-Verify's (LaTeX to sympy, nothing evaluated, no ``eval``). Its comparison is used for sets only: for
+expressions it has absolute tolerances, which make tiny numbers equal. Imports sympy: for worker processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits (SIGALRM) are off
+
+_DIGITS = 40
+"""Decimal digits that two values are compared to, relative to their size."""
+_MAX_BITS = 2.0**17
+"""Numbers that may need more bits than this are not evaluated: no reference answer is one, power towers are."""
+_MAX_LENGTH = 2000
+"""Longest expression in characters that is parsed."""
+_MAX_BRACKETS = 100
+"""Most brackets in it: deep nesting is slow to parse."""
+
+_CONFIG = [
+    LatexExtractionConfig(
+        boxed_match_priority=-1,
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+        ),
+    )
+]
+_DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?!\.?\d)")
+_REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+_MIXED = re.compile(r"(?<![\w.}^_])(\d+)\s*(?:\\frac\s*\{(\d+)\}\s*\{(\d+)\}| (\d+)/(\d+))")
+_BASED = re.compile(r"([0-9A-Za-z]+)_\s*\{?\s*(\d+)\s*\}?")
+_LITERAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
+_DEGREES = re.compile(r"(\d+)\s*\^\\circ")
+
+
+def same_expression(gold: str, answer: str) -> bool:
+    """Whether two canonical texts without top-level commas are mathematically equal. Never by rounding."""
+    gold_number, answer_number = literal(gold), literal(answer)
+    if gold_number is not None and answer_number is not None:
+        return gold_number == answer_number
+    left, right = parsed(gold), parsed(answer)
+    if left is None or right is None:
+        return False
+    return _same(left, right)
+
+
+def constant_ratio(gold: str, answer: str) -> float | None:
+    """c where the expression ``gold`` is c times the expression ``answer`` everywhere; None: there is no such c."""
+    left, right = parsed(gold), parsed(answer)
+    if not _is_small_expression(left) or not _is_small_expression(right):
+        return None
+    ratios = []
+    for point in _points(_names(left, right)):
+        first, second = _value_at(left, point), _value_at(right, point)
+        if first is None or second is None or not second.is_finite or second == 0:
+            return None
+        ratios.append(first / second)
+    if not all(ratio.is_real and _close(ratio, ratios[0]) for ratio in ratios):
+        return None
+    return float(ratios[0])
+
+
+def approximately(text: str) -> float | None:
+    """A number without variables as a float; None for anything else."""
+    number = literal(text)
+    if number is not None:
+        return float(number)
+    expr = parsed(text)
+    if not _is_small_expression(expr) or expr.free_symbols:
+        return None
+    value = _value_at(expr, {})
+    return float(value) if value is not None and value.is_real else None
+
+
+def literal(text: str) -> Fraction | None:
+    """The exact value of a number written out: 12, -0.5, 1e-3, 3/8, 132_5; None for anything else."""
+    text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # between digits a blank means something: 2 1/2
+    sign = -1 if text.startswith("-") else 1
+    fraction = re.fullmatch(r"[+-]?(?:\\frac\{(-?\d+)\}\{(-?\d+)\}|(\d+)/(\d+))", text)
+    if fraction is not None:
+        top, bottom = (int(part) for part in fraction.groups() if part is not None)
+        return sign * Fraction(top, bottom) if bottom else None
+    based = _BASED.fullmatch(text)
+    if based is not None and text[0].isdigit() and 2 <= int(based[2]) <= 36:
+        return _in_base(based[1], int(based[2]))
+    if len(text) <= _MAX_LENGTH and _LITERAL.fullmatch(text):
+        return Fraction(text)
+    return None
+
+
+def _in_base(digits: str, base: int) -> Fraction | None:
+    try:
+        return Fraction(int(digits, base))
+    except ValueError:
+        return None
+
+
+@lru_cache(maxsize=256)
+def parsed(text: str) -> Any:
+    """``text`` as a sympy object, unevaluated; None: it cannot be read."""
+    if not text.strip() or len(text) > _MAX_LENGTH or len(re.findall(r"[(\[{]", text)) > _MAX_BRACKETS:
+        return None
+    number = literal(text)
+    if number is not None:
+        return sympy.Rational(number.numerator, number.denominator)
+    latex = _exact_numbers(text)
+    found = parse(f"${latex}$", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+def _exact_numbers(text: str) -> str:
+    """Decimals and mixed numbers as fractions: floats would bring rounding, and 2 3/4 is not a product."""
+    text = _REPEATING.sub(_repeating_as_fraction, text)
+    text = _MIXED.sub(lambda m: rf"({m[1]}+\frac{{{m[2] or m[4]}}}{{{m[3] or m[5]}}})", text)
+    text = _DECIMAL.sub(lambda m: rf"(\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}})", text)
+    return _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
+
+
+def _repeating_as_fraction(match: re.Match[str]) -> str:
+    whole, fixed, cycle = match.groups()
+    top = int(whole + fixed + cycle) - int(whole + fixed or "0")
+    bottom = (10 ** len(cycle) - 1) * 10 ** len(fixed)
+    return rf"(\frac{{{top}}}{{{bottom}}})"
+
+
+# --- equality of sympy objects ------------------------------------------------------------------------------------
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, sympy.MatrixBase) or isinstance(right, sympy.MatrixBase):
+        both = isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase)
+        return both and left.shape == right.shape and all(map(_same, left.flat(), right.flat()))
+    if _is_small_expression(left) and _is_small_expression(right):
+        return _same_value(left, right)
+    if isinstance(left, sympy.Set) and isinstance(right, sympy.Set):
+        return bool(verify(left, right, timeout_seconds=None))  # the reference first: it is not symmetric
+    return False
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    """Equal wherever both are evaluated: identity is undecidable, but 40 digits at several points are proof enough."""
+    compared = 0
+    for point in _points(_names(left, right)):
+        first, second = _value_at(left, point), _value_at(right, point)
+        if first is None or second is None:
+            if (first is None) != (second is None):
+                return False  # one is undefined where the other is not
+            continue
+        if not _close(first, second) and not (_tiny(first, second) and _difference_is_zero(left, right)):
+            return False
+        compared += 1
+    return compared > 0 or bool(left == right)
+
+
+def _is_small_expression(expr: Any) -> bool:
+    return isinstance(expr, sympy.Expr) and bits(expr) <= _MAX_BITS
+
+
+def _names(left: Any, right: Any) -> list[str]:
+    """The variables of both. By name: how a symbol was read (real or not) depends on what stood beside it."""
+    return sorted({s.name for s in left.free_symbols | right.free_symbols} - {"i"})
+
+
+def _points(names: list[str]) -> Iterator[dict[str, Any]]:
+    """Where to evaluate: unremarkable rationals of both signs, another one for each symbol."""
+    if not names:
+        yield {}
+        return
+    for a, b in ((1.3717, 0.6131), (-0.8283, 0.4547), (0.2719, -1.6177), (3.1931, 2.2133)):
+        yield {name: sympy.Rational(round((a + b * k) * 10000), 9973) for k, name in enumerate(names)}
+
+
+def _value_at(expr: Any, point: dict[str, Any]) -> Any | None:
+    values: dict[Any, Any] = {s: point[s.name] for s in expr.free_symbols if s.name in point}
+    values |= {s: sympy.I for s in expr.free_symbols if s.name == "i"}
+    value = expr.xreplace(values).doit().evalf(_DIGITS + 10)
+    if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
+        return value if value in (sympy.oo, -sympy.oo) else None
+    return value
+
+
+def _close(first: Any, second: Any) -> bool:
+    if first == second:
+        return True
+    if not (first.is_finite and second.is_finite):
+        return False
+    return bool(abs(first - second) <= max(abs(first), abs(second)) * sympy.Float(10) ** -_DIGITS)
+
+
+def _tiny(first: Any, second: Any) -> bool:
+    """Both may be an exact zero that shows as rounding noise, which no relative bound can tell."""
+    return bool(
+        first.is_finite and second.is_finite and max(abs(first), abs(second)) < sympy.Float(10) ** -(_DIGITS // 2)
+    )
+
+
+def _difference_is_zero(left: Any, right: Any) -> bool:
+    return bool(sympy.simplify(left - right) == 0)
+
+
+def bits(expr: Any) -> float:
+    """Upper bound of the bits that evaluating ``expr`` may take, estimated without evaluating it."""
+    if isinstance(expr, sympy.Rational):
+        return float(max(abs(expr.p).bit_length(), expr.q.bit_length(), 1))
+    if not expr.args:
+        return 8.0  # symbols (at our points) and constants
+    args = [bits(arg) for arg in expr.args]
+    if max(args) > _MAX_BITS:
+        return math.inf
+    if isinstance(expr, sympy.Pow | sympy.exp):
+        base, exponent = (args[0], args[1]) if isinstance(expr, sympy.Pow) else (2.0, args[0])
+        return base * 2.0**exponent if exponent < 64 else math.inf
+    if isinstance(expr, sympy.factorial | sympy.factorial2 | sympy.gamma | sympy.binomial):
+        return args[0] * 2.0 ** args[0] if args[0] < 64 else math.inf
+    return sum(args)

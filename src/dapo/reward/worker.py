@@ -1,0 +1,108 @@
+"""The process that scores: ``python -m dapo.reward.worker``, started and driven by ``pool.py``.
+
+Consumes messages on its standard input and produces one reply to each on its standard output, in order; waits for the
+next message and ends when its input does. A message is a big-endian 4-byte length and that many bytes of JSON. The
+first one is the set-up ({"factory", "options", "memory_mb", "parent"}), all others are items.
+
+A reply is {"result": ...}, or {"broken": message} where the user's code broke its contract, which stops the run.
+Deadlines are the parent's affair: it kills this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dapo.errors import UserError
+
+Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+HEADER = struct.Struct(">I")
+_PR_SET_PDEATHSIG = 1
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """A message as bytes on the pipe. Lone surrogates in text survive (they are escaped)."""
+    body = json.dumps(message).encode("ascii")
+    return HEADER.pack(len(body)) + body
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    source, sink = _take_pipes()
+    setup = _read(source)
+    if setup is None:
+        return
+    _die_with_parent(setup["parent"])
+    # after everything installed: a file of the user's named like a module of the library must not replace it
+    sys.path.append(str(Path.cwd()))
+    reply: dict[str, Any]
+    try:
+        module, _, name = setup["factory"].partition(":")
+        handle: Handler = getattr(importlib.import_module(module), name)(setup["options"])
+    except UserError as error:
+        _write(sink, {"broken": str(error)})
+        return
+    if setup["memory_mb"] is not None:
+        _limit_memory(setup["memory_mb"])
+    _write(sink, {"result": {}})
+    while (item := _read(source)) is not None:
+        try:
+            reply = {"result": handle(item)}
+        except UserError as error:
+            reply = {"broken": str(error)}
+        _write(sink, reply)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the protocol's pipes to ourselves: what user code prints goes to standard error, what it reads is empty."""
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    return source, sink
+
+
+def _read(source: BinaryIO) -> dict[str, Any] | None:
+    header = source.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    body = source.read(size)
+    return None if len(body) < size else json.loads(body)
+
+
+def _write(sink: BinaryIO, message: dict[str, Any]) -> None:
+    sink.write(encode(message))
+    sink.flush()
+
+
+def _die_with_parent(parent: int) -> None:
+    """A busy worker does not see its input end, so ask the kernel for a signal (Linux only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the request
+        os._exit(1)
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Allow so much memory beyond what the process holds now, so that the limit means the same on any machine."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    limit = pages * resource.getpagesize() + megabytes * 2**20
+    with contextlib.suppress(ValueError, OSError):  # a lower hard limit is in force already
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

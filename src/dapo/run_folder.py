@@ -1,0 +1,218 @@
+"""The folder of a run: where everything it writes lies, and what it records of itself.
+
+::
+
+    runs/NAME/
+      config.yaml        the resolved recipe; `dapo train runs/NAME/config.yaml run.dir=...` runs it again
+      environment.json   versions, platform, git commit, command line
+      metrics.jsonl      one line per rollout step (observe/metrics.py)
+      samples/           step-00012.jsonl: one line per sample (observe/samples.py)
+      checkpoints/       step-00012/
+      model-before/      weights before the first update, Hugging Face layout
+      model-after/       weights after the last one
+      summary.json       what the run came to
+
+Secrets are never written: values under keys such as `api_key` or `token`, and passwords in addresses, are blanked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import dapo
+from dapo.config import Config
+from dapo.errors import UserError
+from dapo.files import write_atomic, write_json
+
+BLANK = "(not recorded)"
+
+_SECRET_KEY = re.compile(
+    r"(^|[_.-])(api_?key|access_?key|private_?key|secret_?key|token|secret|password|passwd|passphrase|auth"
+    r"|authorization|credentials?|bearer|cookie)$",
+    re.IGNORECASE,
+)
+_ADDRESS_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model_before(self) -> Path:
+        return self.root / "model-before"
+
+    @property
+    def model_after(self) -> Path:
+        return self.root / "model-after"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint written after ``step`` rollout steps."""
+        return self.checkpoints / f"step-{step:05d}"
+
+    @classmethod
+    def create(cls, config: Config, command: Sequence[str] | None = None) -> RunFolder:
+        """Make the folder of a new run and record how it was started. Nothing that exists is overwritten.
+
+        Args:
+            config: the resolved recipe; ``run.dir`` (by default ``runs/run``) and ``run.if_exists`` are used.
+            command: the command line to record; by default this process's own.
+
+        Raises:
+            UserError: the folder exists and ``run.if_exists`` is ``fail``, or it cannot be made or written to.
+        """
+        root = Path(config.run.dir or "runs/run")
+        try:
+            _make_way(root, config.run.if_exists)
+            root.mkdir(parents=True, exist_ok=True)
+            folder = cls(root)
+            write_atomic(folder.config, config_yaml(config))
+            folder.samples.mkdir()
+            folder.checkpoints.mkdir()
+            write_json(folder.environment, describe_environment(config, sys.argv if command is None else command))
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"run.dir: cannot write to {str(root)!r}: {reason}; set run.dir to another folder"
+            ) from None
+        return folder
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, whole or not at all."""
+        write_json(self.summary, summary)
+
+
+def config_yaml(config: Config) -> str:
+    """The resolved recipe as YAML, without secrets."""
+    return str(yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True, width=110))
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """``value`` with what is under secret-looking keys, and logins in addresses, blanked."""
+    if isinstance(value, Mapping):
+        secret = key if _SECRET_KEY.search(key) else ""
+        return {name: redact(item, secret or str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item, key) for item in value]
+    if _SECRET_KEY.search(key) and value is not None and not isinstance(value, bool):
+        return BLANK
+    return _ADDRESS_LOGIN.sub(BLANK, value) if isinstance(value, str) else value
+
+
+def redact_command(command: Sequence[str]) -> list[str]:
+    """A command line with secrets blanked: overrides ``some.api_key=...`` and logins in addresses."""
+    words = []
+    for word in command:
+        key, equals, value = word.partition("=")
+        # a value may itself be a YAML mapping with secrets in it: no telling, so only what is plainly safe stays
+        hides = _SECRET_KEY.search(key) or ("{" in value and re.search(r"key|token|secret|passw|auth", value, re.I))
+        words.append(f"{key}={BLANK}" if equals and hides else str(redact(word)))
+    return words
+
+
+def describe_environment(config: Config, command: Sequence[str]) -> dict[str, Any]:
+    """What a reader needs to run this again. Reads no environment variable but the thread counts."""
+    torch = sys.modules.get("torch")  # looked at only if the run has loaded it
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": redact_command(command),
+        "dapo": dapo.__version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": {
+            "configured": config.runtime.threads,
+            "torch": torch.get_num_threads() if torch else None,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        },
+        "git": _git_state(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the working folder and whether files differ from it; None outside a repository or without git."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _make_way(root: Path, if_exists: str) -> None:
+    if not os.path.lexists(root):
+        return
+    if not root.is_dir():
+        raise UserError(f"run.dir: {root} is a file; set run.dir to another folder")
+    if not any(root.iterdir()):
+        return
+    if if_exists == "fail":
+        raise UserError(
+            f"run.dir: the folder {root} exists; set run.dir to another folder, or run.if_exists=rename to keep the "
+            "old one under another name"
+        )
+    if not (root / "config.yaml").is_file() or root.resolve() == Path.cwd():
+        raise UserError(f"run.dir: {root} holds files that are not a run's and is not renamed; set run.dir to another")
+    root.rename(_name_for_old(root))
+
+
+def _name_for_old(root: Path) -> Path:
+    """NAME-YYYYMMDD-HHMMSS with the time at which the old run started, numbered if that is taken."""
+    started = datetime.fromtimestamp((root / "config.yaml").stat().st_mtime)
+    base = root.with_name(f"{root.name}-{started:%Y%m%d-%H%M%S}")
+    candidate, number = base, 1
+    while os.path.lexists(candidate):
+        number += 1
+        candidate = base.with_name(f"{base.name}-{number}")
+    return candidate

@@ -1,0 +1,67 @@
+"""A model and the one way in which the trainer computes its log-probabilities: policy and reference policy alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dapo.model.attention import PackedAttention
+from dapo.model.forward import hidden_states, output_head
+from dapo.model.head import token_logprobs
+from dapo.model.loading import copy_model
+from dapo.training.packing import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Policy:
+    """A causal language model from :func:`dapo.model.loading.load_model`, and the distribution it stands for.
+
+    ``temperature`` is that of the rollout. With ``compute_dtype`` bfloat16 the backbone runs under autocast; the output
+    head is float32 always. ``tokens_per_micro_batch`` bounds the tokens of one forward pass.
+    """
+
+    model: Any
+    temperature: float
+    tokens_per_micro_batch: int
+    compute_dtype: torch.dtype = torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and where batches have to be."""
+        return torch.device(next(self.model.parameters()).device)
+
+    def evaluate(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward pass, with gradient if enabled: ``(logprobs [R], entropy [R])`` of the response tokens.
+
+        The head runs only where a response token is predicted.
+        """
+        # Weights change between uses, and one pass uses each once: a cache of cast weights would only hold memory.
+        narrow = self.compute_dtype != torch.float32
+        with torch.autocast(self.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False):
+            context = PackedAttention(batch.lengths.tolist(), batch.token_ids.device)
+            hidden = hidden_states(self.model, batch.token_ids, batch.position_ids, context)
+        # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
+        rows = hidden.index_select(0, batch.predictors)
+        return token_logprobs(rows, output_head(self.model), batch.targets, self.temperature)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probabilities ``[R]`` (float32, nats, no gradient) of a batch of any size, in micro-batches.
+
+        Raises:
+            ConfigError: a sequence is longer than the budget.
+        """
+        out = torch.zeros_like(batch.behaviour_logprobs)
+        for part in batch.micro_batches(self.tokens_per_micro_batch):
+            out[part.index] = self.evaluate(part.batch)[0]
+        return out
+
+    def frozen_copy(self) -> Policy:
+        """The policy as it is now, for good: the reference of KL terms.
+
+        Same types as the original, so that the KL of an untrained policy to its reference is exactly 0. Costs the
+        memory of the weights a second time.
+        """
+        return replace(self, model=copy_model(self.model, torch.float32))

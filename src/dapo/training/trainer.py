@@ -1,0 +1,328 @@
+"""The trainer: packed token batches in, new weights out. It knows no algorithm, and sees neither prompts nor rewards.
+
+Consumes: a :class:`~dapo.training.packing.PackedBatch` for one optimizer step, a record of per-token inputs and an
+objective that turns log-probabilities into a sum over tokens. Produces: an :class:`UpdateReport` per step and, when
+asked, the weights under a new version number. Waits for nothing but its own device.
+
+Loss and gradient are plain sums over tokens: the divisor is part of the token weights, computed over the whole
+mini-batch before it is cut. Nothing here divides again, so the cut into micro-batches cannot matter.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from dapo.config import TrainingConfig
+from dapo.errors import NumericalError, UserError
+from dapo.training.checkpoint import load_tensors, save_model, save_tensors
+from dapo.training.mismatch import Mismatch, measure_mismatch
+from dapo.training.packing import PackedBatch, select_tokens
+from dapo.training.policy import Policy
+
+NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
+
+
+class TokenRecord(Protocol):
+    """A dataclass of ``[R]`` tensors. The trainer reads ``weights`` and cuts the rest by token."""
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Weight of each token in the loss of the whole mini-batch; 0: not in the loss."""
+        ...
+
+
+Inputs = TypeVar("Inputs", bound=TokenRecord)
+InputsIn = TypeVar("InputsIn", bound=TokenRecord, contravariant=True)
+
+
+class Objective(Protocol[InputsIn]):
+    """What a mini-batch is trained on."""
+
+    def __call__(
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: InputsIn, /
+    ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """``(loss, statistics)`` of some tokens: a scalar that adds up over parts, and name -> (sum, count)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """One optimizer step. ``skipped`` says why the weights were left alone; None: they were updated.
+
+    ``loss``, ``grad_norm`` (before clipping) and ``statistics`` (name -> (sum, count)) are of the whole mini-batch.
+    ``mismatch`` covers its tokens if it is the first update since the weights were published. Sizes are in tokens,
+    times in seconds, on CUDA waited for.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: str | None
+    tokens: int
+    response_tokens: int
+    loss_tokens: int
+    micro_batches: int
+    statistics: dict[str, tuple[float, float]]
+    mismatch: Mismatch
+    seconds_forward: float
+    seconds_backward: float
+    seconds_optimizer: float
+
+
+class Trainer:
+    """Holds the float32 master weights, their optimizer and their version.
+
+    The model stays in eval mode: with dropout on, the policy that is trained would not be the one that was sampled
+    from, and no ratio would be 1 at the start.
+
+    Weight decay acts on all parameters, biases and norms included: plain AdamW, as in the released code.
+
+    Attributes:
+        policy: the model, with float32 weights, and how its log-probs are computed.
+        version: number of times that changed weights were published.
+        skipped_updates: updates skipped so far because a number was not finite.
+    """
+
+    def __init__(
+        self, model: Any, config: TrainingConfig, temperature: float, compute_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """
+        Args:
+            model: from :func:`dapo.model.loading.load_model`; its parameters become float32 in place.
+            config: optimizer, warm-up, token budget.
+            temperature: of the distribution trained on, which is that sampled from.
+            compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
+        """
+        model.to(torch.float32).eval()
+        self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
+        self.version = 0
+        self.skipped_updates = 0
+        self._config = config
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._unpublished = False
+        self._skipped_in_row = 0
+        self.begin_step(0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches have to be."""
+        return self.policy.device
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the current rollout step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def begin_step(self, step: int) -> None:
+        """Set the learning rate of rollout step ``step`` (from 0): lr (step + 1) / W during the warm-up, then lr.
+
+        It depends on nothing but the step, so a resumed run cannot get it wrong.
+        """
+        warmup = self._config.warmup_steps
+        factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        self.set_learning_rate(self._config.learning_rate * factor)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Use ``rate`` until the next call: for stages that follow a schedule of their own."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probabilities ``[R]`` of the response tokens under the current weights, without gradient."""
+        return self.policy.logprobs(batch)
+
+    def update(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs]) -> UpdateReport:
+        """One optimizer step on one mini-batch.
+
+        It is skipped, with weights and optimizer state untouched, if no token is in the loss, or if loss or gradient
+        are not finite.
+
+        Args:
+            batch: the mini-batch, R response tokens.
+            inputs: what the objective needs of these R tokens.
+            objective: gives loss and statistics of any part of them.
+
+        Raises:
+            ConfigError: a sequence is longer than the token budget.
+            NumericalError: loss or gradient were not finite ``max_skipped_updates`` times in a row.
+        """
+        loss_tokens = int(torch.count_nonzero(inputs.weights))
+        totals = _Totals(torch.zeros((), dtype=torch.float64, device=self.device))
+        clock = _Clock(self.device)
+        norm: float = 0.0
+        skipped: str | None = NO_LOSS_TOKENS
+        if loss_tokens:
+            self._optimizer.zero_grad()
+            self._accumulate(batch, inputs, objective, totals, clock)
+            with clock("optimizer"):
+                norm, skipped = self._step(float(totals.loss))
+            self._optimizer.zero_grad()  # frees the gradients for the rollout
+        return UpdateReport(
+            loss=float(totals.loss),
+            grad_norm=norm,
+            learning_rate=self.learning_rate,
+            skipped=skipped,
+            tokens=batch.num_tokens,
+            response_tokens=batch.num_response_tokens,
+            loss_tokens=loss_tokens,
+            micro_batches=totals.micro_batches,
+            statistics={name: (float(total), float(count)) for name, (total, count) in totals.statistics.items()},
+            mismatch=totals.mismatch,
+            seconds_forward=clock.seconds["forward"],
+            seconds_backward=clock.seconds["backward"],
+            seconds_optimizer=clock.seconds["optimizer"],
+        )
+
+    def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+        """The weights for the rollout engine: ``(version, (name, tensor) pairs)``.
+
+        The version goes up by one if an update was applied since the last call, and not otherwise. Names are those of
+        the model's ``state_dict``; a tensor shared under two names (tied embeddings) comes once. The tensors are the
+        masters themselves, not copies: copy them before the next update.
+        """
+        if self._unpublished:
+            self.version += 1
+            self._unpublished = False
+        return self.version, ((name, p.detach()) for name, p in self.policy.model.named_parameters())
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write the weights in Hugging Face layout (float32). Whole or not at all.
+
+        Raises:
+            FileExistsError: the folder exists and is not empty.
+        """
+        save_model(self.policy.model, folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Write everything but the weights: Adam's moments and step counts, version, counters. Whole or not at all.
+
+        Raises:
+            FileExistsError: the folder exists and is not empty.
+        """
+        states = {name: self._optimizer.state[p] for name, p in self._parameters.items() if p in self._optimizer.state}
+        tensors = {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
+        metadata = {
+            "version": self.version,
+            "unpublished": self._unpublished,
+            "skipped_updates": self.skipped_updates,
+            "skipped_in_row": self._skipped_in_row,
+        }
+        save_tensors(folder, tensors, metadata)
+
+    def load_state(self, folder: Path) -> None:
+        """Continue from :meth:`save_state`. Learning rate and other settings stay those of the config.
+
+        Raises:
+            UserError: missing or damaged, or of another model.
+        """
+        tensors, metadata = load_tensors(folder)
+        numbers = {name: i for i, name in enumerate(self._parameters)}
+        states: dict[int, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, kind = key.rpartition("/")
+            if name not in numbers or (tensor.dim() and tensor.shape != self._parameters[name].shape):
+                raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
+            states.setdefault(numbers[name], {})[kind] = tensor
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        self.version = int(metadata["version"])
+        self.skipped_updates = int(metadata["skipped_updates"])
+        self._unpublished = bool(metadata["unpublished"])
+        self._skipped_in_row = int(metadata["skipped_in_row"])
+
+    # --- one update -----------------------------------------------------------------------------------------------
+
+    def _accumulate(
+        self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], totals: _Totals, clock: _Clock
+    ) -> None:
+        """Add up gradient, loss and statistics over micro-batches."""
+        for part in batch.micro_batches(self.policy.tokens_per_micro_batch):
+            if not part.batch.num_response_tokens:
+                continue
+            with clock("forward"):
+                logprobs, entropy = self.policy.evaluate(part.batch)
+                loss, statistics = objective(logprobs, entropy, select_tokens(inputs, part.index))
+            with clock("backward"):
+                torch.autograd.backward(loss)
+            totals.add(loss.detach(), statistics)
+            if not self._unpublished:  # later a difference is what was learned, and no mismatch
+                totals.mismatch += measure_mismatch(part.batch, logprobs.detach(), self.version)
+
+    def _step(self, loss: float) -> tuple[float, str | None]:
+        """Clip and step, unless something is not finite: ``(norm before clipping, why skipped)``."""
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        total_norm = torch.nn.utils.get_total_norm(gradients.values())
+        norm = float(total_norm)
+        if math.isfinite(loss) and math.isfinite(norm):
+            limit = self._config.max_grad_norm
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), limit, total_norm)
+            self._optimizer.step()
+            self._unpublished = True
+            self._skipped_in_row = 0
+            return norm, None
+        self.skipped_updates += 1
+        self._skipped_in_row += 1
+        reason = f"loss {loss:g}, gradient norm {norm:g}{_first_not_finite(gradients)}"
+        if self._skipped_in_row >= self._config.max_skipped_updates:
+            raise NumericalError(
+                f"{self._skipped_in_row} updates in a row (training.max_skipped_updates) were not finite, the last "
+                f"with {reason}; the weights are those before them; try a lower training.learning_rate, now "
+                f"{self.learning_rate:g}"
+            )
+        return norm, f"not finite: {reason}"
+
+
+def _first_not_finite(gradients: Mapping[str, torch.Tensor]) -> str:
+    found = next((name for name, gradient in gradients.items() if not gradient.isfinite().all()), None)
+    return "" if found is None else f", first in the gradient of {found}"
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the micro-batches of one update, in float64 and left on the device until the end."""
+
+    loss: torch.Tensor
+    statistics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    micro_batches: int = 0
+
+    def add(self, loss: torch.Tensor, statistics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.loss = self.loss + loss.double()
+        self.micro_batches += 1
+        for name, (total, count) in statistics.items():
+            old_total, old_count = self.statistics.get(name, (0.0, 0.0))
+            self.statistics[name] = (old_total + total, old_count + count)
+
+
+class _Clock:
+    """Seconds by phase. CUDA works behind the program's back, so its queue is waited for at the end of a phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._device = device
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds[phase] += time.perf_counter() - start

@@ -1,0 +1,183 @@
+"""Reading JSONL: what is accepted, and that every fault is named with file and line."""
+
+import gzip
+import json
+import string
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dapo.data.jsonl import Keys, read_rows, rows_from_python
+from dapo.errors import DataError
+
+KEYS = Keys()
+
+
+def write(tmp_path, *lines, name="rows.jsonl"):
+    path = tmp_path / name
+    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
+    return path
+
+
+def errors(*files, keys=KEYS):
+    with pytest.raises(DataError) as caught:
+        read_rows(files, keys)
+    return str(caught.value).splitlines()
+
+
+def test_numbers_are_accepted_as_the_text_they_are_written_as(tmp_path):  # failures.md 68
+    written = ["4", '"6"', "4.0", "0.10", "-3", "1e5", "12345678901234567890123"]
+    path = write(tmp_path, *(f'{{"prompt": "2+2?", "answer": {answer}}}' for answer in written))
+    assert [row.answer for row in read_rows([path], KEYS)] == [answer.strip('"') for answer in written]
+    assert type(read_rows([path], KEYS)[0].answer) is str
+
+
+def test_byte_order_mark_empty_lines_and_crlf(tmp_path):
+    path = write(
+        tmp_path, b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\r', "", "   ", '{"prompt": "b", "answer": "2"}', ""
+    )
+    rows = read_rows([path], KEYS)
+    assert [(row.prompt, row.answer, row.place) for row in rows] == [("a", "1", f"{path}:1"), ("b", "2", f"{path}:4")]
+
+
+def test_gzip(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a", "answer": "1"}\n'))
+    assert read_rows([str(path)], KEYS)[0].prompt == "a"
+    path.write_bytes(gzip.compress(b'{"prompt": "a", "answer": "1"}\n')[:-12])
+    assert str(path) in errors(path)[0]
+    path.write_bytes(b'{"prompt": "a", "answer": "1"}\n')
+    assert str(path) in errors(path)[0]
+
+
+def test_extra_fields_are_kept_and_may_be_absent(tmp_path):  # failures.md 69
+    path = write(
+        tmp_path,
+        '{"prompt": "a", "answer": "1", "level": 3, "x": [1.5, {"y": 2}], "z": null}',
+        '{"prompt": "b", "answer": "2"}',
+    )
+    first, second = read_rows([path], KEYS)
+    assert first.meta == {"level": 3, "x": [1.5, {"y": 2}], "z": None}
+    assert type(first.meta["level"]) is int and type(first.meta["x"][0]) is float
+    assert second.meta == {}
+
+
+def test_chat_messages(tmp_path):
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    path = write(
+        tmp_path,
+        json.dumps({"prompt": messages, "answer": "1"}),
+        json.dumps({"prompt": messages[1:], "answer": "1"}),
+    )
+    both, one = read_rows([path], KEYS)
+    assert both.prompt == tuple(messages)
+    assert both.text == "system: S\nuser: U"
+    assert one.text == "U"
+
+
+def test_other_keys_and_optional_answers(tmp_path):
+    path = write(tmp_path, '{"question": "a"}', '{"question": "b", "gold": null}', '{"question": "c", "gold": 7}')
+    rows = read_rows([path], Keys("question", "gold", answer_required=False))
+    assert [row.answer for row in rows] == [None, None, "7"]
+    found = errors(path, keys=Keys("question", "gold"))
+    assert len(found) == 2 and "no key 'gold'" in found[0] and "question" in found[0] and "null" in found[1]
+
+
+BAD_ROWS = {
+    '{"prompt": "2+2?", "ans': "cut off",
+    '{"prompt": "2+2?", "answer": "4"': "cut off",
+    '{"prompt": "2+2?", "answer": "4",}': "not valid JSON",
+    "[1, 2]": "got a list",
+    '"text"': "got text",
+    "7": "got a number",
+    "null": "got null",
+    '{"prompts": "a", "answer": "1"}': "the keys are prompts, answer",
+    '{"prompt": "a"}': "no key 'answer'",
+    '{"prompt": "", "answer": "1"}': "is empty",
+    '{"prompt": "  ", "answer": "1"}': "is empty",
+    '{"prompt": [], "answer": "1"}': "empty list",
+    '{"prompt": 5, "answer": "1"}': "got a number",
+    '{"prompt": null, "answer": "1"}': "got null",
+    '{"prompt": {"a": 1}, "answer": "1"}': "got an object",
+    '{"prompt": ["a"], "answer": "1"}': "prompt[0] must be a message",
+    '{"prompt": [{"role": "user"}], "answer": "1"}': "'content' must be text, got nothing",
+    '{"prompt": [{"role": "user", "content": 5}], "answer": "1"}': "'content' must be text, got a number",
+    '{"prompt": "a", "answer": true}': "got true or false",
+    '{"prompt": "a", "answer": ["1"]}': "got a list",
+    '{"prompt": "a", "answer": NaN}': "NaN is not valid JSON",
+    '{"prompt": "a", "answer": "1", "x": Infinity}': "Infinity is not valid JSON",
+    '{"prompt": "a", "answer": ""}': "is empty",
+    '{"prompt": "\\ud800", "answer": "1"}': "surrogate",
+    b'{"prompt": "\xff", "answer": "1"}': "not UTF-8",
+    "[" * 100_000: "nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", BAD_ROWS, ids=[str(k) for k in range(len(BAD_ROWS))])
+def test_bad_rows_name_file_line_and_reason(tmp_path, line):  # failures.md 68
+    path = write(tmp_path, '{"prompt": "a", "answer": "1"}', line, '{"prompt": "b", "answer": "1"}')
+    (found,) = errors(path)
+    assert found.startswith(f"{path}:2: ") and BAD_ROWS[line] in found
+
+
+def test_all_errors_of_all_files_in_one_pass(tmp_path):
+    first = write(tmp_path, *["[]"] * 15, name="a.jsonl")
+    second = write(tmp_path, *['{"prompt": "a", "answer": "1"}', "5"] * 15, name="b.jsonl")
+    found = errors(first, second, tmp_path / "none.jsonl")
+    assert len(found) == 21
+    assert found[0].startswith(f"{first}:1:") and found[15].startswith(f"{second}:2:")
+    assert "31 errors in all" in found[20]
+
+
+def test_bad_files(tmp_path):
+    empty = write(tmp_path, "", "", name="empty.jsonl")
+    found = errors(empty, tmp_path, tmp_path / "none.jsonl")
+    assert found == [
+        f"{empty}: the file has no rows",
+        f"{tmp_path}: is a folder, not a file",
+        f"{tmp_path}/none.jsonl: no such file",
+    ]
+    with pytest.raises(DataError, match="no data files"):
+        read_rows([], KEYS)
+
+
+def test_rows_from_python_are_checked_alike():
+    rows = [{"prompt": "a", "answer": 4, "level": 1}, {"prompt": "", "answer": "1"}, "b", {"answer": 1}]
+    with pytest.raises(DataError) as caught:
+        rows_from_python(rows, KEYS)
+    first, second, third = str(caught.value).splitlines()
+    assert first.startswith("prompts[1]: ") and second.startswith("prompts[2]: ") and third.startswith("prompts[3]: ")
+    (row,) = rows_from_python(rows[:1], KEYS)
+    assert (row.answer, row.meta, row.place) == ("4", {"level": 1}, "prompts[0]")
+    with pytest.raises(DataError, match="no rows"):
+        rows_from_python([], KEYS)
+    with pytest.raises(DataError, match="not a finite number"):
+        rows_from_python([{"prompt": "a", "answer": float("nan")}], KEYS)
+
+
+GOOD = b'{"prompt": "7*3+4-5=", "answer": "0", "level": [1, 2.5, null, {"a": "\\u00e9"}]}'
+NOISE = st.binary(max_size=4) | st.text(string.printable, max_size=4).map(str.encode)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, len(GOOD)), cut=st.integers(0, 12), noise=NOISE)
+def test_mangled_lines_are_read_or_named(tmp_path, at, cut, noise):
+    line = (GOOD[:at] + noise + GOOD[at + cut :]).replace(b"\n", b" ")
+    path = write(tmp_path, GOOD, line, GOOD)
+    try:
+        value = json.loads(line, parse_constant=lambda name: 1 / 0)
+        valid = isinstance(value, dict) and isinstance(value["prompt"], str) and value["prompt"].strip() != ""
+        valid = valid and isinstance(value["answer"], str) and value["answer"].strip() != ""
+        valid = valid or (isinstance(value["answer"], int | float) and not isinstance(value["answer"], bool))
+        "".join([value["prompt"], str(value["answer"])]).encode()
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
+        valid = False
+    if valid and line.isascii():
+        assert len(read_rows([path], KEYS)) == 3
+    elif line.strip():
+        try:
+            read_rows([path], KEYS)
+        except DataError as error:
+            assert all(text.startswith(f"{path}:") for text in str(error).splitlines())
+            assert f"{path}:2: " in str(error)

@@ -1,0 +1,170 @@
+"""The log-prob and entropy operation against the formula written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dapo.model.forward import Head
+from dapo.model.head import token_logprobs
+
+
+def plain(hidden, head, targets, temperature):
+    """The same numbers from whole logits, by autograd."""
+    logits = hidden @ head.weight.T
+    if head.bias is not None:
+        logits = logits + head.bias
+    logits = logits * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    log_p = torch.log_softmax(logits / temperature, -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def make(rows, vocabulary=11, width=5, dtype=torch.float64, bias=True, softcap=None, scale=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    head = Head(draw(vocabulary, width), draw(vocabulary) if bias else None, softcap, scale)
+    return draw(rows, width), head, torch.randint(vocabulary, (rows,), generator=generator)
+
+
+VARIANTS = [
+    {"bias": False},
+    {"bias": True},
+    {"bias": True, "scale": 0.25},
+    {"bias": False, "softcap": 3.0},
+    {"bias": True, "softcap": 2.0, "scale": 1.5},
+]
+
+
+def test_temperature_is_applied_once_failures_12():
+    """Logits [2, 0] at T 0.5, token 0: -0.01815, and not the -0.12693 of T 1."""
+    head = Head(torch.tensor([[2.0], [0.0]]))
+    logprobs, entropy = token_logprobs(torch.ones(1, 1), head, torch.tensor([0]), 0.5)
+    assert logprobs.item() == pytest.approx(-0.01815, abs=5e-6)
+    p = 1 / (1 + math.exp(-4))
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rows, chunk", [(1, 4), (3, 4), (4, 4), (5, 4), (8, 4), (9, 4), (9, 1), (9, 100)])
+def test_parity_with_the_formula_at_chunk_borders(variant, rows, chunk):
+    results = []
+    for function in (plain, lambda *args: token_logprobs(*args, chunk_tokens=chunk)):
+        hidden, head, targets = make(rows, **variant)
+        logprobs, entropy = function(hidden, head, targets, 0.7)
+        weights = torch.arange(1, rows + 1, dtype=torch.float64)
+        (logprobs @ weights + (entropy**2) @ weights).backward()
+        grads = [t.grad for t in (hidden, head.weight, head.bias) if t is not None]
+        results.append([logprobs, entropy, *grads])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("outputs", [(0,), (1,), (0, 1)], ids=["logprob", "entropy", "both"])
+def test_gradcheck(variant, outputs):
+    hidden, head, targets = make(5, **variant)
+
+    def function(hidden, weight, bias):
+        out = token_logprobs(hidden, Head(weight, bias, head.softcap, head.scale), targets, 1.3, chunk_tokens=2)
+        return tuple(out[i] for i in outputs)
+
+    assert gradcheck(function, (hidden, head.weight, head.bias))
+
+
+def test_agrees_with_the_logits_the_engine_samples_from():
+    hidden, head, targets = make(6, dtype=torch.float32, softcap=4.0, scale=0.5)
+    expected = torch.log_softmax(head.logits(hidden) / 0.8, -1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(token_logprobs(hidden, head, targets, 0.8)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_rows():
+    hidden, head, targets = make(0, dtype=torch.float32)
+    logprobs, entropy = token_logprobs(hidden, head, targets, 1.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, 5)
+    assert not head.weight.grad.any() and not head.bias.grad.any()
+
+
+def test_only_the_gradients_asked_for():
+    hidden, head, targets = make(3, dtype=torch.float32)
+    frozen = Head(head.weight.detach(), head.bias.detach())
+    token_logprobs(hidden, frozen, targets, 1.0)[0].sum().backward()
+    assert hidden.grad is not None and frozen.weight.grad is None
+    with torch.no_grad():
+        assert not token_logprobs(hidden, head, targets, 1.0)[0].requires_grad
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_hidden_states_are_widened_before_the_head(autocast):
+    """The only rounding is that of the hidden states themselves, also under autocast."""
+    hidden, head, targets = make(64, vocabulary=50, width=32, dtype=torch.float32)
+    narrow = hidden.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logprobs, entropy = token_logprobs(narrow, head, targets, 1.0, chunk_tokens=7)
+    expected = plain(narrow.detach().float(), head, targets, 1.0)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    assert narrow.grad.dtype == torch.bfloat16 and head.weight.grad.dtype == torch.float32
+
+
+def test_bfloat16_weight_gradient_is_summed_in_float32():
+    """4,096 equal contributions: a bfloat16 sum would stop growing at 256 times one of them."""
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    token_logprobs(hidden, Head(weight), torch.zeros(4096, dtype=torch.long), 1.0, chunk_tokens=1)[0].sum().backward()
+    assert weight.grad.flatten().tolist() == [2048.0, -2048.0]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_the_logits_never_exist_whole_failures_99():
+    rows, vocabulary, chunk = 512, 300, 16
+    hidden, head, targets = make(rows, vocabulary=vocabulary, width=8, dtype=torch.float32, softcap=5.0)
+    kept = []
+    with (
+        LargestTensor() as largest,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t),
+    ):
+        logprobs, entropy = token_logprobs(hidden, head, targets, 1.0, chunk_tokens=chunk)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.elements == chunk * vocabulary  # above R x d = 4,096, far below R x V = 153,600
+    assert max(kept) == rows * 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, -0.1, math.nan])
+def test_temperature_must_be_positive(temperature):
+    hidden, head, targets = make(2)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        token_logprobs(hidden, head, targets, temperature)
+
+
+def test_shapes_and_chunk_size_are_checked():
+    hidden, head, targets = make(2)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        token_logprobs(hidden, head, targets, 1.0, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"targets \[R\]"):
+        token_logprobs(hidden, head, targets[:1], 1.0)

@@ -1,0 +1,560 @@
+"""Dynamic sampling end to end, with an engine and a scorer that finish in any order.
+
+The number of an entry is that of shared/cases/failures.md.
+"""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo.algorithm.shaping import shape_rewards
+from dapo.buffer import ExperienceBuffer
+from dapo.config import build_config
+from dapo.errors import RewardError, StarvedError
+from dapo.records import Prompt, Reward, Sample
+from dapo.rollout.engine import Engine, EngineError
+from dapo.rollout.seeds import sample_seed
+
+N, G = 4, 3
+MIXED, RIGHT, WRONG = (1, 0, 1), (1, 1, 1), (0, 0, 0)
+
+
+@dataclass
+class FakeSource:
+    """Rows 0, 1, 2, ... for ever. All prompts have the same text (entry 74)."""
+
+    rows: int = 10**6
+    position: int = 0
+
+    def draw(self):
+        self.position += 1
+        row = (self.position - 1) % self.rows
+        return Prompt(row, "2+2?", (5, 6), answer=str(row), meta={"row": row})
+
+    def state(self):
+        return {"position": self.position}
+
+    def load_state(self, state):
+        self.position = state["position"]
+
+
+@dataclass
+class FakeEngine:
+    """Finishes samples in random order after random pauses. The tokens of a sample are [request id, index, 9]."""
+
+    rng: random.Random = field(default_factory=random.Random)
+    version: int = 0
+    slow: tuple[int, ...] = ()
+    """Requests that finish long after all others."""
+    requests: list = field(default_factory=list)
+    came_back: Counter = field(default_factory=Counter)
+    open_streams: int = 0
+    spoil: object = None
+    """Called with (engine, sample) before a sample is handed out; returns samples to hand out."""
+
+    async def generate(self, requests):
+        self.requests += requests
+        self.open_streams += 1
+        try:
+            order = [(r, i) for r in requests for i in range(len(r.seeds))]
+            self.rng.shuffle(order)
+            order.sort(key=lambda item: item[0].id in self.slow)
+            for request, index in order:
+                for _ in range(400 if request.id in self.slow else self.rng.randrange(4)):
+                    await asyncio.sleep(0)
+                sample = self._sample(request, index)
+                for out in self.spoil(self, sample) if self.spoil else [sample]:
+                    self.came_back[out.request_id, out.index] += 1
+                    yield out
+        finally:
+            self.open_streams -= 1
+
+    def _sample(self, request, index):
+        tokens = np.array([request.id, index, 9], np.int32)
+        return Sample(request.id, index, tokens, np.full(3, -0.1, np.float32), tokens * 0 + self.version, "stop")
+
+    async def load_weights(self, version, tensors):
+        self.version = version
+
+    async def sleep(self):
+        pass
+
+    async def wake(self):
+        pass
+
+    async def close(self):
+        pass
+
+
+@dataclass
+class FakeScorer:
+    """Scores sample ``i`` of a prompt by ``rule(row)[i]``: 1 right, 0 wrong, None failed, "open" without `correct`."""
+
+    rule: object
+    rng: random.Random = field(default_factory=random.Random)
+    running: int = 0
+
+    async def score(self, prompt, response):
+        self.running += 1
+        try:
+            for _ in range(self.rng.randrange(6)):
+                await asyncio.sleep(0)
+            outcome = self.rule(prompt.row)[int(response.split()[1])]
+        finally:
+            self.running -= 1
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome is None:
+            return Reward(None, float("nan"), error="time-out")
+        if outcome == "open":
+            return Reward(None, 0.5)
+        return Reward(bool(outcome), 1.0 if outcome else -1.0)
+
+    async def close(self):
+        pass
+
+
+def decode(tokens):
+    return " ".join(map(str, tokens))
+
+
+def make(rule, *, seed=0, changes=None, rows=10**6, **engine):
+    """A buffer on fakes; ``changes`` are dotted config keys."""
+    tree = {
+        "model": {"path": "none"},
+        "rollout": {"prompts_per_step": N, "samples_per_prompt": G, "max_concurrent_samples": 12},
+        "training": {"groups_per_update": 1},
+    }
+    for key, value in (changes or {}).items():
+        *sections, last = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    rng = random.Random(seed)
+    source, scorer = FakeSource(rows), FakeScorer(rule, random.Random(seed))
+    return ExperienceBuffer(source, FakeEngine(rng, **engine), scorer, decode, build_config(tree))
+
+
+def run(work):
+    """Run to the end within a time limit, and see that nothing is left behind."""
+
+    async def guarded():
+        result = await asyncio.wait_for(work, 20)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, left
+        return result
+
+    return asyncio.run(guarded())
+
+
+def fill(buffer, step=0, **options):
+    try:
+        return run(buffer.fill(step, **options))
+    finally:
+        assert buffer._engine.open_streams == 0 and buffer._scorer.running == 0
+
+
+def draws(groups):
+    return [g.draw for g in groups]
+
+
+def every_second(row):
+    return MIXED if row % 2 else (RIGHT, WRONG)[row // 2 % 2]
+
+
+# --- what is admitted ---------------------------------------------------------------------------------------------
+
+
+def test_fake_is_an_engine():
+    assert isinstance(FakeEngine(), Engine)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(0, 2**31), st.integers(0, 2**31), st.floats(0.15, 1), st.integers(0, 1), st.booleans())
+def test_first_n_in_draw_order(task, timing, rate, staleness, deterministic):
+    """Exactly N, the first N kept in draw order, whatever finishes first; every sample asked for comes once."""
+
+    def rule(row):
+        return MIXED if random.Random(task + row).random() < rate else random.Random(-task - row).choice([RIGHT, WRONG])
+
+    good = [row for row in range(400) if rule(row) == MIXED]
+    changes = {
+        "rollout.max_staleness": staleness,
+        "runtime.deterministic": deterministic,
+        "algorithm.filter_groups.max_num_gen_batches": 50,
+    }
+    buffer = make(rule, seed=timing, changes=changes, slow=(1, 5))
+    result = fill(buffer)
+    assert draws(result.groups) == good[:N]
+    engine, stats = buffer._engine, result.stats
+    assert [r.id for r in engine.requests] == list(range(stats.drawn))
+    assert set(engine.came_back.values()) == {1}
+    finished = {g.draw for g in result.groups} | {g.draw for g, _ in result.rejected}
+    assert len(finished) + stats.cancelled == stats.drawn == buffer._source.position
+    assert stats.all_right + stats.all_wrong + stats.mixed == len(finished)
+    assert stats.samples == sum(engine.came_back.values()) and stats.tokens == 3 * stats.samples
+    for group in result.groups:
+        assert [s.index for s in group.samples] == list(range(G))
+        assert all(s.request_id == group.draw and s.token_ids[0] == group.draw for s in group.samples)
+        assert tuple(int(s.reward.correct) for s in group.samples) == MIXED
+        assert group.samples[1].text == f"{group.draw} 1 9"
+
+
+def test_short_responses_are_not_favoured():
+    """Draws 0 and 1 finish last and are admitted all the same."""
+    result = fill(make(lambda row: MIXED, slow=(0, 1)))
+    assert draws(result.groups) == [0, 1, 2, 3]
+
+
+def test_refill_instead_of_shrinking():
+    """Entry 26."""
+    result = fill(make(every_second))
+    assert draws(result.groups) == [1, 3, 5, 7]
+    assert result.stats.kept == N and result.stats.rounds > 1
+
+
+def test_requests():
+    changes = {"seed": 7, "rollout.temperature": 0.5, "rollout.max_response_length": 4096}
+    buffer = make(every_second, changes=changes, rows=3)
+    fill(buffer)
+    for request in buffer._engine.requests:
+        assert request.prompt_ids == (5, 6)
+        assert request.seeds == tuple(sample_seed(7, request.id % 3, request.id, i) for i in range(G))
+        assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 4096)
+        assert (request.sampling.top_p, request.sampling.top_k) == (1.0, 0)
+
+
+def test_same_row_again_is_another_group():
+    """Entries 20 and 74: two rows only, with the same text; groups do not mix and their seeds differ."""
+    buffer = make(lambda row: MIXED, rows=2)
+    result = fill(buffer)
+    assert [(g.draw, g.prompt.row) for g in result.groups] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert len({seed for r in buffer._engine.requests for seed in r.seeds}) == N * G
+
+
+def test_shaped_reward_is_not_looked_at():
+    """Entry 27: what leaves the buffer is raw, and a group of wrong answers never gets through for its lengths."""
+    buffer = make(lambda row: MIXED if row >= N else WRONG, changes={"algorithm.overlong_buffer.enable": True})
+    result = fill(buffer)
+    assert draws(result.groups) == [4, 5, 6, 7]
+    assert all(np.isnan(s.shaped_reward) for g in result.groups for s in g.samples)
+    group, status = result.rejected[0]
+    shaped = shape_rewards(
+        group, max_response_length=3, soft=True, buffer_len=2, penalty_factor=1, hard=False, filter_truncated=False
+    )
+    assert status == "all_wrong" and shaped.samples[0].shaped_reward == -2
+
+
+def test_filtering_off():
+    """N draws, whatever their verdict, less those without two scores."""
+    rules = {0: RIGHT, 1: WRONG, 2: (None, None, 1), 3: MIXED}
+    changes = {"algorithm.filter_groups.enable": False, "reward.max_error_rate": 0.5}
+    result = fill(make(rules.__getitem__, changes=changes))
+    assert draws(result.groups) == [0, 1, 3]
+    assert [(g.draw, status) for g, status in result.rejected] == [(2, "too_few_scored")]
+    assert result.stats.drawn == N
+
+
+def test_by_score_without_correct():
+    def rule(row):
+        return ("open", 1, 0) if row % 2 else ("open",) * G
+
+    result = fill(make(rule, changes={"algorithm.filter_groups.metric": "score"}))
+    assert draws(result.groups) == [1, 3, 5, 7] and result.stats.flat >= 4
+
+
+def test_accuracy_without_correct():
+    with pytest.raises(RewardError, match=r"filter_groups\.metric=score"):
+        fill(make(lambda row: ("open",) * G))
+    result = fill(make(lambda row: ("open", 1, 0), changes={"algorithm.filter_groups.enable": False}))
+    assert result.stats.kept == N
+
+
+# --- surplus, staleness, budget -----------------------------------------------------------------------------------
+
+
+def test_surplus_is_cancelled_or_counted_on_policy():
+    """Entry 25: with max_staleness 0 no group is carried over, and none disappears without being counted."""
+    for seed in range(10):
+        buffer = make(every_second, seed=seed, changes={"rollout.max_concurrent_samples": 200})
+        stats = fill(buffer).stats
+        assert stats.mixed == N + stats.surplus and stats.carried == 0
+        assert stats.all_right + stats.all_wrong + stats.mixed + stats.cancelled == stats.drawn
+        assert buffer.state()["carried"] == []
+
+
+def test_stops_early():
+    """Draws that can no longer be admitted are cancelled: the fill does not wait for the slow ones."""
+
+    def rule(row):
+        return MIXED if row != 0 else WRONG
+
+    buffer = make(rule, changes={"rollout.max_concurrent_samples": 60}, slow=tuple(range(6, 60)))
+    buffer._keep_rate.learn(1, 60)  # so low that far too many are drawn
+    result = fill(buffer)
+    assert draws(result.groups) == [1, 2, 3, 4]
+    assert result.stats.cancelled > 10 and result.stats.wasted_tokens >= 3 * 3 * result.stats.surplus
+    assert result.stats.samples < result.stats.drawn * G
+    # the estimate learns from draws 0 to 4 only: those that finish after them are the short ones
+    assert result.stats.keep_rate == pytest.approx((0.7 * 1 + 4 + 1) / (0.7 * 60 + 5 + 1))
+
+
+def test_surplus_is_carried_over():
+    """Entry 25: batch 4; the surplus of one step comes first in the next, while it is fresh."""
+    changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
+    buffer = make(every_second, changes=changes)
+    buffer._keep_rate.learn(10, 60)
+    first = fill(buffer)
+    assert first.stats.carried >= 2 and first.stats.surplus == first.stats.cancelled == 0
+    carried = [g.draw for g, status in first.rejected if status == "carried"]
+    buffer._engine.version = 1
+    second = fill(buffer, 1)
+    numbers = draws(second.groups)
+    assert draws(first.groups) + numbers == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert numbers[: len(carried)] == carried[:N]
+    assert second.stats.staleness_max == 1
+    assert second.stats.staleness_mean == pytest.approx(min(len(carried), N) / N)
+    if len(carried) >= N:
+        assert second.stats.drawn == 0
+
+
+def test_stale_groups_are_dropped_and_counted():
+    changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
+    for train_version in (None, 2):  # the engine is two versions on, or the trainer will be
+        buffer = make(every_second, changes=changes)
+        buffer._keep_rate.learn(10, 60)
+        carried = fill(buffer).stats.carried
+        buffer._engine.version = 2 if train_version is None else 1
+        second = fill(buffer, 1, train_version=train_version)
+        assert second.stats.stale == carried and second.stats.kept == N
+        assert all(g.samples[0].versions[0] >= 1 for g in second.groups)
+
+
+def test_bounded():
+    """Entry 23: a reward that is always wrong ends the step, with the counts and with advice."""
+    changes = {"algorithm.filter_groups.max_num_gen_batches": 3}
+    for rule, counts, advice in [
+        (lambda row: WRONG, "12 all wrong, 0 mixed, 0 all right", "easier prompts"),
+        (lambda row: RIGHT, "0 all wrong, 0 mixed, 12 all right", "harder prompts"),
+        (lambda row: MIXED if row < 2 else WRONG, "kept 2 of the 4 .* 10 all wrong, 2 mixed", "on_starved=train"),
+    ]:
+        buffer = make(rule, changes=changes)
+        with pytest.raises(StarvedError, match=counts) as caught:
+            fill(buffer, 6)
+        assert advice in str(caught.value) and str(caught.value).startswith("step 7: ")
+        assert buffer._source.position == len(buffer._engine.requests) == 3 * N
+
+
+def test_starved_groups_wait_for_the_next_fill():
+    """What was kept is still on-policy when the run goes on from its checkpoint."""
+    buffer = make(
+        lambda row: MIXED if row in (2, 3) or row > 8 else WRONG,
+        changes={"algorithm.filter_groups.max_num_gen_batches": 2},
+    )
+    with pytest.raises(StarvedError):
+        fill(buffer)
+    assert draws(fill(buffer).groups) == [2, 3, 9, 10]
+
+
+def test_starved_but_told_to_train():
+    changes = {"algorithm.filter_groups.max_num_gen_batches": 2, "algorithm.filter_groups.on_starved": "train"}
+    result = fill(make(lambda row: MIXED if row in (2, 6) else RIGHT, changes=changes))
+    assert draws(result.groups) == [2, 6] and result.stats.drawn == 2 * N
+    result = fill(make(lambda row: RIGHT, changes=changes))
+    assert result.groups == () and result.stats.staleness_mean == 0
+
+
+def test_keep_rate_sizes_the_refills():
+    """Entry 104: at a steady keep-rate of one half, later steps draw about 2 N, in few rounds, and waste little."""
+    buffer = make(every_second, changes={"runtime.deterministic": True})
+    results = [fill(buffer, step) for step in range(8)]
+    assert all(r.stats.kept == N and r.stats.rounds <= 3 for r in results)
+    assert all(2 * N <= r.stats.drawn <= 3 * N for r in results)
+    assert results[-1].stats.keep_rate == pytest.approx(0.5, abs=0.1)
+
+
+def test_deterministic_in_all_numbers():
+    """Under runtime.deterministic nothing depends on timing: neither the groups nor any count."""
+    changes = {"runtime.deterministic": True}
+
+    def trace(seed):
+        buffer = make(every_second, seed=seed, changes=changes, slow=(1, 2))
+        for step in range(3):
+            result = fill(buffer, step)
+            s = result.stats
+            yield draws(result.groups), [(g.draw, status) for g, status in result.rejected]
+            yield s.drawn, s.rounds, s.samples, s.tokens, s.surplus, s.cancelled, s.wasted_tokens, s.keep_rate
+        yield json.dumps(buffer.state())
+
+    assert len({str(list(trace(seed))) for seed in range(8)}) == 1
+
+
+# --- failed scores ------------------------------------------------------------------------------------------------
+
+
+def test_failed_scores_are_left_out():
+    """Entry 60: no wrong answers; a group with fewer than two scores is dropped."""
+    rules = {0: (1, None, 0), 1: (None, 1, None), 2: (1, None, 1)}
+    buffer = make(lambda row: rules.get(row, MIXED), changes={"reward.max_error_rate": 0.5})
+    result = fill(buffer)
+    assert draws(result.groups) == [0, 3, 4, 5]
+    assert [s.scored for s in result.groups[0].samples] == [True, False, True]
+    assert [(g.draw, status) for g, status in result.rejected][:2] == [(1, "too_few_scored"), (2, "all_right")]
+    assert result.stats.failed_scores == 4 and result.stats.too_few_scored == 1
+
+
+def test_failed_scores_with_a_value():
+    changes = {"reward.on_error": "value", "reward.error_value": -0.25, "reward.max_error_rate": 0.5}
+    result = fill(make(lambda row: (1, None, 1), changes=changes))
+    reward = result.groups[0].samples[1].reward
+    assert (reward.correct, reward.value, reward.parts) == (False, -0.25, {"score_failed": 1.0})
+    assert result.stats.failed_scores == result.stats.scores // 3
+
+
+def test_too_many_failed_scores():
+    """Entry 91: the run stops with the cause, long before the budget is spent."""
+    buffer = make(lambda row: (None,) * G)
+    with pytest.raises(RewardError, match=r"20 of 20 scores failed \(100%; .* allows 20%\): time-out"):
+        fill(buffer, 2)
+    assert len(buffer._engine.requests) < 5 * N
+    few = make(lambda row: (None, 1, 0), changes={"rollout.prompts_per_step": 1, "training.groups_per_update": 1})
+    with pytest.raises(RewardError, match="1 of 3 scores failed"):  # at the end, though there were few
+        fill(few)
+    assert fill(make(lambda row: (None, 1, 0) if row == 0 else MIXED)).stats.failed_scores == 1
+
+
+# --- failures, cancellation, resume -------------------------------------------------------------------------------
+
+
+def explode_at(number):
+    def spoil(engine, sample):
+        if sample.request_id == number:
+            raise EngineError("the device fell off")
+        return [sample]
+
+    return spoil
+
+
+def test_exceptions_come_through_at_once():
+    """Entry 94: the exception itself, no task or stream left, and the buffer is where it was before the fill."""
+    cause = OSError("socket closed")
+    broken = RuntimeError("scorer died")
+    broken.__cause__ = cause
+    for build, kind in [
+        (lambda: make(every_second, spoil=explode_at(2)), EngineError),
+        (lambda: make(lambda row: (broken,) * G if row == 3 else MIXED), RuntimeError),
+    ]:
+        buffer = build()
+        before = buffer.state()
+        with pytest.raises(kind) as caught:
+            fill(buffer)
+        assert type(caught.value) is kind
+        assert caught.value.__cause__ is (cause if kind is RuntimeError else None)
+        assert buffer.state() == before
+
+
+def test_engine_must_return_each_sample_once():
+    def lose(engine, sample):
+        return [] if (sample.request_id, sample.index) == (1, 1) else [sample]
+
+    def repeat(engine, sample):
+        return [sample, sample]
+
+    def stranger(engine, sample):
+        return [Sample(99, 0, sample.token_ids, sample.logprobs, sample.versions, "stop")]
+
+    for spoil, message in [(lose, "1 of 12 samples"), (repeat, "came twice"), (stranger, "not asked for")]:
+        with pytest.raises(EngineError, match=message):
+            fill(make(every_second, spoil=spoil))
+
+
+def test_streams_are_closed_after_the_last_sample():
+    """A stream that stays open when all has come is not waited for, and closed."""
+
+    class Lingering(FakeEngine):
+        def generate(self, requests):
+            streams.append(self.linger(requests))  # kept, so that the garbage collector does not close them
+            return streams[-1]
+
+        async def linger(self, requests):
+            self.open_streams += 1
+            try:
+                async for sample in FakeEngine.generate(self, requests):
+                    yield sample
+                await asyncio.Event().wait()
+            finally:
+                self.open_streams -= 1
+
+    streams = []
+    buffer = make(every_second)
+    buffer._engine = Lingering()
+    assert draws(fill(buffer).groups) == [1, 3, 5, 7]
+
+
+def test_cancelling_leaves_nothing_behind():
+    buffer = make(every_second, slow=(0,))
+    before = buffer.state()
+
+    async def cancel():
+        task = asyncio.create_task(buffer.fill(0))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert buffer._engine.open_streams and buffer.state() == before
+        with pytest.raises(RuntimeError, match="already"):
+            await buffer.fill(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(cancel())
+    assert buffer._engine.open_streams == buffer._scorer.running == 0
+    assert buffer.state() == before
+    assert draws(fill(buffer).groups) == [1, 3, 5, 7]
+
+
+def test_resume_is_exact():
+    """Entries 85 and 88: a buffer restored from JSON goes on as the first one does, carried-over groups included."""
+    for staleness in (0, 1):
+        changes = {"runtime.deterministic": True, "rollout.max_staleness": staleness}
+
+        def steps(buffer, numbers):
+            for step in numbers:
+                buffer._engine.version = step
+                result = fill(buffer, step)
+                yield draws(result.groups), [(g.draw, status) for g, status in result.rejected], result.stats.keep_rate
+
+        whole = make(every_second, changes=changes)
+        first = list(steps(whole, range(3)))
+        state = json.loads(json.dumps(whole.state(), allow_nan=False))
+        again = make(every_second, seed=5, changes=changes)
+        again.load_state(state)
+        assert again.state() == whole.state()
+        assert list(steps(again, range(3, 6))) == list(steps(whole, range(3, 6)))
+        assert first
+
+
+def test_state_keeps_every_field_of_a_carried_group():
+    changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60, "reward.max_error_rate": 0.9}
+    buffer = make(lambda row: (1, None, 0), changes=changes)
+    buffer._keep_rate.learn(10, 60)
+    fill(buffer)
+    other = make(every_second)
+    other.load_state(json.loads(json.dumps(buffer.state(), allow_nan=False)))
+    assert buffer._carried and len(other._carried) == len(buffer._carried)
+    for one, two in zip(buffer._carried, other._carried, strict=True):
+        assert (one.draw, one.prompt) == (two.draw, two.prompt)
+        for a, b in zip(one.samples, two.samples, strict=True):
+            assert (a.request_id, a.index, a.finish_reason, a.text) == (b.request_id, b.index, b.finish_reason, b.text)
+            for name in ("token_ids", "logprobs", "versions"):
+                left, right = getattr(a, name), getattr(b, name)
+                assert left.dtype == right.dtype and np.array_equal(left, right)
+            assert a.scored == b.scored and a.reward.error == b.reward.error
+            assert not a.scored or a.reward == b.reward

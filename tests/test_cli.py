@@ -1,0 +1,243 @@
+"""The command line: exit codes, messages for people, speed, and a dry run that touches nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dapo.cli import app, next_commands
+from dapo.config import build_config
+from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
+
+RECIPE = {
+    "model": {"path": "some/model"},
+    "data": {"train": "train.jsonl"},
+    "rollout": {"prompts_per_step": 16, "samples_per_prompt": 8},
+    "training": {"groups_per_update": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a recipe and its data."""
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(yaml.safe_dump(RECIPE))
+    Path("train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def replace_run(monkeypatch: pytest.MonkeyPatch, effect: Any) -> list[Any]:
+    """Put a stand-in where the orchestrator is: raises ``effect`` or returns it. The list collects its arguments."""
+    calls: list[Any] = []
+
+    def stand_in(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if isinstance(effect, BaseException):
+            raise effect
+        return effect
+
+    for name, function in (("dapo.experiment", "run_experiment"), ("dapo.demo", "run_demo")):
+        module = ModuleType(name)
+        setattr(module, function, stand_in)
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+# --- without a run ------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert run("--version").output == "dapo 0.1.0\n"
+    assert "train" in run("--help").output and "demo" in run("--help").output
+    assert "Exit codes" in run("--help").output and "Exit codes" in run("train", "--help").output
+
+
+def test_a_usage_error_is_2() -> None:
+    assert run("train").exit_code == 2
+    assert run("train", "r.yaml", "--no-such-option").exit_code == 2
+    assert run("trian").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train", "missing.yaml"], "missing.yaml: cannot read the recipe"),
+        (["train", "r.yaml", "training.stepz=3"], "did you mean training.steps?"),
+        (["train", "r.yaml", "training.steps"], "expected section.key=value"),
+        (["train", "r.yaml", "data.train=[]"], "data.train: required"),
+        (["train", "r.yaml", "data.train=gone.jsonl"], "data.train: 'gone.jsonl' does not exist"),
+        (["train", "r.yaml", "evaluation.data=gone.jsonl", "--dry-run"], "evaluation.data: 'gone.jsonl'"),
+    ],
+)
+def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str], expected: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and expected in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_message_is_not_read_as_markup() -> None:
+    result = run("train", "r.yaml", "rollout.stop_token_ids=[red]")
+    assert "[red]" in result.stderr
+
+
+def test_a_dry_run_prints_the_recipe_and_its_numbers_and_writes_nothing(workplace: Path) -> None:
+    before = sorted(workplace.rglob("*"))
+    result = run("train", "r.yaml", "seed=5", "--dry-run", "training.groups_per_update=16")
+    assert result.exit_code == 0
+    assert build_config(yaml.safe_load(result.stdout)).seed == 5  # what is not YAML of the recipe is a comment
+    assert "# samples per step: 128" in result.stdout
+    assert "# tokens per step, at most: 2,883,584" in result.stdout
+    assert "# warning: one update per rollout step" in result.stdout
+    assert sorted(workplace.rglob("*")) == before
+
+
+def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dapo import cli
+
+    out = io.StringIO()
+    monkeypatch.setattr(cli, "Console", lambda **_: Console(file=out, force_terminal=True, color_system=None, width=80))
+    cli.train(Path("r.yaml"), dry_run=True)
+    assert "clip_ratio_high: 0.28" in out.getvalue() and "samples per step  128" in out.getvalue()
+
+
+def test_a_dry_run_shows_no_secrets() -> None:
+    result = run("train", "r.yaml", "--dry-run", "reward={kind: function, function: 'f.py:g', args: {api_key: sk-1}}")
+    assert "sk-1" not in result.output and "api_key" in result.output
+
+
+def subprocess_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys\nfrom dapo.cli import main\ntry:\n    main()\n"
+        "finally:\n    print('HEAVY', *({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    environment = {**os.environ, "NO_COLOR": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["train", "--help"], 0),
+        (["train", "r.yaml", "training.stepz=3"], 2),
+        (["train", "r.yaml", "data.train=gone.jsonl"], 2),
+        (["train", "r.yaml", "--dry-run"], 0),
+    ],
+)
+def test_nothing_heavy_is_loaded_before_the_recipe_is_checked(arguments: list[str], code: int) -> None:
+    done = subprocess_run(*arguments)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1] == "HEAVY"
+
+
+def test_python_m_dapo_is_dapo() -> None:
+    done = subprocess.run([sys.executable, "-m", "dapo", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "dapo 0.1.0\n"
+
+
+# --- with a stand-in for the run ----------------------------------------------------------------------------------
+
+
+def test_train_hands_over_the_config_and_shows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = replace_run(monkeypatch, {"accuracy_before": 0.1, "accuracy_after": 0.9, "run_dir": "runs/r"})
+    Path("runs/r/samples").mkdir(parents=True)
+    Path("runs/r/samples/step-00001.jsonl").touch()
+    Path("runs/r/model-after").mkdir()
+    result = run("train", "r.yaml", "training.steps=7")
+    assert result.exit_code == 0, result.output
+    assert calls[0][0].training.steps == 7
+    assert "accuracy: 10.0% before, 90.0% after" in result.stdout
+    assert "run folder: runs/r" in result.stdout
+    assert "dapo train r.yaml model.path=runs/r/model-after run.dir=runs/r-more" in result.stdout
+
+
+def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_run(monkeypatch, {"accuracy_before": 0.1, "accuracy_after": 0.9, "run_dir": "runs/r"})
+    result = run("train", "r.yaml", "--quiet")
+    assert (result.exit_code, result.output) == (0, "")
+
+
+def test_demo_hands_over_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = replace_run(monkeypatch, {"run_dir": "runs/cpu-demo"})
+    result = run("demo", "seed=7", "training.steps=2")
+    assert result.exit_code == 0, result.output
+    assert calls[0][0] == ["seed=7", "training.steps=2"]
+    assert isinstance(calls[0][2], Console)  # for the comparison at the end
+    assert run("demo", "--quiet").output == ""
+    assert calls[1][0] == [] and calls[1][2] is None
+
+
+@pytest.mark.parametrize("command", [["train", "r.yaml"], ["demo"]])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DataError("train.jsonl:3: bad row"), 2),
+        (ModelError("no model"), 1),
+        (RewardError("a reward"), 1),
+        (UserError("a folder"), 1),
+        (StarvedError("0 mixed"), 3),
+        (NumericalError("nan three times"), 3),
+        (ExceptionGroup("tasks", [ValueError("cancelled"), ExceptionGroup("inner", [StarvedError("0 mixed")])]), 3),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], error: Exception, code: int
+) -> None:
+    replace_run(monkeypatch, error)
+    result = run(*command)
+    assert result.exit_code == code
+    text = "0 mixed" if isinstance(error, ExceptionGroup) else str(error)
+    assert result.stderr == f"error: {text}\n"
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_run(monkeypatch, KeyboardInterrupt())
+    result = run("train", "r.yaml")
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+
+
+def test_a_fault_of_ours_is_70_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_run(monkeypatch, IndexError("list index [0] out of range"))
+    result = run("train", "r.yaml")
+    assert result.exit_code == 70
+    assert "IndexError: list index [0] out of range" in result.stderr
+    assert "fault of dapo's" in result.stderr and "--debug" in result.stderr and "Traceback" not in result.stderr
+    result = run("train", "r.yaml", "--debug")
+    assert result.exit_code == 70 and "Traceback" in result.stderr and "stand_in" in result.stderr
+
+
+def test_debug_shows_the_traceback_of_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_run(monkeypatch, RewardError("yours"))
+    result = run("train", "r.yaml", "--debug")
+    assert result.exit_code == 1 and "Traceback" in result.stderr and "error: yours" in result.stderr
+
+
+def test_only_what_exists_is_recommended(workplace: Path) -> None:
+    assert next_commands(Path("r.yaml"), None) == []
+    assert next_commands(Path("r.yaml"), str(workplace / "nothing")) == []
+
+
+def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
+    (workplace / "samples").mkdir()
+    for step in (2, 1):
+        (workplace / "samples" / f"step-{step:05d}.jsonl").write_text(json.dumps({}))
+    assert next_commands(Path("r.yaml"), str(workplace))[0].endswith("samples/step-00001.jsonl")

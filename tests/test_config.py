@@ -1,0 +1,574 @@
+"""Recipes: what is accepted, what is refused, and whether the message says where and what would work."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from dapo.config import (
+    Config,
+    ExactReward,
+    FunctionReward,
+    MathReward,
+    all_keys,
+    build_config,
+    load_config,
+    warnings_for,
+)
+from dapo.errors import ConfigError
+
+RECIPE = """\
+# a recipe
+seed: 3
+model:
+  path: some/model
+data:
+  train: [train.jsonl]
+  max_prompt_length: 64
+rollout:
+  prompts_per_step: 16
+  samples_per_prompt: 8
+  max_response_length: 48
+reward:
+  kind: math
+algorithm:
+  overlong_buffer: {enable: true, len: 8}
+  kl:
+    mode: loss
+training:
+  groups_per_update: 4
+  learning_rate: 5e-5
+  tokens_per_micro_batch: 4096
+evaluation:
+  data: held.jsonl
+"""
+
+Load = Callable[..., Config]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def load(text: str | bytes = RECIPE, *overrides: str) -> Config:
+        path = tmp_path / "recipe.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return load_config(path, overrides)
+
+    return load
+
+
+@pytest.fixture
+def message(load: Load) -> Callable[..., str]:
+    def message(text: str | bytes = RECIPE, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load(text, *overrides)
+        return str(caught.value)
+
+    return message
+
+
+Message = Callable[..., str]
+
+
+# --- accepted -----------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_read(load: Load) -> None:
+    config = load()
+    assert config.seed == 3
+    assert config.training.learning_rate == 5e-5  # YAML reads a number without a dot as text
+    assert config.evaluation.data == ["held.jsonl"]
+    assert config.updates_per_step == 4
+    assert config.run.dir == "runs/recipe"
+
+
+def test_defaults_are_the_papers() -> None:
+    config = build_config({"model": {"path": "m"}})
+    algorithm, rollout, training = config.algorithm, config.rollout, config.training
+    assert (rollout.prompts_per_step, rollout.samples_per_prompt) == (512, 16)
+    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (1.0, 1.0, 0)
+    assert rollout.max_response_length == 16_384 + 4_096
+    assert algorithm.overlong_buffer.len == 4_096 and algorithm.overlong_buffer.penalty_factor == 1.0
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10.0)
+    assert algorithm.loss_agg_mode == "token-mean"
+    assert algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc"
+    assert algorithm.overlong_buffer.enable and not algorithm.overlong_filtering
+    assert algorithm.advantage.kind == "group-norm" and algorithm.advantage.epsilon == 1e-6
+    assert algorithm.kl.mode == "off"
+    assert config.updates_per_step == 16
+    assert (training.learning_rate, training.weight_decay, training.max_grad_norm) == (1e-6, 0.1, 1.0)
+    assert training.betas == (0.9, 0.999) and training.warmup_steps == 20
+    assert config.proximal == "engine" and rollout.max_staleness == 0
+    assert warnings_for(config) == []
+
+
+def test_overrides_win_and_are_yaml(load: Load) -> None:
+    config = load(RECIPE, "training.learning_rate=1e-6", "algorithm.kl={mode: measure}", "reward.workers=5", "seed=9")
+    assert config.training.learning_rate == 1e-6
+    assert config.algorithm.kl.mode == "measure"
+    assert isinstance(config.reward, MathReward) and config.reward.workers == 5
+    assert config.seed == 9
+
+
+def test_overrides_make_sections_that_the_recipe_lacks(load: Load) -> None:
+    config = load("model: {path: m}\nreward:\n", "reward.kind=exact", "reward.after='Answer:'", "run.dir=there")
+    assert isinstance(config.reward, ExactReward) and config.reward.after == "Answer:"
+    assert config.run.dir == "there"
+
+
+def test_an_override_changes_one_of_two_aliased_sections(load: Load) -> None:
+    text = "model: {path: m}\nrollout: &r {temperature: 0.5}\nevaluation: *r\n"
+    config = load(text, "evaluation.temperature=0.25")
+    assert (config.rollout.temperature, config.evaluation.temperature) == (0.5, 0.25)
+
+
+def test_a_byte_order_mark_does_not_matter(load: Load) -> None:
+    assert load(b"\xef\xbb\xbf" + RECIPE.encode()) == load()
+
+
+def test_empty_sections_keep_their_defaults(load: Load) -> None:
+    config = load("model: {path: m}\nalgorithm:\n  # kl: {mode: loss}\n  advantage:\nreward:\nrun:\n")
+    assert config.algorithm.kl.mode == "off"
+    assert config.reward.kind == "math"
+    assert config.run.dir == "runs/recipe"
+
+
+@pytest.mark.parametrize("word", ["off", "'off'", "Off"])
+def test_off_is_a_mode_and_not_false(load: Load, word: str) -> None:
+    assert load(f"model: {{path: m}}\nalgorithm: {{kl: {{mode: {word}}}}}").algorithm.kl.mode == "off"
+
+
+def test_disabled_parts_need_no_other_key(load: Load) -> None:  # failure 32
+    config = load(
+        "model: {path: m}\nalgorithm: {overlong_buffer: {enable: false}, filter_groups: {enable: false}}\n"
+        "rollout: {max_response_length: 10}\ntraining: {tokens_per_micro_batch: 4096}"
+    )
+    assert not config.algorithm.overlong_buffer.enable
+
+
+def test_files_are_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes, work = tmp_path / "recipes", tmp_path / "work"
+    recipes.mkdir()
+    work.mkdir()
+    (recipes / "r.yaml").write_text(
+        "model: {path: m}\ndata: {train: [a.jsonl, b.jsonl]}\nreward: {kind: function, function: 'f.py:score'}"
+    )
+    (recipes / "a.jsonl").touch()
+    (recipes / "f.py").touch()
+    (work / "b.jsonl").touch()
+    monkeypatch.chdir(work)
+    config = load_config(Path("../recipes/r.yaml"))
+    assert config.data.train == ["../recipes/a.jsonl", "b.jsonl"]
+    assert isinstance(config.reward, FunctionReward) and config.reward.function == "../recipes/f.py:score"
+
+
+def test_proximal_auto_follows_staleness_and_correction(load: Load) -> None:
+    assert load().proximal == "engine"
+    assert load(RECIPE, "rollout.max_staleness=1").proximal == "recompute"
+    assert load(RECIPE, "algorithm.correction.kind=truncate").proximal == "recompute"
+    assert load(RECIPE, "algorithm.proximal=recompute").proximal == "recompute"
+
+
+# --- unknown keys (failure 63) ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("training.learning_rte=1e-6", "training.learning_rate"),
+        ("learning_rate=1e-6", "training.learning_rate"),
+        ("rollout.learning_rate=1e-6", "training.learning_rate"),
+        ("training.max_response_length=9", "rollout.max_response_length"),
+        ("clip_ratio_high=0.3", "algorithm.clip_ratio_high"),
+        ("algorithm.filter_group.enable=true", "algorithm.filter_groups"),
+        ("algorithm.kl.coeff=1", "algorithm.kl.coef"),
+        ("algoritm.clip_ratio_low=0.1", "algorithm"),
+        ("trainer.steps=5", "training"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(message: Message, override: str, nearest: str) -> None:
+    text = message(RECIPE, override)
+    assert override.partition("=")[0].split(".")[0] in text
+    assert f"did you mean {nearest}?" in text
+
+
+def test_a_key_like_no_other_gets_the_valid_ones_listed(message: Message) -> None:
+    text = message(RECIPE, "algorithm.kl.zzzzzzzzqqqq=1")
+    assert "unknown key" in text and "mode" in text
+
+
+def test_a_key_of_another_kind_of_reward_is_told_from_a_mistyped_one(message: Message) -> None:
+    assert "reward.after: not a key of reward.kind=math; it belongs to exact" in message(RECIPE, "reward.after=x")
+    assert "did you mean reward.timeout_s?" in message(RECIPE, "reward.timeout=3")
+
+
+def test_missing_keys_are_named_in_full(message: Message) -> None:
+    assert "model.path: required" in message("model: {}")
+    assert "model.path: required" in message("model:")
+    assert "model: required" in message("seed: 1")
+    assert "reward.function: required" in message(RECIPE, "reward={kind: function}")
+
+
+# --- places -------------------------------------------------------------------------------------------------------
+
+
+def test_messages_carry_file_and_line(message: Message) -> None:
+    text = message(RECIPE.replace("learning_rate", "learning_rte").replace("seed: 3", "seed: -1"))
+    assert re.search(r"recipe\.yaml:20: training\.learning_rte: unknown key", text)
+    assert re.search(r"recipe\.yaml:2: seed: .*got -1", text)  # all problems at once
+
+
+def test_messages_of_cross_checks_carry_file_and_line(message: Message) -> None:
+    assert "recipe.yaml:19: training.groups_per_update:" in message(RECIPE.replace("_update: 4", "_update: 5"))
+
+
+def test_messages_about_overrides_name_the_override(message: Message) -> None:
+    assert message(RECIPE, "rollout.top_p=0.7").startswith("override rollout.top_p=0.7: rollout.top_p: ")
+
+
+def test_a_key_given_twice_is_refused(message: Message) -> None:
+    text = message(RECIPE + "  every: 3\n  every: 5\n")
+    assert "recipe.yaml:25: evaluation.every: given twice (first in line 24)" in text
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=3", "training steps=3", "1x=2", ""])
+def test_an_override_of_the_wrong_form_is_refused(message: Message, override: str) -> None:
+    assert "expected section.key=value" in message(RECIPE, override)
+
+
+@pytest.mark.parametrize("value", ["[1", "{a", "2024-13-45", "!!int ''", "!!python/object:os.system x", "[" * 1500])
+def test_an_override_that_is_not_yaml_is_refused(message: Message, value: str) -> None:
+    assert "not valid YAML" in message(RECIPE, f"run.dir={value}")
+
+
+def test_an_override_below_a_value_is_refused(message: Message) -> None:
+    assert "seed is not a section" in message(RECIPE, "seed.x=3")
+
+
+# --- files that are no recipes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "is empty"),
+        ("# only a comment\n", "is empty"),
+        ("- a\n- b\n", "mapping of sections, found list"),
+        ("just text", "mapping of sections, found str"),
+        ("a: [1\nb: 2\n", "not valid YAML"),
+        ("a: 1\n\tb: 2\n", ":2: not valid YAML"),
+        ("a: &x {b: *x}", "nested too deeply"),
+        ("a: " + "[" * 1500, "not valid YAML"),
+        ("a: !!int ''", "not valid YAML"),
+        ("seed: 2024-13-45", "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "not valid YAML"),
+        ("a: \0", "not valid YAML"),
+        (b"\xff\xfe\x00", "not a text file in UTF-8"),
+    ],
+)
+def test_what_is_not_a_recipe_is_refused(message: Message, text: str | bytes, expected: str) -> None:
+    found = message(text)
+    assert expected in found and "recipe.yaml" in found
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", ".", "a\0b", "x" * 5000])
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read the recipe"):
+        load_config(tmp_path / name)
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.temperature=0",  # failure 14
+        "rollout.temperature=-0.1",
+        "rollout.temperature=.nan",
+        "rollout.temperature=.inf",
+        "rollout.top_p=0.7",
+        "rollout.top_k=50",
+        "rollout.samples_per_prompt=1",  # failure 18
+        "rollout.samples_per_prompt=0",
+        "rollout.prompts_per_step=0",
+        "algorithm.filter_groups.max_num_gen_batches=0",
+        "algorithm.clip_ratio_low=1",
+        "algorithm.clip_ratio_c=1",
+        "algorithm.overlong_buffer.len=-1",
+        "algorithm.kl.mode=on",
+        "training.betas=[0.9, 1]",
+        "training.betas=[0.9]",
+        "training.steps=true",
+        "training.steps=2.5",
+        "training.steps=many",
+        "training=5",
+        "seed=4294967296",
+        "seed=0x" + "f" * 5000,
+        "model.path=5",
+        "reward=exact",
+        "reward.kind=code",
+        "reward.extract=[]",
+        "reward.error_value=.nan",
+    ],
+)
+def test_an_impossible_value_is_refused_by_key(message: Message, override: str) -> None:
+    key = override.partition("=")[0]
+    text = message(RECIPE, override)
+    assert f": {key}" in text and "\n" not in text
+    assert len(text) < 6000
+
+
+def test_section_errors_do_not_speak_of_classes(message: Message) -> None:
+    assert "training: is a section with keys of its own, got 5" in message(RECIPE, "training=5")
+
+
+# --- cross-field checks: the numbers are shown, and what is proposed works ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "numbers"),
+    [
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt", ["1", "2"]),
+        (["training.groups_per_update=5"], "training.groups_per_update", ["16", "5"]),
+        (["training.groups_per_update=32"], "training.groups_per_update", ["16", "32"]),
+        (["algorithm.overlong_buffer.len=49"], "algorithm.overlong_buffer.len", ["49", "48"]),
+        (["algorithm.overlong_hard_punishment=true"], "algorithm.overlong_hard_punishment", []),
+        (["training.tokens_per_micro_batch=111"], "training.tokens_per_micro_batch", ["111", "64", "48", "112"]),
+        (
+            ["algorithm.correction.kind=mask", "algorithm.proximal=engine"],
+            "algorithm.correction.kind",
+            ["proximal=engine"],
+        ),
+        (["algorithm.correction.low=3"], "algorithm.correction.low", ["3", "2.0"]),
+        (["algorithm.kl.target=0.1", "algorithm.kl.mode=measure"], "algorithm.kl.target", ["measure"]),
+        (["algorithm.loss_constant=48"], "algorithm.loss_constant", ["token-mean"]),
+    ],
+)
+def test_an_impossible_combination_shows_its_numbers(
+    message: Message, overrides: list[str], key: str, numbers: list[str]
+) -> None:
+    text = message(RECIPE, *overrides)
+    assert f": {key}: " in text and "\n" not in text
+    assert all(number in text for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "proposed"),
+    [
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=2"]),
+        (["algorithm.overlong_buffer.len=49"], ["algorithm.overlong_buffer.len=9"]),
+        (["algorithm.overlong_buffer.len=49"], ["algorithm.overlong_buffer.enable=false"]),
+        (["training.tokens_per_micro_batch=111"], ["training.tokens_per_micro_batch=112"]),
+        (["algorithm.correction.kind=mask", "algorithm.proximal=engine"], ["algorithm.proximal=recompute"]),
+        (["algorithm.correction.low=3"], ["algorithm.correction.low=0.5", "algorithm.correction.high=2.0"]),
+        (["algorithm.kl.target=0.1", "algorithm.kl.mode=measure"], ["algorithm.kl.mode=loss"]),
+        (["algorithm.kl.target=0.1", "algorithm.kl.mode=measure"], ["algorithm.kl.target=null"]),
+        (["algorithm.loss_constant=48"], ["algorithm.loss_agg_mode=constant"]),
+        (["algorithm.loss_constant=48"], ["algorithm.loss_constant=null"]),
+    ],
+)
+def test_what_is_proposed_works(load: Load, message: Message, overrides: list[str], proposed: list[str]) -> None:
+    text = message(RECIPE, *overrides)
+    for setting in proposed:
+        assert setting.partition("=")[2] in text
+    load(RECIPE, *overrides, *proposed)
+
+
+@pytest.mark.parametrize(("prompts", "per_update"), [(16, 5), (16, 32), (7, 2), (1, 4), (512, 100), (97, 96), (10, 3)])
+def test_every_proposed_mini_batch_size_divides(load: Load, message: Message, prompts: int, per_update: int) -> None:
+    given = [f"rollout.prompts_per_step={prompts}", f"training.groups_per_update={per_update}"]
+    text = message(RECIPE, *given)
+    sizes, batch = re.search(r"use (.+), or prompts_per_step=(\d+)", text).groups()  # type: ignore[union-attr]
+    for size in sizes.split(" or "):
+        load(RECIPE, *given, f"training.groups_per_update={size}")
+    load(RECIPE, *given, f"rollout.prompts_per_step={batch}")
+
+
+def test_huge_numbers_are_refused_at_once(message: Message) -> None:
+    text = message(RECIPE, f"rollout.prompts_per_step={10**30}", "training.groups_per_update=7")
+    assert "cannot be cut" in text
+
+
+def test_buffer_as_long_as_the_limit_and_buffer_of_zero_are_fine(load: Load) -> None:
+    assert load(RECIPE, "algorithm.overlong_buffer.len=48").algorithm.overlong_buffer.len == 48
+    assert load(RECIPE, "algorithm.overlong_buffer.len=0").algorithm.overlong_buffer.len == 0
+
+
+def test_warnings() -> None:
+    config = build_config(
+        {
+            "model": {"path": "m"},
+            "training": {"groups_per_update": 512},
+            "algorithm": {"kl": {"mode": "loss", "estimator": "k1"}},
+            "evaluation": {"every": 5},
+        }
+    )
+    one, two, three = warnings_for(config)
+    assert "one update per rollout step" in one
+    assert "evaluation.every" in two
+    assert "k1" in three
+
+
+# --- the tree itself ----------------------------------------------------------------------------------------------
+
+
+def _sections(section: type[BaseModel]) -> list[type[BaseModel]]:
+    from dapo.config import _section_types
+
+    inner = [kind for info in section.model_fields.values() for kind in _section_types(info.annotation)]
+    return [section, *(s for kind in inner for s in _sections(kind))]
+
+
+def test_every_key_is_documented() -> None:
+    from dapo.config import _section_types
+
+    undocumented = [
+        f"{section.__name__}.{name}"
+        for section in _sections(Config)
+        for name, info in section.model_fields.items()
+        if not info.description
+        and not _section_types(info.annotation)
+        and not (section is MathReward and name == "kind")
+    ]
+    undocumented = [key for key in undocumented if key.rpartition(".")[2] not in ("kind", "path")]
+    assert undocumented == []
+
+
+def test_there_are_fewer_than_120_keys() -> None:
+    assert 60 < len(all_keys()) < 120
+
+
+def test_a_dumped_config_reads_back_equal(load: Load, tmp_path: Path) -> None:
+    config = load(RECIPE, "reward={kind: exact, after: 'A:'}", "algorithm.clip_ratio_c=null")
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(again) == config
+
+
+def test_a_config_cannot_be_changed(load: Load) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load().training.steps = 5  # type: ignore[misc]
+
+
+def test_text_that_yaml_reads_as_something_else_is_explained(message: Message) -> None:
+    text = message(RECIPE, "reward={kind: exact}", "reward.after=Answer:")
+    assert "got {'Answer': None}; put text that YAML reads as something else in quotes" in text
+
+
+# --- fuzz ---------------------------------------------------------------------------------------------------------
+
+VALUES: list[Any] = [
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1",
+    "1e400",
+    "1e-6",
+    ".nan",
+    "''",
+    "'x'",
+    "[]",
+    "[1, a]",
+    "{}",
+    "{a: b}",
+]
+VALUES += [
+    "*x",
+    "&a b",
+    "!!int ''",
+    "!!set {a}",
+    "2024-02-30",
+    "1:30",
+    "0x" + "f" * 40,
+    "é\u2028",
+    "|",
+    ">-",
+    "@",
+    "%",
+    "`",
+]
+
+
+def mutate(text: str, rng: random.Random) -> str | bytes:
+    """One to three small accidents."""
+    for _ in range(rng.randint(1, 3)):
+        lines = text.splitlines() or [""]
+        place = rng.randrange(len(lines))
+        line = lines[place]
+        match rng.randrange(9):
+            case 0:
+                del lines[place]
+            case 1:
+                lines.insert(rng.randrange(len(lines)), line)
+            case 2:
+                lines[place] = line.partition(":")[0] + ": " + rng.choice(VALUES)
+            case 3:
+                lines[place] = " " * rng.randint(0, 5) + line.lstrip()
+            case 4:
+                at = rng.randint(0, len(line))
+                lines[place] = line[:at] + rng.choice("abz_:#-{}[]'\"\t\0é,&*!|% ") + line[at:]
+            case 5:
+                at = rng.randrange(len(line)) if line else 0
+                lines[place] = line[:at] + line[at + 1 :]
+            case 6:
+                key = rng.choice(all_keys()).rpartition(".")[2]
+                lines[place] = re.sub(r"\w+(?=:)", key, line, count=1)
+            case 7:
+                lines = lines[:place]
+            case 8:
+                lines[place] = re.sub(r"\d+", lambda _: str(rng.choice([0, 1, 3, 7, 10**9, 10**20])), line)
+        text = "\n".join(lines) + "\n"
+    if rng.random() < 0.05:
+        raw = bytearray(text.encode())
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+        return bytes(raw)
+    return text
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_mutant_validates_or_says_where_it_is_wrong(load: Load, seed: int) -> None:
+    rng = random.Random(seed)
+    accepted = 0
+    for _ in range(40):
+        text = mutate(RECIPE, rng)
+        try:
+            config = load(text)
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                assert re.search(r"recipe\.yaml(:\d+)?: \S", line), (text, line)
+        else:
+            accepted += 1
+            build_config(config.model_dump(mode="json"))
+            warnings_for(config)
+    assert accepted > 0  # comments, spaces and other valid numbers are no errors
+
+
+@pytest.mark.parametrize("key", all_keys())
+def test_odd_values_for_any_key_are_taken_or_refused_by_name(load: Load, key: str) -> None:
+    for value in [
+        "null",
+        "true",
+        "-1",
+        "0",
+        "1e400",
+        ".nan",
+        "''",
+        "[]",
+        "{}",
+        "[[1]]",
+        "{1: 2}",
+        "x" * 300,
+        "2024-01-01",
+    ]:
+        try:
+            load("model: {path: m}", f"{key}={value}")
+        except ConfigError as error:
+            assert key.split(".")[0] in str(error), (key, value)

@@ -1,0 +1,79 @@
+"""What may load what: light where a client or the command line needs it light, one direction inside."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dapo
+
+PACKAGE = Path(dapo.__file__).parent
+HEAVY = ("torch", "transformers", "math_verify", "sympy")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level packages in sys.modules of a fresh interpreter after ``code``."""
+    code += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module", ["dapo", "dapo.config", "dapo.cli", "dapo.plan", "dapo.progress", "dapo.run_folder", "dapo.records"]
+)
+def test_light_modules_stay_light(module: str) -> None:
+    assert not loaded_by(f"import {module}") & set(HEAVY)
+
+
+def test_import_dapo_is_next_to_nothing() -> None:
+    assert not loaded_by("import dapo") & {*HEAVY, "numpy", "pydantic", "yaml", "rich", "typer"}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module that a file names in an import, those inside functions too, those for type checkers not."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            nodes.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        nodes.extend(ast.iter_child_nodes(node))
+
+
+def files(folder: str) -> list[Path]:
+    found = sorted((PACKAGE / folder).rglob("*.py"))
+    assert found
+    return found
+
+
+def test_algorithm_knows_records_and_itself_only() -> None:
+    allowed = ("dapo.records", "dapo.algorithm")
+    bad = [(p.name, m) for p in files("algorithm") for m in imports_of(p) if m.startswith("dapo")]
+    assert [(name, module) for name, module in bad if not module.startswith(allowed)] == []
+
+
+def test_rewards_see_no_tensor() -> None:
+    named = [(p.name, m) for p in files("reward") for m in imports_of(p)]
+    assert [(name, m) for name, m in named if m.partition(".")[0] in ("torch", "transformers")] == []
+
+
+@pytest.mark.parametrize("folder", ["rollout", "training", "algorithm", "model"])
+def test_only_the_orchestrator_and_the_buffer_know_rewards(folder: str) -> None:
+    named = [(p.name, m) for p in files(folder) for m in imports_of(p)]
+    assert [(name, m) for name, m in named if m.startswith(("dapo.reward", "dapo.experiment", "dapo.cli"))] == []
+
+
+def test_records_need_numpy_only() -> None:
+    tops = {module.partition(".")[0] for module in imports_of(PACKAGE / "records.py")}
+    assert tops <= {*sys.stdlib_module_names, "numpy"}

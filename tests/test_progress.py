@@ -1,0 +1,208 @@
+"""What a person sees: the right numbers on the line, whatever is missing, on a terminal and in a file."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dapo.config import build_config
+from dapo.plan import missing_files, plan_of
+from dapo.progress import (
+    Listener,
+    LiveListener,
+    PlainListener,
+    QuietListener,
+    before_and_after,
+    duration,
+    evaluation_line,
+    make_listener,
+    step_fields,
+)
+
+METRICS = {
+    "accuracy": 0.453,
+    "reward/mean": -0.094,
+    "groups/kept": 16,
+    "groups/drawn": 48,
+    "response_length/mean": 24.13,
+    "entropy": 0.4123,
+    "clip/low": 0.001,
+    "clip/high": 0.0123,
+    "grad_norm": 0.5234,
+    "tokens_per_second/rollout": 12345.0,
+    "loss": 0.0,
+}
+
+
+@pytest.fixture
+def ticks() -> Iterator[float]:
+    """A clock that goes on by 2 s a look."""
+    return iter(range(0, 1000, 2))
+
+
+def plain_output(ticks: Iterator[float]) -> tuple[PlainListener, io.StringIO]:
+    out = io.StringIO()
+    return PlainListener(Console(file=out, width=40), clock=lambda: next(ticks)), out
+
+
+def test_the_plain_line_of_a_step(ticks: Iterator[float]) -> None:
+    listener, out = plain_output(ticks)
+    listener.step(12, 50, METRICS)
+    assert out.getvalue() == (
+        "step 12/50  accuracy 45.3%  reward -0.09  kept 16/48  length 24.1  entropy 0.412  clip% 0.10/1.23  "
+        "grad 0.523  tok/s 12.3k  sec 2.0  left 1:16\n"  # one line, however narrow the place
+    )
+
+
+def test_a_loss_of_zero_is_not_shown() -> None:
+    assert "loss" not in dict(step_fields(1, 2, METRICS, 1.0, "0:01"))
+
+
+@pytest.mark.parametrize("metrics", [{}, dict.fromkeys(METRICS), dict.fromkeys(METRICS, math.nan)])
+def test_what_is_missing_is_a_dash(ticks: Iterator[float], metrics: dict[str, Any]) -> None:
+    listener, out = plain_output(ticks)
+    listener.step(1, 2, metrics)
+    assert "accuracy -  reward -  kept -/-" in out.getvalue()
+    assert "nan" not in out.getvalue() and "None" not in out.getvalue()
+
+
+def test_the_time_left_follows_the_recent_pace(ticks: Iterator[float]) -> None:
+    listener, out = plain_output(ticks)
+    listener.started(plan_of(build_config({"model": {"path": "m"}})))
+    for step in (1, 2, 3):
+        listener.step(step, 3, {"time/step": 1.25})
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("100 steps, each 512 prompts x 16 samples = 8192 samples, 16 updates of 32 groups")
+    assert [line.split("  ")[-2:] for line in lines[1:]] == [
+        ["sec 1.2", "left 0:04"],
+        ["sec 1.2", "left 0:02"],
+        ["sec 1.2", "left 0:00"],
+    ]
+
+
+def test_plain_phases_tell_their_quarters_only(ticks: Iterator[float]) -> None:
+    listener, out = plain_output(ticks)
+    listener.phase("warming up [bold]")
+    for done in range(1, 1001):
+        listener.advance(done, 1000, f"loss {done}")
+    assert out.getvalue().splitlines() == [
+        "warming up [bold]",
+        "  250/1000  loss 250",
+        "  500/1000  loss 500",
+        "  750/1000  loss 750",
+        "  1000/1000  loss 1000",
+    ]
+
+
+def test_the_end_shows_before_and_after(ticks: Iterator[float]) -> None:
+    listener, out = plain_output(ticks)
+    listener.finished(
+        {"accuracy_before": 0.15, "accuracy_after": 0.948, "run_dir": "runs/x", "stopped": "all steps done", "seed": 1}
+    )
+    assert out.getvalue().splitlines() == [
+        "accuracy: 15.0% before, 94.8% after",
+        "stopped: all steps done",
+        "run folder: runs/x",
+    ]
+
+
+def test_pairs_of_the_summary() -> None:
+    summary = {
+        "greedy_before": 0.125,
+        "greedy_after": 0.9715,
+        "response_length_before": 6,
+        "response_length_after": 26.31,
+        "reward_before": None,
+        "reward_after": 1.0,
+        "seconds_before": 3.0,
+    }
+    assert before_and_after(summary) == [("greedy", "12.5%", "97.2%"), ("response length", "6.00", "26.31")]
+
+
+def test_evaluations_and_durations() -> None:
+    line = evaluation_line("after step 20", {"eval/response_length": 25.5, "eval/rows": 1000, "eval/accuracy": 0.912})
+    assert line == "evaluation after step 20: accuracy 91.2%, response length 25.50, rows 1000"
+    assert [duration(s) for s in (0, 7.4, 59.6, 754, 12345)] == ["0:00", "0:07", "1:00", "12:34", "3:25:45"]
+
+
+def drive(listener: Listener) -> None:
+    listener.phase("loading [red]the model[/red]")
+    listener.advance(1, 2, "half [x]")
+    listener.started(plan_of(build_config({"model": {"path": "m"}})))
+    for step in range(1, 23):
+        listener.step(step, 22, METRICS)
+    listener.evaluated("after [x]", {"eval/accuracy": 0.5})
+    listener.warning("look [out]")
+    listener.finished({"accuracy_before": 0.15, "accuracy_after": 0.948, "run_dir": "runs/[x]"})
+    listener.close()
+    listener.close()
+    listener.phase("after the end")
+
+
+def test_the_live_display_fits_80_columns_and_takes_any_text() -> None:
+    out = io.StringIO()
+    drive(LiveListener(Console(file=out, force_terminal=True, width=80, color_system=None)))
+    text = out.getvalue()
+    rows = [line for line in text.split("\n") if "12.3k" in line]
+    assert len(rows) == 22 and all(row.rstrip().endswith(("0:00",)) for row in rows)
+    assert text.count("accuracy reward") == 2  # the header comes again after 20 rows
+    assert "look [out]" in text and "runs/[x]" in text and "after [x]" in text
+    assert "15.0%" in text and "94.8%" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is given back
+
+
+def test_quiet_says_warnings_only(capsys: pytest.CaptureFixture[str]) -> None:
+    drive(QuietListener())
+    assert capsys.readouterr() == ("", "warning: look [out]\n")
+
+
+def test_the_listener_fits_the_place() -> None:
+    assert isinstance(make_listener(quiet=True), QuietListener)
+    assert isinstance(make_listener(console=Console(file=io.StringIO())), PlainListener)
+    assert isinstance(make_listener(console=Console(file=io.StringIO(), force_terminal=True)), LiveListener)
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_multiplies_sizes() -> None:  # failure 65
+    plan = plan_of(build_config({"model": {"path": "m"}, "training": {"epochs_per_rollout": 2}}))
+    assert plan["samples per step"] == 8192
+    assert plan["updates per step"] == 32 and plan["updates in all"] == 3200
+    assert plan["samples per update"] == 512
+    assert plan["prompts drawn per step, at most"] == 5120
+    assert plan["tokens per sample, at most"] == 2048 + 20480
+    assert plan["samples per micro-batch, at least"] == 1
+    assert plan["evaluation"] == "none" and "evaluations" not in plan
+
+
+def test_without_dynamic_sampling_nothing_is_drawn_twice() -> None:
+    plan = plan_of(build_config({"model": {"path": "m"}, "algorithm": {"filter_groups": {"enable": False}}}))
+    assert plan["prompts drawn per step, at most"] == 512
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "evaluations"), [(10, 0, 2), (10, 5, 3), (10, 3, 5), (10, 10, 2), (10, 11, 2), (0, 5, 1)]
+)
+def test_evaluations_are_counted(tmp_path: Any, steps: int, every: int, evaluations: int) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1"}\n\n{"prompt": "2"}\n{"prompt": "3"}')
+    tree = {
+        "model": {"path": "m"},
+        "training": {"steps": steps},
+        "evaluation": {"data": str(tmp_path / "held.jsonl"), "every": every, "samples_per_prompt": 4},
+    }
+    plan = plan_of(build_config(tree))
+    assert plan["evaluations"] == evaluations
+    assert plan["evaluation"] == "3 rows x 4 samples, temperature 0"
+    tree["evaluation"]["rows"] = 2  # type: ignore[index]
+    assert plan_of(build_config(tree))["evaluation"] == "2 rows x 4 samples, temperature 0"
+
+
+def test_missing_files_are_named_with_their_key(tmp_path: Any) -> None:
+    config = build_config({"model": {"path": "m"}, "data": {"train": ["no", "x" * 5000, str(tmp_path)]}})
+    assert [line.partition(":")[0] for line in missing_files(config)] == ["data.train"] * 3

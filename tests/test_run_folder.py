@@ -1,0 +1,122 @@
+"""The run folder: nothing overwritten, everything recorded, no secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.config import Config, build_config, load_config
+from dapo.errors import UserError
+from dapo.run_folder import BLANK, RunFolder, redact, redact_command
+
+
+def make_config(folder: Path, **sections: Any) -> Config:
+    run = {"dir": str(folder), **sections.pop("run", {})}
+    return build_config({"model": {"path": "m"}, "run": run, **sections})
+
+
+def test_a_new_folder_holds_config_and_environment(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "a" / "b", seed=5)
+    folder = RunFolder.create(config, command=["dapo", "train", "r.yaml"])
+    assert load_config(folder.config) == config
+    environment = json.loads(folder.environment.read_text())
+    assert environment["command"] == ["dapo", "train", "r.yaml"]
+    assert environment["dapo"] and environment["python"] and environment["packages"]["torch"]
+    assert environment["started"][:2] == "20"
+    assert folder.samples.is_dir() and folder.checkpoints.is_dir()
+    assert not folder.model_before.exists() and not folder.summary.exists()
+    assert folder.checkpoint(12) == folder.checkpoints / "step-00012"
+
+
+def test_summary_is_json(tmp_path: Path) -> None:
+    folder = RunFolder.create(make_config(tmp_path / "r"))
+    folder.write_summary({"accuracy_after": 0.5, "nan": float("nan")})
+    assert json.loads(folder.summary.read_text()) == {"accuracy_after": 0.5, "nan": None}
+
+
+def test_an_existing_folder_is_refused_with_two_ways_out(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "r")
+    RunFolder.create(config)
+    (tmp_path / "r" / "summary.json").write_text("precious")
+    with pytest.raises(UserError, match=r"the folder .*/r exists; set run\.dir .* or run\.if_exists=rename"):
+        RunFolder.create(config)
+    assert (tmp_path / "r" / "summary.json").read_text() == "precious"
+
+
+def test_rename_keeps_every_old_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "r", run={"if_exists": "rename"})
+    for number in range(4):
+        folder = RunFolder.create(config)
+        folder.write_summary({"number": number})
+        os.utime(folder.config, (1_700_000_000, 1_700_000_000))  # all in the same second
+    runs = {p.name: json.loads((p / "summary.json").read_text())["number"] for p in tmp_path.iterdir()}
+    assert sorted(runs.values()) == [0, 1, 2, 3]
+    assert runs["r"] == 3
+    assert all(re.fullmatch(r"r(-\d{8}-\d{6}(-\d)?)?", name) for name in runs)
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    assert RunFolder.create(make_config(tmp_path / "r")).config.is_file()
+
+
+@pytest.mark.parametrize("if_exists", ["fail", "rename"])
+def test_a_folder_that_is_no_run_is_never_moved(tmp_path: Path, if_exists: str) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match=r"run\.dir: .*set run\.dir"):
+        RunFolder.create(make_config(tmp_path / "r", run={"if_exists": if_exists}))
+    assert (tmp_path / "r" / "thesis.tex").read_text() == "mine"
+
+
+def test_the_working_folder_is_never_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="not renamed"):
+        RunFolder.create(make_config(tmp_path, run={"if_exists": "rename"}))
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300, "a\0b"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"run\.dir: .*set run\.dir to another"):
+        RunFolder.create(make_config(tmp_path / name))
+
+
+# --- secrets (failure 79) -----------------------------------------------------------------------------------------
+
+
+def test_secrets_reach_no_file(tmp_path: Path) -> None:
+    secrets = ["sk-one", "sk-two", "sk-three", "sk-four", "sk-five"]
+    args = {
+        "api_key": "sk-one",
+        "headers": {"Authorization": "Bearer sk-two", "X-Token": "sk-three"},
+        "url": "http://user:sk-four@judge.local/score",
+        "tokenizer": "kept",
+    }
+    config = make_config(tmp_path / "r", reward={"kind": "function", "function": "f.py:score", "args": args})
+    command = ["dapo", "train", "r.yaml", "reward.args.api_key=sk-one", "reward.args={password: sk-five}"]
+    folder = RunFolder.create(config, command=command)
+    written = "".join(p.read_text() for p in folder.root.rglob("*") if p.is_file())
+    assert not [secret for secret in secrets if secret in written]
+    assert BLANK in written and "kept" in written and "judge.local" in written
+
+
+def test_only_secrets_are_blanked() -> None:
+    config = make_config(Path("r"), rollout={"stop_token_ids": [1, 2]}, model={"path": "m", "tokenizer": "t"})
+    tree = config.model_dump(mode="json")
+    assert redact(tree) == tree
+    assert redact({"token": 5, "auth": {"user": "u"}, "tokens": 5, "use_auth": True, "secret": None}) == {
+        "token": BLANK,
+        "auth": {"user": BLANK},
+        "tokens": 5,
+        "use_auth": True,
+        "secret": None,
+    }
+    words = ["dapo", "train", "a b.yaml", "training.steps=3", "algorithm.kl={mode: loss}", "--debug"]
+    assert redact_command(words) == words
