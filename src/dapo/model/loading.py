@@ -37,6 +37,9 @@ def load_model(source: Any, dtype: torch.dtype = torch.float32, trust_remote_cod
     Raises:
         ModelError: not found, not readable, or an architecture that is not supported.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of loading and saving: the listener tells what is going on
     register_attention()
     if isinstance(source, str | Path):
         model = _from_pretrained(str(source), dtype, trust_remote_code)
@@ -49,9 +52,7 @@ def load_model(source: Any, dtype: torch.dtype = torch.float32, trust_remote_cod
 
 def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of loading and saving: the listener tells what is going on
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
