@@ -78,7 +78,7 @@ def row(name: str, summary: dict[str, Any], steps: list[dict[str, Any]]) -> list
         name,
         f"{summary['accuracy_after']:.1%}",
         f"{summary['response_length_after']:.1f}",
-        f"{fmean(s['groups/kept'] - _flat_among_kept(s) for s in steps):.1f}",
+        f"{fmean(min(s['groups/kept'], s['groups/mixed']) for s in steps):.1f}",
         f"{mean('groups/drawn'):.1f}",
         f"{mean('entropy'):.3f}",
         f"{mean('clip/high'):.4f} / {mean('clip/low'):.4f}",
@@ -87,19 +87,13 @@ def row(name: str, summary: dict[str, Any], steps: list[dict[str, Any]]) -> list
     ]
 
 
-def _flat_among_kept(step: dict[str, Any]) -> float:
-    """Groups trained on in which every sample is right or every one wrong; with dynamic sampling there are none."""
-    filtered = step["groups/drawn"] > step["groups/kept"] or step["groups/keep_rate"] == 1
-    return 0 if filtered else step["groups/all_right"] + step["groups/all_wrong"]
-
-
 def show(rows: list[list[str]], args: argparse.Namespace) -> None:
     table = Table(title=f"seed {args.seed}, {args.steps} steps of 16 x 8 samples, greedy on 1,000 held-out expressions")
     heads = (
         "variant",
         "accuracy",
         "length",
-        "mixed groups",
+        "mixed groups trained on",
         "drawn",
         "entropy",
         "clip high / low",

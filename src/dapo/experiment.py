@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +95,7 @@ class Experiment:
         Raises:
             UserError: what is wrong, where, and what would work.
         """
+        self._started = time.perf_counter()
         self.config = config
         self.listener = listener
         for warning in warnings_for(config):
@@ -148,16 +151,17 @@ class Experiment:
             await self.engine.load_weights(*self.trainer.publish())
             clock.lap("sync")
             self.steps_done = step + 1
-            await self._record(fill, groups, reports, clock)
+            evaluation = await self._maybe_evaluate(clock)
+            await self._record(fill, groups, reports, clock, evaluation)
             await self._maybe_save()
-            await self._maybe_evaluate()
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
-        started = time.perf_counter()
         await self.scorer.start()
         await asyncio.to_thread(self.save_model, self.folder.model_before)
-        self.before = await self.evaluate("before training")
+        self.before = self.after = await self.evaluate("before training")
+        if self.before is not None:
+            self.metrics.append(0, self.before.metrics())
         self.listener.started(plan_of(self.config))
         clock = Clock()
         try:
@@ -167,9 +171,7 @@ class Experiment:
             raise type(error)(f"{error}\n{self.steps_done} steps were done; their state is in {saved}") from None
         clock.lap("rl")
         await asyncio.to_thread(self.save_model, self.folder.model_after)
-        self.after = await self.evaluate("after training") if self.steps_done else self.before
-        seconds = {"seconds_rl": clock.laps["rl"], "seconds_total": time.perf_counter() - started}
-        return self._summarise(seconds)
+        return self._summarise(clock.laps["rl"])
 
     async def close(self) -> None:
         """Stop engine and scorer, each within a bounded time."""
@@ -209,17 +211,34 @@ class Experiment:
         if every and self.steps_done % every == 0:
             await asyncio.to_thread(self.save_checkpoint, f"step-{self.steps_done:05d}")
 
-    async def _maybe_evaluate(self) -> None:
-        every = self.config.evaluation.every
-        if every and self.steps_done % every == 0 and self.steps_done < self.config.training.steps:
-            await self.evaluate(f"after step {self.steps_done}")
+    async def _maybe_evaluate(self, clock: Clock) -> dict[str, float]:
+        """Evaluation metrics after every so many steps and after the last one."""
+        every, last = self.config.evaluation.every, self.steps_done == self.config.training.steps
+        if not last and not (every and self.steps_done % every == 0):
+            return {}
+        found = await self.evaluate("after training" if last else f"after step {self.steps_done}")
+        clock.lap("evaluation")
+        if last:
+            self.after = found
+        return found.metrics() if found is not None else {}
 
-    async def _record(self, fill: Fill, groups: Sequence[Group], reports: Sequence[UpdateReport], clock: Clock) -> None:
+    async def _record(
+        self,
+        fill: Fill,
+        groups: Sequence[Group],
+        reports: Sequence[UpdateReport],
+        clock: Clock,
+        evaluation: Mapping[str, float],
+    ) -> None:
         self.updates_done += sum(r.skipped is None for r in reports)
         metrics = step_metrics(fill, groups, reports, clock.laps) | {
             "lr": self.trainer.learning_rate,
             "version": self.trainer.version,
             "updates/total": self.updates_done,
+            "epoch": self.source.epoch,
+            "time/elapsed": time.perf_counter() - self._started,
+            "memory/rss": peak_memory(),
+            **evaluation,
         }
         if "kl/reference" in metrics:
             metrics["kl/coef"] = self.preparer.kl_coef
@@ -239,13 +258,14 @@ class Experiment:
             await asyncio.to_thread(write_samples, self.folder.samples, self.steps_done, [*kept, *fill.rejected])
         self.listener.step(self.steps_done, self.config.training.steps, self.metrics.append(self.steps_done, metrics))
 
-    def _summarise(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+    def _summarise(self, seconds_rl: float) -> dict[str, Any]:
         summary: dict[str, Any] = {
             "run_dir": str(self.folder.root),
             "seed": self.config.seed,
             "steps": self.steps_done,
             "updates": self.updates_done,
-            **{name: round(value, 2) for name, value in seconds.items()},
+            "seconds_rl": round(seconds_rl, 2),
+            "seconds_total": round(time.perf_counter() - self._started, 2),
         }
         if self.before is not None and self.after is not None:
             summary |= {
@@ -324,6 +344,12 @@ class Clock:
         now = time.perf_counter()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
         self._last = now
+
+
+def peak_memory() -> int:
+    """The most memory this process has held, in bytes."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024  # kilobytes everywhere else
 
 
 def _longest_response(config: Config) -> int:

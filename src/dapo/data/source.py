@@ -143,6 +143,11 @@ class PromptSource:
         self._position += 1
         return prompt
 
+    @property
+    def epoch(self) -> float:
+        """Passes over the rows so far."""
+        return self._epoch + self._position / len(self.prompts)
+
     def state(self) -> dict[str, int]:
         """The position, as JSON."""
         return {"epoch": self._epoch, "position": self._position, "prompts": len(self.prompts)}

@@ -97,8 +97,8 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     listener.phase(
-        f"warmed up: in {warmed.steps} steps it learned to work in steps ({warmed.skill:.0%} right when made to), and "
-        "then the habit of not doing so"
+        f"warmed up: in {warmed.steps} updates it learned to work in steps ({warmed.skill:.0%} right when made to), "
+        "and then the habit of not doing so"
     )
     return warmed
 

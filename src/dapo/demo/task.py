@@ -81,7 +81,12 @@ def make_tokenizer() -> Any:
 
 
 def make_model(seed: int, vocabulary: int) -> Any:
-    """A Qwen2-architecture model of about 0.4 M parameters with random weights."""
+    """A Qwen2-architecture model of about 0.4 M parameters with random weights.
+
+    Two settings are made for its size and its short texts, and decide whether the warm-up learns to copy operands
+    within a minute or, with some seeds, not at all (docs/decisions/0007-demo.md): initial weights as wide as its width
+    asks for, and position frequencies that tell neighbours apart.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -93,6 +98,8 @@ def make_model(seed: int, vocabulary: int) -> Any:
         num_attention_heads=3,
         num_key_value_heads=3,
         max_position_embeddings=128,
+        initializer_range=0.08,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         bos_token_id=None,
         pad_token_id=0,

@@ -22,13 +22,13 @@ from dapo.training.trainer import Trainer
 
 OPERATORS = range(3, 6)
 BATCH = 32
-PEAK_RATE = 4e-3
-RAMP = 60
-SKILL_STEPS = 200  # between two tests of the skill
-MAX_SKILL_STEPS = 2400
-SKILL = 0.99
+PEAK_RATE = 3e-3
+RAMP = 60  # optimizer steps in which the rate rises
+SKILL_STEPS = 200  # between two exams
+SKILL, SETTLED_SKILL = 0.9, 0.97  # at the peak rate, and after the rate has fallen
 HABIT_STEPS = 200
-SKILL_SHARE, HABIT_SHARE = 0.9, 0.2
+MAX_STEPS = 3000
+SKILL_SHARE, HABIT_SHARE = 0.9, 0.2  # of demonstrations that show the steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,21 @@ def warm_up(
     trainer = Trainer(model, TrainingConfig(weight_decay=0.01, betas=(0.9, 0.98), tokens_per_micro_batch=1 << 16), 1.0)
     tutor = Tutor(pool, tokenizer, rng)
     skill, step = 0.0, 0
-    while step < MAX_SKILL_STEPS and skill < SKILL:
-        for _ in range(SKILL_STEPS):
+    while skill < SETTLED_SKILL and step < MAX_STEPS:
+        while True:  # the skill
+            for _ in range(SKILL_STEPS):
+                step += 1
+                imitate(trainer, tutor.batch(SKILL_SHARE), PEAK_RATE * min(1.0, step / RAMP))
+                progress(step, MAX_STEPS, f"steps right {skill:.0%}")
+            skill = _skill(model, tokenizer, exam)
+            if skill >= SKILL or step >= MAX_STEPS - HABIT_STEPS:
+                break
+        for i in range(HABIT_STEPS):  # the habit; the rate falls, which also settles what was learned
             step += 1
-            imitate(trainer, tutor.batch(SKILL_SHARE), PEAK_RATE * min(1.0, step / RAMP))
-            progress(step, MAX_SKILL_STEPS, f"steps right {skill:.0%}")
+            imitate(trainer, tutor.batch(HABIT_SHARE), PEAK_RATE * (1 - i / HABIT_STEPS))
+            progress(step, MAX_STEPS, f"steps right {skill:.0%}")
         skill = _skill(model, tokenizer, exam)
-    for i in range(HABIT_STEPS):  # the rate falls, which also settles what was learned
-        imitate(trainer, tutor.batch(HABIT_SHARE), PEAK_RATE * (1 - i / HABIT_STEPS))
-    return WarmUp(step + HABIT_STEPS, _skill(model, tokenizer, exam))
+    return WarmUp(step, skill)
 
 
 def _skill(model: Any, tokenizer: Any, exam: list[Expression]) -> float:

@@ -55,7 +55,6 @@ clip/high                  | share        | loss tokens clipped at 1 + clip_rati
 clip/dual                  | share        | loss tokens capped by the dual clip
 clip/high_probability      | probability  | mean probability of the up-clipped tokens (Fig. 3a)
 ratio/mean                 | ratio        | mean of pi_theta / pi_prox over loss tokens
-ratio/max                  | ratio        | largest pi_theta / pi_prox
 loss                       | loss         | mean over the updates; near 0 by construction, see grad_norm
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
 tokens/loss                | tokens       | loss tokens of the step, over all its updates
@@ -69,6 +68,7 @@ version                    | count        | policy version after the step
 lr                         | rate         | learning rate of the step
 groups/drawn               | groups       | prompts drawn and sampled in the step
 groups/kept                | groups       | groups that were trained on
+groups/mixed               | groups       | groups with something to learn from, trained on or not
 groups/all_right           | groups       | filtered: every sample right (Fig. 3b, as a count)
 groups/all_wrong           | groups       | filtered: every sample wrong
 groups/flat                | groups       | filtered: no spread in the reward (metric score)
@@ -86,25 +86,22 @@ mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer
 mismatch/max               | nats         | largest such difference
 mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
 correction/mean            | ratio        | mean weight of the importance correction
-correction/masked          | share        | loss tokens left out or truncated by the correction
 kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
 kl/coef                    | coefficient  | coefficient of the KL term
-time/step                  | seconds      | the whole step
+time/step                  | seconds      | the whole step, evaluation left out
 time/rollout               | seconds      | generating samples, scoring included where it overlaps
 time/reward_wait           | seconds      | waiting for rewards after the last sample had come
 time/prepare               | seconds      | shaping, advantages, packing and the proximal forward pass
 time/update                | seconds      | forward, backward and optimizer
 time/sync                  | seconds      | handing the new weights to the engine
-time/save                  | seconds      | checkpoints and samples
 time/evaluation            | seconds      | evaluation
 time/elapsed               | seconds      | since the run started, resumed parts included
 tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout
 tokens_per_second/update   | tokens/s     | loss tokens over time/update
 tokens_per_second/total    | tokens/s     | response tokens generated over time/step
 samples_per_second         | samples/s    | samples trained on over time/step
-memory/rss                 | bytes        | memory of the process
-memory/device              | bytes        | peak memory of the device
+memory/rss                 | bytes        | most memory that the process has held
 epoch                      | epochs       | passes over the training rows so far
 eval/accuracy              | share        | correct samples on the evaluation rows (avg@k)
 eval/reward                | reward       | mean raw reward on the evaluation rows
@@ -112,11 +109,6 @@ eval/response_length       | tokens       | mean length on the evaluation rows
 eval/truncated             | share        | truncated samples on the evaluation rows
 eval/no_answer             | share        | evaluation samples in which no final answer was found
 eval/rows                  | rows         | evaluation rows used
-eval/{}/accuracy           | share        | the same for one evaluation file, by its name
-eval/{}/reward             | reward       | the same for one evaluation file
-eval/{}/response_length    | tokens       | the same for one evaluation file
-eval/{}/truncated          | share        | the same for one evaluation file
-custom/{}                  | any          | a metric of the user's own
 """
 
 

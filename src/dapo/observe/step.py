@@ -108,6 +108,7 @@ def _groups(fill: Fill) -> dict[str, float]:
     found: dict[str, float] = {
         "groups/drawn": stats.drawn,
         "groups/kept": stats.kept,
+        "groups/mixed": stats.mixed,
         "groups/all_right": stats.all_right,
         "groups/all_wrong": stats.all_wrong,
         "groups/flat": stats.flat,
@@ -162,7 +163,7 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def _speed(fill: Fill, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
-    total = sum(times.values())
+    total = sum(seconds for phase, seconds in times.items() if phase != "evaluation")
     found = {f"time/{phase}": seconds for phase, seconds in times.items()}
     found |= {"time/step": total, "time/reward_wait": fill.stats.reward_wait_s}
     if times.get("rollout"):
