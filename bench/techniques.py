@@ -64,7 +64,8 @@ def main() -> None:
         folder = args.out / f"seed-{args.seed}-{number}"
         config = load_config(recipe_path("cpu-demo"), [*common, *changes, f"run.dir={folder}"])
         summary = run_experiment(config, listener)
-        rows.append(row(name, summary, list(read_metrics(folder / "metrics.jsonl"))))
+        steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["step"]]  # 0: before training
+        rows.append(row(name, summary, steps))
         print(f"{name}: {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}", flush=True)
     show(rows, args)
 

@@ -249,6 +249,30 @@ def test_cancelling_one_of_two_streams_leaves_the_other_whole(deterministic: boo
     assert asyncio.run(run(cancel=True)) == asyncio.run(run(cancel=False))
 
 
+def test_a_consumer_may_be_cancelled_at_any_moment() -> None:
+    """Also while its requests are only being handed over: the engine goes on, and nothing of it is left."""
+
+    async def run() -> None:
+        engine = make_engine(slots=2)
+
+        async def consume(i: int) -> None:
+            async for _ in engine.generate([Request(i, (5,), tuple(range(20)), Sampling(1.0, 20))]):
+                pass
+
+        for i in range(60):
+            task = asyncio.create_task(consume(i))
+            await asyncio.sleep(0.0005 * (i % 7))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert len([s async for s in engine.generate([Request(99, (5,), (1, 2), PLAIN)])]) == 2
+        await engine.sleep()  # after what was posted before it; refuses if anything is left
+        assert not engine._streams
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
     async def run() -> None:
         engine = make_engine(slots=1)

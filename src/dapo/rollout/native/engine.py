@@ -79,8 +79,8 @@ class NativeEngine:
             self._streams.pop(key, None)
             self._decoder.cancel(key)
 
-        await self._call(submit)
         try:
+            await self._call(submit)  # in here: a consumer may be cancelled while it waits for this
             for _ in range(expected):
                 event = await queue.get()
                 if isinstance(event, EngineError):
@@ -204,6 +204,8 @@ def _execute(command: Callable[[], Any], future: Future[Any] | None) -> None:
     if future is None:
         command()
         return
+    if not future.set_running_or_notify_cancel():
+        return  # whoever asked has gone
     try:
         future.set_result(command())
     except Exception as error:
