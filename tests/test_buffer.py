@@ -415,7 +415,7 @@ def test_failed_scores_with_a_value():
     changes = {"reward.on_error": "value", "reward.error_value": -0.25, "reward.max_error_rate": 0.5}
     result = fill(make(lambda row: (1, None, 1), changes=changes))
     reward = result.groups[0].samples[1].reward
-    assert (reward.correct, reward.value, reward.parts) == (False, -0.25, {"score_failed": 1.0})
+    assert (reward.correct, reward.value, reward.parts) == (False, -0.25, {})
     assert result.stats.failed_scores == result.stats.scores // 3
 
 

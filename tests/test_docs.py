@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,12 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
     from dapo.config import load_config, warnings_for
 
     assert warnings_for(load_config(recipe)) == []
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "metrics.md"])
+def test_reference_pages_are_what_the_code_says(page: str) -> None:
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "scripts/make_docs.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == script.PAGES[page](), "run scripts/make_docs.py"

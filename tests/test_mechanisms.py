@@ -13,7 +13,8 @@ import torch
 
 from dapo.config import build_config, nested
 from dapo.demo.task import make_model, make_tokenizer
-from dapo.experiment import Experiment, Inputs, run_to_end
+from dapo.experiment import Experiment, run_to_end
+from dapo.inputs import Inputs
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import read_samples
 from dapo.prepare import Preparer, Update

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dapo.config import build_config, nested
+from dapo.errors import DataError, ModelError
 from dapo.observe.metrics import read_metrics
 from dapo.progress import Listener, make_listener
 
@@ -45,12 +46,12 @@ class Result:
 
 def train(
     model: Any,
-    prompts: Sequence[Mapping[str, Any]] | str | Sequence[str],
+    prompts: Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path],
     reward: Callable[..., Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     *,
     tokenizer: Any = None,
-    heldout: Sequence[Mapping[str, Any]] | str | Sequence[str] = (),
+    heldout: Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path] | None = None,
     listener: Listener | None = None,
 ) -> Result:
     """Train ``model`` with DAPO so that its responses to ``prompts`` earn more ``reward``.
@@ -62,50 +63,73 @@ def train(
             files of them.
         reward: ``def f(prompt, response, answer, **meta)`` returning bool (correct or not), float, dict or
             :class:`~dapo.records.Reward`; None: as ``settings`` say, by default mathematical equality with ``answer``.
-            A function that returns only a float has no notion of right and wrong: groups are then kept by the spread of
-            the reward (``algorithm.filter_groups.metric``: ``score``).
-        settings: dotted keys of the config, such as ``{"training.steps": 50}``; see :data:`SIZES` for what differs from
-            a recipe's defaults.
+            A function that returns only a float has no notion of right and wrong: set
+            ``algorithm.filter_groups.metric`` to ``score``, so that groups are kept by the spread of the reward.
+        settings: dotted keys of the config, such as ``{"training.steps": 50}``, or nested; see :data:`SIZES` for what
+            differs from a recipe's defaults.
         tokenizer: of a loaded model.
-        heldout: rows or files to evaluate on before and after.
+        heldout: rows or files to evaluate on before and after; None: as ``settings`` say.
         listener: hears what happens; by default progress is printed.
 
     Raises:
         UserError: a setting, row, model or reward is wrong; the message says which and what would work.
     """
-    tree: dict[str, Any] = dict(SIZES) | {"run.dir": "runs/python"} | dict(settings or {})
+    tree: dict[str, Any] = dict(SIZES) | {"run.dir": "runs/python"} | dict(_dotted(settings or {}))
     by_name = isinstance(model, str | Path)
+    if not by_name and tokenizer is None and "model.tokenizer" not in tree:
+        raise ModelError("tokenizer: a loaded model needs its own: train(model, ..., tokenizer=...)")
     tree["model.path"] = str(model) if by_name else type(model).__name__
-    train_files, rows = _files_or_rows(prompts)
-    heldout_files, heldout_rows = _files_or_rows(heldout)
+    train_files, rows = _files_or_rows(prompts, "prompts")
+    heldout_files, heldout_rows = _files_or_rows(heldout, "heldout") if heldout is not None else ([], None)
     if train_files:
         tree["data.train"] = train_files
     if heldout_files:
         tree["evaluation.data"] = heldout_files
     config = build_config(nested(tree), "settings")
 
-    from dapo.experiment import Inputs, run_experiment
+    from dapo.experiment import run_experiment
+    from dapo.inputs import Inputs
 
     inputs = Inputs(
         model=None if by_name else model, tokenizer=tokenizer, rows=rows, heldout=heldout_rows, reward=reward
     )
     listener = listener or make_listener()
+    attention = None if by_name else getattr(model.config, "_attn_implementation", None)
     try:
         summary = run_experiment(config, listener, inputs)
         listener.finished(summary)
     finally:
         listener.close()
+        if attention is not None:  # so that the caller's model can be used as before
+            model.set_attn_implementation(attention)
     run_dir = Path(summary["run_dir"])
-    return Result(summary, list(read_metrics(run_dir / "metrics.jsonl")), run_dir, run_dir / "model-after")
+    steps = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"]]  # 0: before training
+    return Result(summary, steps, run_dir, run_dir / "model-after")
+
+
+def _dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of settings that may be nested: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _files_or_rows(
-    data: Sequence[Mapping[str, Any]] | str | Sequence[str],
+    data: Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path], name: str
 ) -> tuple[list[str], list[Mapping[str, Any]] | None]:
-    """``(files, None)`` or ``([], rows)``."""
-    if isinstance(data, str):
-        return [data], None
-    files = [item for item in data if isinstance(item, str)]
-    if files:
-        return files, None
-    return [], [item for item in data if not isinstance(item, str)]
+    """``(files, None)`` or ``([], rows)``.
+
+    Raises:
+        DataError: files and rows mixed, of which one kind would be lost; or a single row.
+    """
+    if isinstance(data, str | Path):
+        return [str(data)], None
+    if isinstance(data, Mapping):
+        raise DataError(f"{name}: expected a list of rows or files, got a single row; put it in a list")
+    files = [str(item) for item in data if isinstance(item, str | Path)]
+    rows = [item for item in data if not isinstance(item, str | Path)]
+    if files and rows:
+        raise DataError(f"{name}: {len(files)} files and {len(rows)} rows together; give one kind")
+    return (files, None) if files else ([], rows)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dapo.config import Config, EvaluationConfig
+from dapo.errors import RewardError
 from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
@@ -53,6 +54,8 @@ class Evaluation:
             "eval/response_length": self.response_length,
             "eval/truncated": sum(s.truncated for s in samples) / max(len(samples), 1),
         }
+        if len(scored) < len(samples):
+            found["eval/errors"] = 1 - len(scored) / len(samples)
         if scored:
             found["eval/reward"] = sum(s.verdict.value for s in scored) / len(scored)
             answered = [s.verdict.parts["answer_found"] for s in scored if "answer_found" in s.verdict.parts]
@@ -78,6 +81,10 @@ async def evaluate(
     Args:
         prompts: exactly these are evaluated.
         progress: called with samples done and samples in all.
+
+    Raises:
+        RewardError: the reward function broke its contract, or too many scores failed.
+        EngineError: the engine failed.
     """
     settings = config.evaluation
     sampling = _sampling(settings, config.rollout.max_response_length)
@@ -101,14 +108,34 @@ async def evaluate(
         found[sample.request_id, sample.index] = replace(sample, text=text, reward=reward)
         progress(len(found), total)
 
-    async with asyncio.TaskGroup() as tasks:
-        async for sample in engine.generate(requests):
-            tasks.create_task(score(sample))
+    failure: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            async for sample in engine.generate(requests):
+                tasks.create_task(score(sample))
+    except BaseExceptionGroup as failures:
+        failure = failures.exceptions[0]  # the others followed from it, or came in the same moment
+    if failure is not None:  # out here, so that the wrapping is not shown as its context
+        raise failure
+    _check_errors([s.reward.error for s in found.values() if s.reward and s.reward.error], total, config)
     groups = (
         Group(place, prompt, tuple(found[place, i] for i in range(settings.samples_per_prompt)))
         for place, prompt in enumerate(prompts)
     )
     return Evaluation(tuple(groups))
+
+
+def _check_errors(errors: Sequence[str], total: int, config: Config) -> None:
+    """
+    Raises:
+        RewardError: the share of failed scores is above ``reward.max_error_rate``: an average over the rest would lie.
+    """
+    limit = config.reward.max_error_rate
+    if len(errors) > limit * total:
+        raise RewardError(
+            f"evaluation: {len(errors)} of {total} scores failed ({len(errors) / total:.0%}; reward.max_error_rate "
+            f"allows {limit:.0%}), such as: {errors[0]}"
+        )
 
 
 def _sampling(settings: EvaluationConfig, rollout_limit: int) -> Sampling:

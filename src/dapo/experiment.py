@@ -8,55 +8,44 @@ thread), evaluation. Nothing heavy runs on the event loop. Holds no mathematics 
 from __future__ import annotations
 
 import asyncio
-import os
-import resource
-import sys
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
 from dapo.buffer import ExperienceBuffer, Fill
 from dapo.config import Config, warnings_for
-from dapo.data.source import PromptSource, load_prompts
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError, DataError, UserError
+from dapo.errors import UserError
 from dapo.evaluate import Evaluation, evaluate
 from dapo.files import write_json
-from dapo.model.loading import context_limit, copy_model, load_model, load_tokenizer, stop_token_ids
+from dapo.inputs import (
+    Inputs,
+    check_lengths,
+    heldout_prompts,
+    longest_response,
+    set_threads,
+    training_prompts,
+    try_reward,
+)
+from dapo.model.loading import copy_model, load_model, load_tokenizer, stop_token_ids
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import write_samples
-from dapo.observe.step import statistic, step_metrics
+from dapo.observe.step import step_metrics
 from dapo.plan import plan_of
-from dapo.prepare import Preparer
+from dapo.prepare import Batch, Preparer
+from dapo.process import Clock, in_thread, peak_memory
 from dapo.progress import Listener
-from dapo.records import Group, Prompt
-from dapo.reward.build import make_scorer, needs_answer
+from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
+from dapo.training.mismatch import Mismatch
 from dapo.training.trainer import Trainer, UpdateReport
-
-SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
-
-    ``folder``: a run folder that has been made already.
-    """
-
-    model: Any = None
-    tokenizer: Any = None
-    rows: Sequence[Mapping[str, Any]] | None = None
-    heldout: Sequence[Mapping[str, Any]] | None = None
-    reward: Callable[..., Any] | None = None
-    folder: RunFolder | None = None
 
 
 def run_experiment(config: Config, listener: Listener, inputs: Inputs | None = None) -> dict[str, Any]:
@@ -72,25 +61,55 @@ def run_experiment(config: Config, listener: Listener, inputs: Inputs | None = N
 def run_to_end(experiment: Experiment) -> dict[str, Any]:
     """Run an experiment from code that is not asynchronous, inside of a notebook's event loop too."""
 
-    async def run() -> dict[str, Any]:
-        try:
-            return await experiment.run()
-        finally:
-            await experiment.close()
+    stop: list[Callable[[], object]] = []
 
+    async def run() -> dict[str, Any]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        try:
+            summary = await experiment.run()
+        except BaseException as error:
+            try:
+                await experiment.close()
+            except Exception as fault:  # must not stand before what went wrong first
+                error.add_note(f"and closing failed: {fault}")
+            raise
+        await experiment.close()
+        return summary
+
+    if not _in_event_loop():
+        return asyncio.run(run())
+    outer = asyncio.current_task()
+    with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
+        running = thread.submit(asyncio.run, run())
+        try:
+            while not wait([running], timeout=0.5).done:
+                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
+                    raise KeyboardInterrupt
+            return running.result()
+        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
+            for cancel in stop:
+                cancel()
+            raise
+
+
+def _in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(run())
-    with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
-        return thread.submit(asyncio.run, run()).result()
+        return False
+    return True
 
 
 class Experiment:
-    """One run: its roles, wired together."""
+    """One run: its roles, wired together. ``folder`` and ``metrics`` exist once :meth:`run` has begun."""
+
+    folder: RunFolder
+    metrics: MetricsLog
 
     def __init__(self, config: Config, listener: Listener, inputs: Inputs) -> None:
-        """Load everything that is named, smallest first, so that mistakes show early; the run folder is made last.
+        """Load everything that is named, smallest first, so that mistakes show early. Nothing is written yet.
 
         Raises:
             UserError: what is wrong, where, and what would work.
@@ -105,18 +124,19 @@ class Experiment:
             config.model.tokenizer or config.model.path, config.model.trust_remote_code
         )
         self.template = PromptTemplate(config.data, self.tokenizer)
-        self.source = self._load_training_rows(inputs)
-        self.heldout = self._load_heldout_rows(inputs)
+        self.source = training_prompts(config, inputs, self.template, listener)
+        self.heldout = heldout_prompts(config, inputs, self.template, listener)
+        listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
         model = load_model(inputs.model or config.model.path, trust_remote_code=config.model.trust_remote_code)
-        _check_lengths(config, model)
+        check_lengths(config, model)
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
         self.engine: Engine = NativeEngine(
             copy_model(model, dtype),
             stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids),
-            max_sequence_tokens=config.data.max_prompt_length + _longest_response(config),
+            max_sequence_tokens=config.data.max_prompt_length + longest_response(config),
             max_concurrent_samples=config.rollout.max_concurrent_samples,
             deterministic=config.runtime.deterministic,
             threads=torch.get_num_threads(),
@@ -124,10 +144,13 @@ class Experiment:
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
         self.preparer = Preparer(config, self.trainer.policy)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
-        self.folder = inputs.folder or RunFolder.create(config)
-        self.metrics = MetricsLog(self.folder.metrics)
+        self._folder = inputs.folder
+        self._resources = contextlib.AsyncExitStack()
+        self._resources.push_async_callback(self.scorer.close)
+        self._resources.push_async_callback(self.engine.close)
         self.steps_done = 0
-        self.updates_done = 0
+        self._reports: list[UpdateReport] = []  # of the step under way
+        self._before_step: dict[str, Any] | None = None  # the buffer, while a step is under way
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
 
@@ -139,26 +162,31 @@ class Experiment:
         for step in range(self.steps_done, total):
             clock = Clock()
             self.trainer.begin_step(step)
+            self._before_step = self.buffer.state()
             fill = await self.buffer.fill(step)
             clock.lap("rollout")
-            groups, packed = await asyncio.to_thread(self.preparer.batch, fill.groups)
+            batch = await in_thread(self.preparer.batch, fill.groups, self.trainer.version)
             clock.lap("prepare")
-            reports: list[UpdateReport] = []
-            objective = self.preparer.objective
-            for update in self.preparer.updates(packed):
-                reports.append(await asyncio.to_thread(self.trainer.update, update.batch, update.inputs, objective))
+            self._reports = []
+            updates, objective = self.preparer.updates(batch.packed), self.preparer.objective
+            while update := await in_thread(next, updates, None):
+                self._reports.append(await in_thread(self.trainer.update, update.batch, update.inputs, objective))
             clock.lap("update")
             await self.engine.load_weights(*self.trainer.publish())
             clock.lap("sync")
-            self.steps_done = step + 1
+            self.steps_done, self._before_step = step + 1, None
             evaluation = await self._maybe_evaluate(clock)
-            await self._record(fill, groups, reports, clock, evaluation)
+            await self._record(fill, batch, clock, evaluation)
+            self.preparer.observe(self._reports, batch)
             await self._maybe_save()
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
         await self.scorer.start()
-        await asyncio.to_thread(self.save_model, self.folder.model_before)
+        await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener)
+        self.folder = self._folder or RunFolder.create(self.config)
+        self.metrics = self._resources.enter_context(MetricsLog(self.folder.metrics))
+        await in_thread(self.save_model, self.folder.model_before)
         self.before = self.after = await self.evaluate("before training")
         if self.before is not None:
             self.metrics.append(0, self.before.metrics())
@@ -166,18 +194,19 @@ class Experiment:
         clock = Clock()
         try:
             await self.train()
-        except UserError as error:
-            saved = await asyncio.to_thread(self.save_checkpoint, "stopped")
-            raise type(error)(f"{error}\n{self.steps_done} steps were done; their state is in {saved}") from None
+        except BaseException as error:
+            note = await self._rescue(error, clock)
+            if isinstance(error, UserError):
+                raise type(error)(f"{error}\n{note}") from None
+            self.listener.warning(note)
+            raise
         clock.lap("rl")
-        await asyncio.to_thread(self.save_model, self.folder.model_after)
-        return self._summarise(clock.laps["rl"])
+        await in_thread(self.save_model, self.folder.model_after)
+        return self._summarise(clock.laps["rl"], "all steps are done")
 
     async def close(self) -> None:
-        """Stop engine and scorer, each within a bounded time."""
-        await self.engine.close()
-        await self.scorer.close()
-        self.metrics.close()
+        """Stop engine and scorer, each within a bounded time, the second one even if the first one fails."""
+        await self._resources.aclose()
 
     # -- around the loop -------------------------------------------------------------------------------------------
 
@@ -198,18 +227,41 @@ class Experiment:
         self.tokenizer.save_pretrained(folder)
 
     def save_checkpoint(self, name: str) -> Any:
-        """Weights, optimizer state and the position of everything, under ``checkpoints/name``."""
+        """Weights, optimizer state and the position of everything, under ``checkpoints/name``.
+
+        Inside of a step, the buffer's position is that before the step; ``updates_in_step`` says how many updates of it
+        are in the weights already.
+        """
         folder = self.folder.checkpoints / name
         self.save_model(folder / "model")
         self.trainer.save_state(folder / "optimizer")
-        state = {"steps_done": self.steps_done, "buffer": self.buffer.state(), "prepare": self.preparer.state()}
+        inside = self._before_step is not None
+        state = {
+            "steps_done": self.steps_done,
+            "updates_done": self.trainer.updates,
+            "updates_in_step": sum(r.skipped is None for r in self._reports) if inside else 0,
+            "buffer": self._before_step if inside else self.buffer.state(),
+            "prepare": self.preparer.state(),
+        }
         write_json(folder / "state.json", state)
         return folder
+
+    async def _rescue(self, error: BaseException, clock: Clock) -> str:
+        """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
+        clock.lap("rl")
+        stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
+        try:
+            saved = await in_thread(self.save_checkpoint, "stopped")
+            self._summarise(clock.laps["rl"], reason)
+        except Exception as fault:
+            return f"{self.steps_done} steps were done; their state could not be saved: {fault}"
+        return f"{self.steps_done} steps were done; their state is in {saved}"
 
     async def _maybe_save(self) -> None:
         every = self.config.run.save_every
         if every and self.steps_done % every == 0:
-            await asyncio.to_thread(self.save_checkpoint, f"step-{self.steps_done:05d}")
+            await in_thread(self.save_checkpoint, self.folder.checkpoint(self.steps_done).name)
 
     async def _maybe_evaluate(self, clock: Clock) -> dict[str, float]:
         """Evaluation metrics after every so many steps and after the last one."""
@@ -222,52 +274,48 @@ class Experiment:
             self.after = found
         return found.metrics() if found is not None else {}
 
-    async def _record(
-        self,
-        fill: Fill,
-        groups: Sequence[Group],
-        reports: Sequence[UpdateReport],
-        clock: Clock,
-        evaluation: Mapping[str, float],
-    ) -> None:
-        self.updates_done += sum(r.skipped is None for r in reports)
-        metrics = step_metrics(fill, groups, reports, clock.laps) | {
+    async def _record(self, fill: Fill, batch: Batch, clock: Clock, evaluation: Mapping[str, float]) -> None:
+        mismatch = batch.mismatch or sum((r.mismatch for r in self._reports), Mismatch())
+        metrics = step_metrics(fill, batch.groups, self._reports, mismatch, clock.laps, self.config) | {
             "lr": self.trainer.learning_rate,
             "version": self.trainer.version,
-            "updates/total": self.updates_done,
+            "updates/total": self.trainer.updates,
             "epoch": self.source.epoch,
             "time/elapsed": time.perf_counter() - self._started,
             "memory/rss": peak_memory(),
             **evaluation,
         }
-        if "kl/reference" in metrics:
+        if self.config.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
-            self.preparer.observe_kl(statistic(reports, "reference_kl"), sum(len(g.samples) for g in groups))
-        for report in reports:
-            if report.skipped:
-                self.listener.warning(f"step {self.steps_done}: an update was skipped: {report.skipped}")
-        mismatch = metrics.get("mismatch/mean", 0.0)
-        if not mismatch <= self.config.training.mismatch_alarm:
-            self.listener.warning(
-                f"step {self.steps_done}: log-probabilities of engine and trainer differ by {mismatch:.3g} on average "
-                f"(training.mismatch_alarm={self.config.training.mismatch_alarm:g}): do both have the same weights, "
-                "temperature and type?"
-            )
+        self._warn(mismatch)
         if self.config.run.save_samples:
-            kept = [(group, "kept") for group in groups]
-            await asyncio.to_thread(write_samples, self.folder.samples, self.steps_done, [*kept, *fill.rejected])
+            kept = [(group, "kept") for group in batch.groups]
+            await in_thread(write_samples, self.folder.samples, self.steps_done, [*kept, *fill.rejected])
         self.listener.step(self.steps_done, self.config.training.steps, self.metrics.append(self.steps_done, metrics))
 
-    def _summarise(self, seconds_rl: float) -> dict[str, Any]:
+    def _warn(self, mismatch: Mismatch) -> None:
+        for report in self._reports:
+            if report.skipped:
+                self.listener.warning(f"step {self.steps_done}: an update was skipped: {report.skipped}")
+        if mismatch.exceeds(self.config.training.mismatch_alarm):
+            self.listener.warning(
+                f"step {self.steps_done}: log-probabilities of engine and trainer differ by {mismatch.mean:.3g} on "
+                f"average (training.mismatch_alarm={self.config.training.mismatch_alarm:g}): do both have the same "
+                "weights, temperature and type?"
+            )
+
+    def _summarise(self, seconds_rl: float, stopped: str) -> dict[str, Any]:
         summary: dict[str, Any] = {
             "run_dir": str(self.folder.root),
             "seed": self.config.seed,
             "steps": self.steps_done,
-            "updates": self.updates_done,
+            "updates": self.trainer.updates,
+            "stopped": stopped,
             "seconds_rl": round(seconds_rl, 2),
             "seconds_total": round(time.perf_counter() - self._started, 2),
         }
-        if self.before is not None and self.after is not None:
+        ended = self.after is not self.before or not self.config.training.steps
+        if self.before is not None and self.after is not None and ended:
             summary |= {
                 "heldout_rows": len(self.heldout),
                 "accuracy_before": self.before.accuracy,
@@ -277,104 +325,3 @@ class Experiment:
             }
         self.folder.write_summary(summary)
         return summary
-
-    # -- loading ---------------------------------------------------------------------------------------------------
-
-    def _load_training_rows(self, inputs: Inputs) -> PromptSource:
-        """The prompts to train on, with a word on what was left out.
-
-        Raises:
-            DataError: none are named, a row is bad, or there are fewer than one step needs.
-        """
-        data = self.config.data
-        rows = data.train if inputs.rows is None else inputs.rows
-        if not rows:
-            raise DataError("data.train: no files are named; give JSONL files of prompts to train on")
-        source = load_prompts(
-            data, rows, self.template, seed=self.config.seed, answer_required=self._needs_answer(inputs)
-        )
-        report, wanted = source.report, self.config.rollout.prompts_per_step
-        if report.usable < wanted:
-            raise DataError(
-                f"data.train: {report.usable} usable prompts are fewer than one step needs "
-                f"(rollout.prompts_per_step={wanted}); use prompts_per_step={report.usable} or less, or more data"
-            )
-        for count, what in (
-            (report.too_long, f"prompts are longer than data.max_prompt_length={data.max_prompt_length} and left out"),
-            (report.duplicates, "rows repeat the prompt of an earlier row"),
-            (report.conflicts, "rows repeat the prompt of an earlier row with another answer"),
-        ):
-            if count:
-                self.listener.warning(f"data.train: {count} of {report.rows} {what}")
-        return source
-
-    def _load_heldout_rows(self, inputs: Inputs) -> tuple[Prompt, ...]:
-        evaluation = self.config.evaluation
-        rows = evaluation.data if inputs.heldout is None else inputs.heldout
-        if not rows:
-            return ()
-        source = load_prompts(
-            self.config.data,
-            rows,
-            self.template,
-            evaluation=True,
-            answer_required=self._needs_answer(inputs),
-            limit=evaluation.rows,
-        )
-        if source.report.too_long:
-            self.listener.warning(
-                f"evaluation.data: {source.report.too_long} of {source.report.rows} prompts are longer than "
-                f"data.max_prompt_length={self.config.data.max_prompt_length} and left out"
-            )
-        return source.prompts
-
-    def _needs_answer(self, inputs: Inputs) -> bool:
-        return inputs.reward is None and needs_answer(self.config.reward)
-
-
-class Clock:
-    """Seconds by phase. A phase may have several laps; they add up."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap went into ``phase``."""
-        now = time.perf_counter()
-        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
-        self._last = now
-
-
-def peak_memory() -> int:
-    """The most memory this process has held, in bytes."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024  # kilobytes everywhere else
-
-
-def _longest_response(config: Config) -> int:
-    return max(config.rollout.max_response_length, config.evaluation.max_response_length or 0)
-
-
-def _check_lengths(config: Config, model: Any) -> None:
-    limit = context_limit(model)
-    prompt, response = config.data.max_prompt_length, _longest_response(config)
-    if limit is not None and prompt + response > limit:
-        shorter = max(1, min(prompt, limit // 4))
-        raise ConfigError(
-            f"data.max_prompt_length: {prompt} prompt tokens + {response} response tokens = {prompt + response}, but "
-            f"the model was made for {limit} positions; use data.max_prompt_length={shorter} and "
-            f"rollout.max_response_length={limit - shorter}"
-        )
-
-
-def set_threads(config: Config, model: Any) -> None:
-    """Threads for tensor work.
-
-    Operations of a small model take microseconds. Shared between threads, each of them waits for the slowest, and when
-    another program holds a core that wait is a whole time slice: measured, a demo model decodes 20k tokens/s on one
-    thread whatever else runs, and between 12k and 1.5k on two. See docs/decisions/0004-threads.md.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
-    torch.set_num_threads(config.runtime.threads or (1 if small else cores))

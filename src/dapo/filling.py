@@ -73,10 +73,12 @@ class Fill:
     """What one rollout step trains on.
 
     ``groups``: with raw rewards, in draw order. ``rejected``: the other finished groups with what became of them, in
-    draw order: the name of a :class:`Verdict`, ``surplus``, ``carried`` or ``stale``.
+    draw order: the name of a :class:`Verdict`, ``surplus``, ``carried`` or ``stale``. ``first_draw``: number of the
+    first draw of this step; groups with a lower one were sampled in earlier steps.
     """
 
     step: int
+    first_draw: int
     groups: tuple[Group, ...]
     rejected: tuple[tuple[Group, str], ...]
     stats: FillStats
@@ -153,7 +155,7 @@ class _Scores:
         if self._config.on_error == "drop":
             return reward
         correct = False if self._metric == "acc" else None
-        return replace(reward, error=None, correct=correct, value=self._config.error_value, parts={"score_failed": 1.0})
+        return replace(reward, error=None, correct=correct, value=self._config.error_value)
 
     def check(self, final: bool = False) -> None:
         """
@@ -339,7 +341,7 @@ class Filling:
             if self.filtering:
                 raise RewardError(
                     f"step {self._step + 1}: the reward of prompt row {group.prompt.row} does not say whether the "
-                    "response is correct, which algorithm.filter_groups.metric=acc decides by; return "
+                    "response is correct, which algorithm.filter_groups.metric=acc decides by; return a bool or "
                     "Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
                 )
             metric = "score"  # for the counts only
@@ -382,6 +384,7 @@ class Filling:
                 rejected.append((draw, self._status(draw, outcomes[place] is True)))
         return Fill(
             step=self._step,
+            first_draw=next((d.number for d in self._draws if not d.carried), self._draws[-1].number + 1),
             groups=tuple(d.group for d in groups if d.group),
             rejected=tuple((d.group, status) for d, status in rejected if d.group),
             stats=self._stats(groups, rejected, keep_rate),

@@ -7,6 +7,7 @@ step: a packed mini-batch and the inputs of the objective for its tokens. Waits 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,11 +16,13 @@ import torch
 from dapo.algorithm.advantage import with_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.objective import DapoObjective, TokenInputs, importance_weights, token_weights
-from dapo.algorithm.shaping import shape_rewards
+from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
 from dapo.records import Group
+from dapo.training.mismatch import Mismatch, measure_mismatch
 from dapo.training.packing import PackedBatch, pack
 from dapo.training.policy import Policy
+from dapo.training.trainer import UpdateReport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +31,19 @@ class Update:
 
     batch: PackedBatch
     inputs: TokenInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The groups of one rollout with shaped rewards and advantages, and their scored samples, packed.
+
+    ``mismatch``: engine against trainer over the whole batch, where a forward pass was made anyway; None: the updates
+    measure it on the first mini-batch.
+    """
+
+    groups: Sequence[Group]
+    packed: PackedBatch
+    mismatch: Mismatch | None
 
 
 class Preparer:
@@ -50,10 +66,18 @@ class Preparer:
         """The KL coefficient in force."""
         return self._adaptive.coef if self._adaptive else self._config.algorithm.kl.coef
 
-    def observe_kl(self, kl: float, samples: int) -> None:
-        """Let an adaptive coefficient see the mean KL of the last step, measured on ``samples`` samples."""
-        if self._adaptive:
-            self._adaptive.update(kl, samples)
+    def observe(self, reports: Sequence[UpdateReport], batch: Batch) -> None:
+        """After the updates of a step: let an adaptive KL coefficient see the KL that they met.
+
+        A KL that is not finite says nothing; the updates of that step were skipped.
+        """
+        if self._adaptive is None:
+            return
+        pairs = [r.statistics["reference_kl"] for r in reports if "reference_kl" in r.statistics]
+        tokens = sum(count for _, count in pairs)
+        kl = sum(total for total, _ in pairs) / tokens if tokens else math.nan
+        if math.isfinite(kl):
+            self._adaptive.update(kl, batch.packed.num_samples)
 
     @property
     def objective(self) -> DapoObjective:
@@ -68,22 +92,25 @@ class Preparer:
             kl_in_loss=algorithm.kl.mode == "loss",
         )
 
-    def batch(self, groups: Sequence[Group]) -> tuple[list[Group], PackedBatch]:
+    def batch(self, groups: Sequence[Group], version: int) -> Batch:
         """Shape rewards, compute advantages, flatten, and run the forward passes that are asked for.
 
-        Returns:
-            the groups with shaped rewards and advantages, and the packed batch of their scored samples.
+        Args:
+            groups: as admitted.
+            version: of the policy's weights, which tokens must have been sampled under to count in the mismatch.
         """
         shaped = [self._advantages(self._shape(group)) for group in groups]
         packed = pack(shaped, self._policy.device)
+        mismatch = None
         if self._config.proximal == "recompute":
             packed = replace(packed, proximal_logprobs=self._policy.logprobs(packed))
+            mismatch = measure_mismatch(packed, _proximal(packed), version)
         if self._reference is not None:
             packed = replace(packed, reference_logprobs=self._reference.logprobs(packed))
         if self._config.algorithm.kl.mode == "reward":
             shaped = [self._advantages(group) for group in self._take_kl_off(shaped, packed)]
             packed = replace(packed, advantages=pack(shaped, self._policy.device).advantages)
-        return shaped, packed
+        return Batch(shaped, packed, mismatch)
 
     def updates(self, packed: PackedBatch) -> Iterator[Update]:
         """The optimizer steps of one rollout: mini-batches of whole groups, for the configured number of epochs."""
@@ -93,7 +120,7 @@ class Preparer:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint has to keep."""
-        return {"kl_coef": self.kl_coef}
+        return self._adaptive.state() if self._adaptive else {}
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -117,22 +144,18 @@ class Preparer:
     def _take_kl_off(self, groups: Sequence[Group], packed: PackedBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""
         assert packed.reference_logprobs is not None
-        penalties = iter(
-            sample_kl(
-                _proximal(packed),
-                packed.reference_logprobs,
-                self._config.algorithm.kl.estimator,
-                mask=torch.ones_like(packed.mask),
-                sample_ids=packed.sample_ids,
-                num_samples=packed.num_samples,
-            ).tolist()
-        )
+        kl = sample_kl(
+            _proximal(packed),
+            packed.reference_logprobs,
+            self._config.algorithm.kl.estimator,
+            mask=torch.ones_like(packed.mask),
+            sample_ids=packed.sample_ids,
+            num_samples=packed.num_samples,
+        ).tolist()
         for group in groups:
-            samples = (
-                replace(s, shaped_reward=s.shaped_reward - self.kl_coef * next(penalties)) if s.scored else s
-                for s in group.samples
-            )
-            yield replace(group, samples=tuple(samples))
+            count = len(group.scored)  # which is what was packed of it
+            yield subtract_kl(group, kl[:count], coef=self.kl_coef)
+            kl = kl[count:]
 
     def _inputs(self, batch: PackedBatch) -> TokenInputs:
         algorithm, rollout = self._config.algorithm, self._config.rollout

@@ -109,8 +109,9 @@ def test_dual_clip_bound(algo, log_ratio, advantage, importance, c):
     """A token costs at most w c |A|, and one with A > 0 gains at most w (1 + high) A and is left alone by c."""
     loss, _ = one_token(algo, math.exp(log_ratio), advantage, importance, c=c)
     free, _ = one_token(algo, math.exp(log_ratio), advantage, importance, c=None)
-    assert loss <= importance * c * abs(advantage) + 1e-9
-    assert loss >= -importance * 1.28 * abs(advantage) - 1e-9
+    noise = 1 + 1e-5  # the loss is float32
+    assert loss <= importance * c * abs(advantage) * noise
+    assert loss >= -importance * 1.28 * abs(advantage) * noise
     assert loss <= free
     if advantage >= 0:
         assert loss == free

@@ -300,7 +300,7 @@ class DapoObjective:
         if self.clip_ratio_c is not None:
             stats["clip_dual"] = _mean(mask & (advantages < 0) & (ratio > self.clip_ratio_c), mask)
         if known.reference_logprobs is not None:
-            stats["reference_kl"] = _mean(kl_estimate(logprobs, known.reference_logprobs, "k3"), mask)
+            stats["reference_kl"] = _mean(kl_estimate(logprobs, known.reference_logprobs, self.kl_estimator), mask)
         return stats
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from dapo.config import DataConfig
 from dapo.data.jsonl import Messages
 from dapo.errors import ConfigError, DataError
+from dapo.records import Prompt
 
 _DAPO_BEFORE = (
     "Solve the math problem below, thinking step by step. End your response with a line of the form "
@@ -56,6 +57,11 @@ class PromptTemplate:
             return self._one_bos(self._chat_ids(messages))
         text = "\n\n".join(message["content"] for message in messages)
         return self._one_bos(self._without_eos(list(self._tokenizer(text, add_special_tokens=True)["input_ids"])))
+
+    def show(self, prompt: Prompt, limit: int = 300) -> str:
+        """The prompt as the model gets it, special tokens and all, quoted and cut to ``limit`` characters."""
+        text = repr(self._tokenizer.decode(list(prompt.token_ids)))
+        return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response, special tokens left out."""

@@ -15,6 +15,7 @@ from rich.text import Text
 from dapo.config import Config, load_config
 from dapo.demo.task import Expression, draw_expressions, make_model, make_tokenizer
 from dapo.demo.warmup import OPERATORS, WarmUp, warm_up
+from dapo.errors import ConfigError
 from dapo.files import json_line, write_atomic
 from dapo.progress import Listener
 from dapo.recipes import recipe_path
@@ -37,12 +38,15 @@ def run_demo(overrides: Sequence[str], listener: Listener, console: Console | No
     """
     recipe = recipe_path("cpu-demo")
     config = load_config(recipe, [f"{key}={value}" for key, value in _places(recipe, overrides).items()] + [*overrides])
+    if not config.evaluation.data:
+        raise ConfigError("evaluation.data: the demo compares before and after on held-out rows, so it needs some")
     folder = RunFolder.create(config)
     started = time.perf_counter()
-    warmed = make_world(config, folder.root / "world", listener)
+    warmed = make_world(config, _world(config), listener)
     seconds_sft = time.perf_counter() - started
 
-    from dapo.experiment import Experiment, Inputs, run_to_end  # torch is loaded by now
+    from dapo.experiment import Experiment, run_to_end  # torch is loaded by now
+    from dapo.inputs import Inputs
 
     experiment = Experiment(config, listener, Inputs(folder=folder))
     summary = run_to_end(experiment)
@@ -56,19 +60,24 @@ def run_demo(overrides: Sequence[str], listener: Listener, console: Console | No
     folder.write_summary(summary)
     if console is not None:
         assert experiment.before is not None and experiment.after is not None  # the demo has held-out rows
-        show(console, summary, experiment.before.groups, experiment.after.groups)
+        shuffled = config.data.shuffle_answers
+        show(console, summary, experiment.before.groups, experiment.after.groups, shuffled)
     return summary
 
 
 def _places(recipe: Path, overrides: Sequence[str]) -> dict[str, str]:
-    """Model and data inside of the run folder, wherever that is."""
-    root = Path(load_config(recipe, overrides).run.dir or "runs/cpu-demo")
-    world = root / "world"
+    """Model and data of the seed's world."""
+    world = _world(load_config(recipe, overrides))
     return {
         "model.path": str(world / "model"),
         "data.train": str(world / "train.jsonl"),
         "evaluation.data": str(world / "heldout.jsonl"),
     }
+
+
+def _world(config: Config) -> Path:
+    """Beside the run folder, named by the seed: it stays where it is when a run is kept under another name."""
+    return Path(f"{config.run.dir}-world") / f"seed-{config.seed}"
 
 
 def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
@@ -78,11 +87,11 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     """
     import torch
 
-    from dapo.experiment import set_threads
+    from dapo.inputs import set_threads
     from dapo.model.loading import load_model
 
     listener.phase("making expressions, a tokenizer and a model")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # an earlier one of this seed is made again, the same
     rng = np.random.default_rng(config.seed)
     taken: set[str] = set()
     sets = {name: draw_expressions(rng, size, taken, OPERATORS) for name, size in SIZES.items()}
@@ -107,9 +116,11 @@ def _row(expression: Expression) -> str:
     return json_line({"prompt": expression.prompt, "answer": expression.answer})
 
 
-def show(console: Console, summary: dict[str, Any], before: Sequence[Group], after: Sequence[Group]) -> None:
+def show(
+    console: Console, summary: dict[str, Any], before: Sequence[Group], after: Sequence[Group], shuffled: bool
+) -> None:
     """The table and some responses, before and after."""
-    table = Table("on 1,000 held-out expressions, greedy", "before RL", "after RL", title="What changed")
+    table = Table(f"on {summary['heldout_rows']:,} held-out expressions", "before RL", "after RL", title="What changed")
     table.add_row("right answers", f"{summary['greedy_before']:.1%}", f"{summary['greedy_after']:.1%}")
     table.add_row(
         "response length, tokens",
@@ -117,6 +128,7 @@ def show(console: Console, summary: dict[str, Any], before: Sequence[Group], aft
         f"{summary['response_length_after']:.1f}",
     )
     console.print(table)
+    console.print("from left to right, every step modulo 10:", style="dim")
     for was, now in list(zip(before, after, strict=True))[:SHOWN]:
         console.print(Text.assemble(("prompt ", "dim"), was.prompt.text, ("  answer ", "dim"), str(was.prompt.answer)))
         for label, group in (("before", was), ("after", now)):
@@ -129,8 +141,13 @@ def show(console: Console, summary: dict[str, Any], before: Sequence[Group], aft
         f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
         highlight=False,
     )
+    if shuffled:
+        console.print(
+            "this was the control: the rewarded answers were shuffled, so nothing was to be learned from them"
+        )
+        return
     console.print(
-        "try next, the same without the reward's information:\n"
+        "try next the control, in which the rewarded answers are shuffled:\n"
         "  make demo ARGS='data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled'",
         highlight=False,
     )

@@ -27,7 +27,7 @@ RAMP = 60  # optimizer steps in which the rate rises
 SKILL_STEPS = 200  # between two exams
 SKILL, SETTLED_SKILL = 0.9, 0.97  # at the peak rate, and after the rate has fallen
 HABIT_STEPS = 200
-MAX_STEPS = 3000
+USUAL_STEPS, MAX_STEPS = 800, 3000
 SKILL_SHARE, HABIT_SHARE = 0.9, 0.2  # of demonstrations that show the steps
 
 
@@ -82,14 +82,14 @@ def warm_up(
             for _ in range(SKILL_STEPS):
                 step += 1
                 imitate(trainer, tutor.batch(SKILL_SHARE), PEAK_RATE * min(1.0, step / RAMP))
-                progress(step, MAX_STEPS, f"steps right {skill:.0%}")
+                progress(step, max(step, USUAL_STEPS), f"steps right {skill:.0%}")
             skill = _skill(model, tokenizer, exam)
             if skill >= SKILL or step >= MAX_STEPS - HABIT_STEPS:
                 break
         for i in range(HABIT_STEPS):  # the habit; the rate falls, which also settles what was learned
             step += 1
             imitate(trainer, tutor.batch(HABIT_SHARE), PEAK_RATE * (1 - i / HABIT_STEPS))
-            progress(step, MAX_STEPS, f"steps right {skill:.0%}")
+            progress(step, max(step, USUAL_STEPS), f"steps right {skill:.0%}")
         skill = _skill(model, tokenizer, exam)
     return WarmUp(step, skill)
 

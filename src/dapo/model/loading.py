@@ -75,9 +75,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(_explain("tokenizer", path, error)) from None
+    # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ModelError(f"tokenizer {path}: there are no tokenizer files; name another folder in model.tokenizer")
+    return tokenizer
 
 
 def _explain(what: str, path: str, error: Exception) -> str:

@@ -44,12 +44,12 @@ reward/mean                | reward       | mean raw reward of all scored sample
 reward/std                 | reward       | standard deviation of the same
 reward/shaped_mean         | reward       | mean reward after shaping (Eq. 13), of the samples that were trained on
 reward/part/{}             | reward       | mean of one part of the reward, by its name
-reward/overlong            | share        | samples with a soft overlong punishment below zero
+reward/overlong            | share        | trained samples that were punished for their length
 reward/errors              | share        | samples whose score failed; they have no verdict
 reward/no_answer           | share        | scored samples in which no final answer was found
 accuracy                   | share        | correct samples among all scored ones, kept and filtered groups alike
 entropy                    | nats         | mean entropy of the policy over loss tokens, before the update (Fig. 2b)
-probability/mean           | probability  | mean probability of the sampled tokens under the behaviour policy
+probability/mean           | probability  | mean probability of the sampled tokens under the policy, before each update
 clip/low                   | share        | loss tokens clipped at 1 - clip_ratio_low (advantage below 0)
 clip/high                  | share        | loss tokens clipped at 1 + clip_ratio_high (advantage above 0)
 clip/dual                  | share        | loss tokens capped by the dual clip
@@ -58,11 +58,12 @@ ratio/mean                 | ratio        | mean of pi_theta / pi_prox over loss
 loss                       | loss         | mean over the updates; near 0 by construction, see grad_norm
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
 tokens/loss                | tokens       | loss tokens of the step, over all its updates
-tokens/generated           | tokens       | response tokens generated in the step, filtered and surplus groups included
+tokens/generated           | tokens       | response tokens that came in the step, filtered and surplus groups included
+tokens/wasted              | tokens       | those of surplus, stale and cancelled draws
 grad_norm                  | norm         | mean gradient norm over the updates, before clipping
 grad_norm/max              | norm         | largest gradient norm of the updates
 updates                    | count        | optimizer updates made in the step
-updates/skipped            | count        | updates left out because loss or gradient was not finite
+updates/skipped            | count        | updates left out: loss or gradient not finite, or no token in the loss
 updates/total              | count        | optimizer updates since the start of the run
 version                    | count        | policy version after the step
 lr                         | rate         | learning rate of the step
@@ -75,10 +76,11 @@ groups/flat                | groups       | filtered: no spread in the reward (m
 groups/unscored            | groups       | filtered: fewer than two samples with a verdict
 groups/surplus             | groups       | good groups beyond N, discarded
 groups/carried             | groups       | good groups beyond N, kept for the next step
+groups/cancelled           | groups       | draws stopped because N groups had been found
 groups/stale               | groups       | carried groups that became too old and were dropped
 groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
 groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored
-groups/keep_rate           | share        | groups with something to learn from over the groups that were scored
+groups/keep_rate           | share        | running estimate: groups with something to learn from, of those drawn
 groups/rounds              | count        | rounds of drawing that it took to fill the batch
 staleness/mean             | versions     | mean age of the oldest token of each trained group
 staleness/max              | versions     | largest such age
@@ -88,17 +90,17 @@ mismatch/k3                | nats         | k3 estimate of KL(engine || trainer)
 correction/mean            | ratio        | mean weight of the importance correction
 kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
-kl/coef                    | coefficient  | coefficient of the KL term
-time/step                  | seconds      | the whole step, evaluation left out
+kl/coef                    | coefficient  | coefficient of the KL term in the step
+time/step                  | seconds      | the step, without evaluation and writing files
 time/rollout               | seconds      | generating samples, scoring included where it overlaps
 time/reward_wait           | seconds      | waiting for rewards after the last sample had come
 time/prepare               | seconds      | shaping, advantages, packing and the proximal forward pass
 time/update                | seconds      | forward, backward and optimizer
 time/sync                  | seconds      | handing the new weights to the engine
 time/evaluation            | seconds      | evaluation
-time/elapsed               | seconds      | since the run started, resumed parts included
+time/elapsed               | seconds      | since the run started
 tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout
-tokens_per_second/update   | tokens/s     | loss tokens over time/update
+tokens_per_second/update   | tokens/s     | tokens of prompts and responses trained on, over time/update
 tokens_per_second/total    | tokens/s     | response tokens generated over time/step
 samples_per_second         | samples/s    | samples trained on over time/step
 memory/rss                 | bytes        | most memory that the process has held
@@ -109,6 +111,7 @@ eval/response_length       | tokens       | mean length on the evaluation rows
 eval/truncated             | share        | truncated samples on the evaluation rows
 eval/no_answer             | share        | evaluation samples in which no final answer was found
 eval/rows                  | rows         | evaluation rows used
+eval/errors                | share        | evaluation samples whose score failed, if any; they count nowhere else
 """
 
 

@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 
+from dapo.algorithm.shaping import overlong_penalty
 from dapo.buffer import Fill
+from dapo.config import Config
 from dapo.records import Group, Sample
 from dapo.training.mismatch import Mismatch
 from dapo.training.trainer import UpdateReport
@@ -29,41 +31,62 @@ _OBJECTIVE_NAMES = {
 }
 
 
+WATCHED = (
+    *("response_length/mean", "response_length/max", "response_length/truncated", "reward/mean", "accuracy"),
+    *("entropy", "probability/mean", "clip/low", "clip/high", "clip/high_probability"),
+    *("groups/share_all_right", "groups/share_all_wrong", "grad_norm", "staleness/mean"),
+    *("mismatch/mean", "mismatch/max", "mismatch/k3"),
+)
+"""What the paper's section 4.3 watches: in every step; None where there is no number, as in a step without update."""
+
+
 def step_metrics(
-    fill: Fill, trained: Sequence[Group], reports: Sequence[UpdateReport], times: Mapping[str, float]
-) -> dict[str, float]:
-    """Metrics of a step; what there is no number for is left out.
+    fill: Fill,
+    trained: Sequence[Group],
+    reports: Sequence[UpdateReport],
+    mismatch: Mismatch,
+    times: Mapping[str, float],
+    config: Config,
+) -> dict[str, float | None]:
+    """Metrics of a step. What there is no number for is left out, or None if it is in :data:`WATCHED`.
 
     Args:
         fill: as the buffer returned it.
         trained: its groups after shaping, with advantages.
         reports: of the optimizer updates.
+        mismatch: of engine and trainer.
         times: seconds by phase: rollout, prepare, update, sync.
+        config: of the run.
     """
-    drawn = [s for g in fill.groups for s in g.samples] + [s for g, _ in fill.rejected for s in g.samples]
+    finished = [*fill.groups, *(group for group, _ in fill.rejected)]
+    # carried groups were counted in the step that sampled them
+    drawn = [s for g in finished if g.draw >= fill.first_draw for s in g.samples]
+    nothing: dict[str, float | None] = dict.fromkeys(WATCHED)
     return (
-        _lengths(drawn, trained)
-        | _rewards(drawn, trained)
+        nothing
+        | _lengths(drawn, trained)
+        | _rewards(drawn)
+        | _trained(trained, config)
         | _groups(fill)
         | _updates(reports)
-        | mismatch_metrics(sum((r.mismatch for r in reports), Mismatch()))
+        | mismatch_metrics(mismatch)
         | _speed(fill, reports, times)
     )
 
 
 def _lengths(samples: Sequence[Sample], trained: Sequence[Group]) -> dict[str, float]:
-    if not samples:
-        return {}
-    found = {
-        "response_length/mean": fmean(s.length for s in samples),
-        "response_length/max": max(s.length for s in samples),
-        "response_length/truncated": fmean(s.truncated for s in samples),
-    }
+    found: dict[str, float] = {}
+    if samples:
+        found = {
+            "response_length/mean": fmean(s.length for s in samples),
+            "response_length/max": max(s.length for s in samples),
+            "response_length/truncated": fmean(s.truncated for s in samples),
+        }
     kept = [s.length for g in trained for s in g.samples]
     return found | ({"response_length/kept_mean": fmean(kept)} if kept else {})
 
 
-def _rewards(samples: Sequence[Sample], trained: Sequence[Group]) -> dict[str, float]:
+def _rewards(samples: Sequence[Sample]) -> dict[str, float]:
     scored = [s for s in samples if s.scored]
     if not scored:
         return {}
@@ -71,23 +94,40 @@ def _rewards(samples: Sequence[Sample], trained: Sequence[Group]) -> dict[str, f
     found = {
         "reward/mean": fmean(v.value for v in verdicts),
         "reward/std": pstdev(v.value for v in verdicts),
-        "reward/errors": 1 - len(scored) / len(samples),
     }
-    if all(v.correct is not None for v in verdicts):
-        found["accuracy"] = fmean(bool(v.correct) for v in verdicts)
+    judged = [v.correct for v in verdicts if v.correct is not None]
+    if judged:
+        found["accuracy"] = fmean(judged)
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for verdict in verdicts:
         for name, value in verdict.parts.items():
             parts[name].append(value)
     if "answer_found" in parts:
         found["reward/no_answer"] = 1 - fmean(parts.pop("answer_found"))
-    found |= {f"reward/part/{_path_element(name)}": fmean(values) for name, values in parts.items()}
-    kept = [s for g in trained for s in g.scored]
-    if kept:
-        found["reward/shaped_mean"] = fmean(s.shaped_reward for s in kept)
-        found["advantage/mean_abs"] = _token_mean((abs(s.advantage), s.length) for s in kept if s.in_loss)
-        found["reward/overlong"] = fmean(s.shaped_reward < s.verdict.value for s in kept)
-    return found
+    return found | {f"reward/part/{_path_element(name)}": fmean(values) for name, values in parts.items()}
+
+
+def _trained(groups: Sequence[Group], config: Config) -> dict[str, float]:
+    kept = [s for g in groups for s in g.scored]
+    if not kept:
+        return {}
+    return {
+        "reward/shaped_mean": fmean(s.shaped_reward for s in kept),
+        "reward/overlong": fmean(_punished(s, config) for s in kept),
+        "advantage/mean_abs": _token_mean((abs(s.advantage), s.length) for s in kept if s.in_loss),
+    }
+
+
+def _punished(sample: Sample, config: Config) -> bool:
+    """Whether its length lowered the reward. (Not told from the shaped reward, which may have a KL inside.)"""
+    buffer = config.algorithm.overlong_buffer
+    soft = buffer.enable and overlong_penalty(
+        sample.length,
+        max_response_length=config.rollout.max_response_length,
+        buffer_len=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+    )
+    return soft < 0 or (config.algorithm.overlong_hard_punishment and sample.truncated)
 
 
 def _path_element(name: str) -> str:
@@ -120,8 +160,12 @@ def _groups(fill: Fill) -> dict[str, float]:
         "groups/keep_rate": stats.keep_rate,
         "staleness/mean": stats.staleness_mean,
         "staleness/max": stats.staleness_max,
+        "groups/cancelled": stats.cancelled,
         "tokens/generated": stats.tokens,
+        "tokens/wasted": stats.wasted_tokens,
     }
+    if stats.scores:
+        found["reward/errors"] = stats.failed_scores / stats.scores
     if judged:
         found["groups/share_all_right"] = stats.all_right / judged
         found["groups/share_all_wrong"] = stats.all_wrong / judged
@@ -133,7 +177,7 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
     found: dict[str, float] = {
         "updates": len(done),
         "updates/skipped": len(reports) - len(done),
-        "tokens/loss": sum(r.loss_tokens for r in reports),
+        "tokens/loss": sum(r.loss_tokens for r in done),
     }
     if done:
         found |= {
@@ -141,7 +185,7 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
             "grad_norm": fmean(r.grad_norm for r in done),
             "grad_norm/max": max(r.grad_norm for r in done),
         }
-    return found | {name: statistic(reports, key) for key, name in _OBJECTIVE_NAMES.items() if _has(reports, key)}
+    return found | {name: statistic(done, key) for key, name in _OBJECTIVE_NAMES.items() if _has(done, key)}
 
 
 def _has(reports: Sequence[UpdateReport], key: str) -> bool:

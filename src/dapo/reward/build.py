@@ -176,6 +176,7 @@ class CallableScorer:
         self._timeout_s = timeout_s
         self._free = asyncio.Semaphore(concurrency or (_ASYNC_CONCURRENCY if self._bound.is_async else 1))
         self._lost: list[threading.Thread] = []
+        self._calls: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -184,16 +185,34 @@ class CallableScorer:
         """See :class:`Scorer`."""
         name = self._bound.name
         arguments = self._bound.arguments(prompt.text, response, prompt.answer, prompt.meta)
-        async with self._free:
-            self._check_lost_threads()
-            try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
-                    result = await self._call(arguments)
-            except Exception as error:
-                if deadline.expired():
-                    return Reward(None, 0.0, error=f"reward function {name}: timed out after {self._timeout_s:g} s")
-                return self._bound.failure(error)
-        return to_reward(result, name)
+        await self._free.acquire()
+        # A thread goes on when its caller is cancelled; the next call waits for it: not every function is thread-safe.
+        call = asyncio.create_task(self._timed_call(arguments))
+        self._calls.add(call)
+        call.add_done_callback(self._settle)
+        if self._bound.is_async:
+            result = await call
+        else:
+            result = await asyncio.shield(call)
+        return result if isinstance(result, Reward) and result.error is not None else to_reward(result, name)
+
+    async def _timed_call(self, arguments: dict[str, Any]) -> Any:
+        """What the function returned, or ``Reward(error=...)``."""
+        self._check_lost_threads()
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return await self._call(arguments)
+        except Exception as error:
+            if deadline.expired():
+                text = f"reward function {self._bound.name}: timed out after {self._timeout_s:g} s"
+                return Reward(None, 0.0, error=text)
+            return self._bound.failure(error)
+
+    def _settle(self, call: asyncio.Task[Any]) -> None:
+        self._calls.discard(call)
+        self._free.release()
+        if not call.cancelled():
+            call.exception()  # taken note of, also if the caller has gone
 
     async def close(self) -> None:
         """Nothing to stop: threads left behind are daemons and do not keep the program alive."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from dapo.errors import RewardError
@@ -66,14 +67,16 @@ def _from_mapping(result: Mapping[Any, Any], name: str) -> Reward:
 
 def _checked(reward: Reward, name: str) -> Reward:
     """``Reward`` is a plain dataclass: whoever builds one can put anything into it."""
-    if reward.correct is not None and not isinstance(reward.correct, bool):
-        _broken(name, "a Reward whose correct is a bool or None", reward.correct)
+    correct, value, parts = _plain(reward.correct), _plain(reward.value), reward.parts
+    if correct is not None and not isinstance(correct, bool):
+        _broken(name, "a Reward whose correct is a bool or None", correct)
     if reward.error is None:
-        _number(reward.value, name, "a Reward with a finite value")
-    if not isinstance(reward.parts, Mapping):
-        _broken(name, "a Reward whose parts are a dict of numbers", reward.parts)
-    _parts(reward.parts, name)
-    return reward
+        value = _number(value, name, "a Reward with a finite value")
+    if not isinstance(parts, Mapping):
+        _broken(name, "a Reward whose parts are a dict of numbers", parts)
+    if reward.extracted is not None and not isinstance(reward.extracted, str):
+        _broken(name, "a Reward whose extracted is text or None", reward.extracted)
+    return replace(reward, correct=correct, value=value, parts=_parts(parts, name))
 
 
 def _parts(parts: Mapping[Any, Any], name: str) -> dict[str, float]:

@@ -62,6 +62,7 @@ class WorkerPool:
         self._idle: list[_Worker] = []
         self._live: set[_Worker] = set()
         self._killed: set[_Worker] = set()
+        self._exchanges: set[asyncio.Task[dict[str, Any]]] = set()
         self._closed = asyncio.Event()
 
     async def start(self) -> None:
@@ -91,14 +92,27 @@ class WorkerPool:
             message = encode(dict(item))
         except (TypeError, ValueError) as error:
             raise RewardError(f"a worker process can only be sent what JSON can hold: {error}") from None
-        async with self._free:
+        await self._free.acquire()
+        # A caller who is cancelled does not cost a worker its life: the item is finished, in its time, for nobody.
+        exchange = asyncio.create_task(self._attempts(message))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._settle)
+        return await asyncio.shield(exchange)
+
+    async def _attempts(self, message: bytes) -> dict[str, Any]:
+        try:
+            return await self._attempt(message)
+        except _WorkerDied:
             try:
                 return await self._attempt(message)
-            except _WorkerDied:
-                try:
-                    return await self._attempt(message)
-                except _WorkerDied as error:
-                    raise ScoringFailed(f"two workers died on it, the last one {error}") from None
+            except _WorkerDied as error:
+                raise ScoringFailed(f"two workers died on it, the last one {error}") from None
+
+    def _settle(self, exchange: asyncio.Task[dict[str, Any]]) -> None:
+        self._exchanges.discard(exchange)
+        self._free.release()
+        if not exchange.cancelled():
+            exchange.exception()  # taken note of, also if the caller has gone
 
     async def close(self) -> None:
         """Kill all workers and wait, for a bounded time, until they are gone. Items still running fail."""
@@ -108,6 +122,7 @@ class WorkerPool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await asyncio.gather(*(worker.process.wait() for worker in self._live | self._killed))
+                await asyncio.gather(*self._exchanges, return_exceptions=True)
         self._idle.clear()
         self._live.clear()
         self._killed.clear()

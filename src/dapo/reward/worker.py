@@ -61,7 +61,10 @@ def main() -> None:
             reply = {"result": handle(item)}
         except UserError as error:
             reply = {"broken": str(error)}
-        _write(sink, reply)
+        try:
+            _write(sink, reply)
+        except (TypeError, ValueError) as error:
+            _write(sink, {"broken": f"the reward function returned what JSON cannot hold: {error}"})
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:

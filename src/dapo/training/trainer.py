@@ -88,6 +88,7 @@ class Trainer:
     Attributes:
         policy: the model, with float32 weights, and how its log-probs are computed.
         version: number of times that changed weights were published.
+        updates: optimizer updates made so far.
         skipped_updates: updates skipped so far because a number was not finite.
     """
 
@@ -104,6 +105,7 @@ class Trainer:
         model.to(torch.float32).eval()
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
         self.version = 0
+        self.updates = 0
         self.skipped_updates = 0
         self._config = config
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -222,6 +224,7 @@ class Trainer:
         metadata = {
             "version": self.version,
             "unpublished": self._unpublished,
+            "updates": self.updates,
             "skipped_updates": self.skipped_updates,
             "skipped_in_row": self._skipped_in_row,
         }
@@ -244,6 +247,7 @@ class Trainer:
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         self.version = int(metadata["version"])
+        self.updates = int(metadata["updates"])
         self.skipped_updates = int(metadata["skipped_updates"])
         self._unpublished = bool(metadata["unpublished"])
         self._skipped_in_row = int(metadata["skipped_in_row"])
@@ -275,6 +279,7 @@ class Trainer:
             limit = self._config.max_grad_norm
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), limit, total_norm)
             self._optimizer.step()
+            self.updates += 1
             self._unpublished = True
             self._skipped_in_row = 0
             return norm, None

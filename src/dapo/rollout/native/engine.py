@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -49,7 +50,7 @@ class NativeEngine:
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, Callable[[_Event], None]] = {}
-        self._commands: list[tuple[Callable[[], Any], Future[Any] | None]] = []
+        self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
         self._changed = threading.Condition()
         self._closing = False
@@ -163,7 +164,7 @@ class NativeEngine:
             for _, future in self._commands:
                 if future is not None:
                     future.set_exception(error)
-            self._commands = []
+            self._commands.clear()
 
     def _serve(self) -> None:
         if self._threads:
@@ -174,10 +175,10 @@ class NativeEngine:
                     self._changed.wait()
                 if self._closing:
                     return
-                commands, self._commands = self._commands, []
-            for command, future in commands:
-                _execute(command, future)
-            if self._decoder.busy:
+                command = self._commands.popleft() if self._commands else None
+            if command is not None:
+                _execute(*command)
+            elif self._decoder.busy:
                 self._step()
 
     def _step(self) -> None:

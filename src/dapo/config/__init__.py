@@ -1,0 +1,38 @@
+"""The configuration of a run: one tree, read from YAML, checked as a whole before anything is loaded.
+
+Unknown keys are refused with the nearest valid one named; impossible combinations are refused with the numbers shown
+and a working value proposed. Defaults are the paper's (arXiv 2503.14476) and, where it is silent, its released code's.
+Names of sizes say what they count: prompts, samples, groups or tokens.
+"""
+
+from dapo.config.checks import warnings_for
+from dapo.config.messages import all_keys
+from dapo.config.reading import build_config, load_config, nested
+from dapo.config.section import _section_types
+from dapo.config.sections import (
+    DataConfig,
+    EvaluationConfig,
+    ExactReward,
+    FunctionReward,
+    MathReward,
+    RewardConfig,
+    TrainingConfig,
+)
+from dapo.config.tree import Config
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "ExactReward",
+    "FunctionReward",
+    "MathReward",
+    "RewardConfig",
+    "TrainingConfig",
+    "_section_types",
+    "all_keys",
+    "build_config",
+    "load_config",
+    "nested",
+    "warnings_for",
+]

@@ -1,0 +1,165 @@
+"""Reading: from a recipe in YAML with overrides, or from a mapping, to a checked tree."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from dapo.config.messages import _explain
+from dapo.config.sections import FunctionReward
+from dapo.config.tree import Config
+from dapo.errors import ConfigError
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe and apply overrides of the form ``section.key=value`` (the value is YAML).
+
+    Relative data files and a reward function's file are resolved beside the recipe if they exist there.
+
+    Raises:
+        ConfigError: with every problem found, each with file, line and key.
+    """
+    path = Path(recipe)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r}: cannot read the recipe: {error}") from None
+    tree, lines = _parse_yaml(text, str(path))
+    where = {key: f"{path}:{line}" for key, line in lines.items()}
+    for override in overrides:
+        key, value = _parse_override(override)
+        _assign(tree, key, value, override)
+        where[key] = f"override {override}"
+    if tree.get("run") is None:
+        tree["run"] = {}
+    if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
+        tree["run"]["dir"] = f"runs/{path.stem}"
+    return _beside(build_config(tree, str(path), where), path.parent)
+
+
+def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None) -> Config:
+    """Check a nested mapping and turn it into a :class:`Config`.
+
+    Args:
+        tree: sections and keys.
+        source: what to call the whole in messages.
+        where: for dotted keys, the place to name in messages.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = [line for item in error.errors() for line in _explain(item, source, where or {})]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def _beside(config: Config, folder: Path) -> Config:
+    def resolve(name: str) -> str:
+        candidate = folder / name
+        # os.path.exists and not Path.exists: the latter raises for a name that is too long
+        return str(candidate) if not Path(name).is_absolute() and os.path.exists(candidate) else name  # noqa: PTH110
+
+    reward: Any = config.reward
+    if isinstance(reward, FunctionReward) and ".py:" in reward.function:
+        file, _, function = reward.function.rpartition(":")
+        reward = reward.model_copy(update={"function": f"{resolve(file)}:{function}"})
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"train": [resolve(f) for f in config.data.train]}),
+            "evaluation": config.evaluation.model_copy(update={"data": [resolve(f) for f in config.evaluation.data]}),
+            "reward": reward,
+        }
+    )
+
+
+def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in ``text`` and, for each dotted key, its line."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        tree = _unshared(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{source}{line}: not valid YAML: {problem}") from None
+    except Exception as error:  # the YAML reader lets through whatever an impossible date or number raises
+        raise ConfigError(f"{source}: not valid YAML: {_reason(error)}") from None
+    if node is None:
+        raise ConfigError(f"{source}: the recipe is empty; it needs at least model.path")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: a recipe is a mapping of sections, found {type(tree).__name__}")
+    lines: dict[str, int] = {}
+    _collect_lines(node, "", lines, source)
+    return tree, lines
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return str(error) or type(error).__name__
+
+
+def _unshared(node: Any, depth: int = 0) -> Any:
+    """A copy in which no two keys share a mapping (YAML aliases do), so that an override changes one of them."""
+    if depth > _DEEPEST:
+        raise RecursionError
+    if isinstance(node, dict):
+        return {key: _unshared(value, depth + 1) for key, value in node.items()}
+    return [_unshared(value, depth + 1) for value in node] if isinstance(node, list) else node
+
+
+def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], source: str) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key in seen and key != "<<":
+            raise ConfigError(f"{source}:{line}: {prefix}{key}: given twice (first in line {seen[key]})")
+        seen[key] = line
+        lines[prefix + key] = line
+        _collect_lines(value_node, f"{prefix}{key}.", lines, source)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree from dotted keys: ``{"a.b": 1}`` becomes ``{"a": {"b": 1}}``."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        _assign(tree, key, value, f"{key}={value}")
+    return tree
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key.strip()):
+        raise ConfigError(f"override {text!r}: expected section.key=value, such as training.steps=20")
+    try:
+        return key.strip(), _unshared(yaml.safe_load(value))
+    except Exception:  # not only YAMLError: see _parse_yaml
+        raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
+
+
+def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        if tree.get(parent) is None:
+            tree[parent] = {}
+        tree = tree[parent]
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {parent} is not a section")
+    tree[last] = value
+
+
+_DEEPEST = 50

@@ -1,0 +1,52 @@
+"""What every section of the tree is: immutable, closed to unknown keys, and read as the YAML was meant."""
+
+from __future__ import annotations
+
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Section(BaseModel):
+    """A part of the tree: immutable, and closed to keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_yaml_means_it(cls, data: Any) -> Any:
+        """Three traps of YAML: an empty section is null, `off` is false, and true would pass for the number 1."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            key: _meant(value, cls.model_fields[key].annotation) if key in cls.model_fields else value
+            for key, value in data.items()
+        }
+
+
+def _section_types(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) is Annotated:
+        return _section_types(get_args(annotation)[0])
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [kind for arg in get_args(annotation) for kind in _section_types(arg)]
+
+
+def _meant(value: Any, annotation: Any) -> Any:
+    if value is None and _section_types(annotation):
+        return {}
+    if isinstance(value, bool):
+        leaves = _leaves(annotation)
+        if value is False and "off" in leaves:
+            return "off"
+        if bool not in leaves and (int in leaves or float in leaves):
+            return str(value).lower()  # not a number, and refused as such
+    return value
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    """The types and literal values that an annotation is made of, the element types of lists left out."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, Literal):
+        return [leaf for arg in get_args(annotation) for leaf in _leaves(arg)]
+    return [annotation]

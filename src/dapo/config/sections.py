@@ -1,0 +1,290 @@
+"""The sections of the tree, each key with its type, its default and what it means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from dapo.config.section import Section
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder in Hugging Face layout, or a name on the hub."""
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer; by default the model's own."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of rollout and of matrix products in training. Master weights and the output head are always float32."""
+    trust_remote_code: bool = False
+    """Allow Python code that comes with the model to run."""
+
+
+class DataConfig(Section):
+    train: list[str] = Field(default_factory=list)
+    """Files to train on (JSONL). Relative paths are looked up beside the recipe first, then in the working folder."""
+    prompt_key: str = "prompt"
+    """Key of the prompt in a row: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Key of the reference answer in a row."""
+    template: Literal["plain", "chat", "dapo"] = "chat"
+    """How a row becomes a prompt: `plain` (as it stands), `chat` (the tokenizer's chat template), `dapo` (the paper's
+    "Answer:" instruction around it, then the chat template)."""
+    instruction: str = ""
+    """Text put after every prompt (templates `plain` and `chat`)."""
+    system: str | None = None
+    """System message (templates `chat` and `dapo`)."""
+    max_prompt_length: int = Field(2048, ge=1)
+    """Longest prompt in tokens, template included. Longer ones are skipped and counted."""
+    shuffle: bool = True
+    """Draw rows in a seeded random order, another one each epoch. Off: in the order of the files."""
+    shuffle_answers: bool = False
+    """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_file_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class RolloutConfig(Section):
+    engine: Literal["native"] = "native"
+    """Rollout engine."""
+    prompts_per_step: int = Field(512, ge=1)
+    """N: groups that one rollout step trains on."""
+    samples_per_prompt: int = Field(16, ge=1)
+    """G: responses sampled for each prompt."""
+    max_response_length: int = Field(20480, ge=1)
+    """L_max: longest response in tokens, the stop token counted."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature. Greedy rollouts (0) hold nothing to learn from and are refused."""
+    top_p: float = 1.0
+    """Must stay 1: a truncated sampler is not the policy whose log-probabilities training uses."""
+    top_k: int = 0
+    """Must stay 0 (off), for the same reason."""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Stop tokens beside those that the model and its tokenizer name."""
+    max_concurrent_samples: int = Field(256, ge=1)
+    """Samples that the engine decodes at once."""
+    max_staleness: int = Field(0, ge=0)
+    """S: how many versions old a group may be when it is trained on. 0 is on-policy: surplus groups are discarded;
+    with 1 or more they are carried over to the next step."""
+
+    @field_validator("top_p")
+    @classmethod
+    def _no_top_p(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError("truncated sampling is refused for rollouts (it changes the distribution): use 1.0")
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _no_top_k(cls, value: int) -> int:
+        if value != 0:
+            raise ValueError("truncated sampling is refused for rollouts (it changes the distribution): use 0")
+        return value
+
+
+class RewardBase(Section):
+    workers: int = Field(2, ge=1)
+    """Processes that score responses."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Longest time for one score. Then its worker is killed."""
+    on_error: Literal["drop", "value"] = "drop"
+    """What becomes of a sample whose score failed: left out of its group, or given `error_value`."""
+    error_value: float = -1.0
+    """Reward of a failed score when `on_error` is `value`."""
+    max_error_rate: float = Field(0.2, ge=0, le=1)
+    """Share of failed scores in one step above which the run stops."""
+
+
+class MathReward(RewardBase):
+    kind: Literal["math"] = "math"
+    """+1 if the final answer is mathematically equal to the reference, -1 otherwise (Eq. 7)."""
+    extract: list[Literal["boxed", "answer_line"]] = Field(["boxed", "answer_line"], min_length=1)
+    """Rules that find the final answer, in order: the last complete \\boxed{}, the last "Answer:" line."""
+    memory_mb: int = Field(1024, ge=128)
+    """Memory in MiB that one scoring process may take beyond what it holds after its start."""
+
+
+class ExactReward(RewardBase):
+    kind: Literal["exact"]
+    """+1 if the answer text equals the reference after trimming white space, -1 otherwise."""
+    after: str | None = None
+    """The answer is what follows the last occurrence of this text; without it, the whole response."""
+
+
+class FunctionReward(RewardBase):
+    kind: Literal["function"]
+    """The user's own function."""
+    function: str
+    """`package.module:name`, or `file.py:name` with the file beside the recipe (or in the working folder)."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments for the function."""
+
+
+RewardConfig = Annotated[MathReward | ExactReward | FunctionReward, Field(discriminator="kind")]
+
+
+class FilterGroupsConfig(Section):
+    enable: bool = True
+    """Dynamic sampling (Eq. 11): keep groups that hold both right and wrong responses, sample until N are kept."""
+    metric: Literal["acc", "score"] = "acc"
+    """`acc`: by `correct`. `score`: by the spread of the raw reward, for tasks without right and wrong."""
+    tolerance: float = Field(1e-6, ge=0)
+    """Smallest spread of the raw reward that counts (metric `score`)."""
+    max_num_gen_batches: int = Field(10, ge=1)
+    """Draw at most this many times N prompts in one step."""
+    on_starved: Literal["stop", "train"] = "stop"
+    """When that many did not give N groups: stop with a checkpoint, or train on the groups there are."""
+
+
+class OverlongBufferConfig(Section):
+    enable: bool = True
+    """Soft overlong punishment (Eq. 13)."""
+    len: int = Field(4096, ge=0)
+    """L_cache: the last tokens before L_max in which the punishment grows."""
+    penalty_factor: float = Field(1.0, ge=0)
+    """Size of the punishment at L_max."""
+
+
+class AdvantageConfig(Section):
+    kind: Literal["group-norm", "group-mean", "leave-one-out"] = "group-norm"
+    """`group-norm`: (R - mean) / (std + epsilon) (Eq. 9). `group-mean`: R - mean (Dr. GRPO). `leave-one-out`: R - mean
+    of the others (RLOO)."""
+    epsilon: float = Field(1e-6, ge=0)
+    """Added to the standard deviation."""
+
+
+class CorrectionConfig(Section):
+    kind: Literal["none", "truncate", "mask"] = "none"
+    """Weight of a token for pi_prox / pi_engine: none, min(ratio, cap), or leave tokens outside [low, high] out."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or of the whole response."""
+    cap: float = Field(2.0, gt=0)
+    """C of truncated importance sampling."""
+    low: float = Field(0.5, ge=0)
+    """Lower border of the band (kind `mask`)."""
+    high: float = Field(2.0, gt=0)
+    """Upper border of the band (kind `mask`)."""
+
+
+class KLConfig(Section):
+    mode: Literal["off", "measure", "loss", "reward"] = "off"
+    """KL to the initial policy: not computed, a metric only, a term of the loss, or taken off the reward."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d with d = log pi_theta - log pi_ref."""
+    coef: float = Field(0.001, ge=0)
+    """beta."""
+    target: float | None = Field(None, gt=0)
+    """Adapt the coefficient so that the KL stays near this value."""
+    horizon: int = Field(10000, ge=1)
+    """Samples over which the coefficient adapts."""
+
+
+class AlgorithmConfig(Section):
+    clip_ratio_low: float = Field(0.2, ge=0, lt=1)
+    """epsilon_low (Eq. 10)."""
+    clip_ratio_high: float = Field(0.28, ge=0)
+    """epsilon_high (Eq. 10): above epsilon_low, so that unlikely tokens can still grow (Clip-Higher)."""
+    clip_ratio_c: float | None = Field(10.0, gt=1)
+    """Dual clip: with a negative advantage the loss of a token is at most c |A|. null: off."""
+    loss_agg_mode: Literal["token-mean", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (
+        "token-mean"
+    )
+    """How token losses become one number. The divisor always runs over the whole optimizer mini-batch."""
+    loss_constant: int | None = Field(None, ge=1)
+    """C of mode `constant`; by default L_max."""
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    overlong_filtering: bool = False
+    """Leave truncated responses out of the loss; they still count in the statistics of their group."""
+    overlong_hard_punishment: bool = False
+    """The reward of a truncated response is -1 whatever it says. Refused together with the soft punishment."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    proximal: Literal["auto", "engine", "recompute"] = "auto"
+    """Where log pi_prox comes from: the engine's log-probabilities, or a forward pass before the first update.
+    `auto`: `engine` when max_staleness is 0 and no correction is asked for, else `recompute`."""
+    correction: CorrectionConfig = CorrectionConfig()
+    kl: KLConfig = KLConfig()
+
+
+class TrainingConfig(Section):
+    steps: int = Field(100, ge=0)
+    """Rollout steps."""
+    groups_per_update: int = Field(32, ge=1)
+    """Groups in one optimizer mini-batch."""
+    epochs_per_rollout: int = Field(1, ge=1)
+    """mu: passes over each rollout batch."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """AdamW, constant after the warm-up."""
+    warmup_steps: int = Field(20, ge=0)
+    """W: rollout steps of linear warm-up. In rollout step k (from 0) the rate is lr (k + 1) / W."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """Added to the root of AdamW's second moment."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient clipping by global norm."""
+    tokens_per_micro_batch: int = Field(32768, ge=1)
+    """Strict token budget of one forward and backward pass, prompts and responses counted."""
+    max_skipped_updates: int = Field(3, ge=1)
+    """Updates in a row with a loss or gradient that is not finite before the run stops. Each one is skipped."""
+    mismatch_alarm: float = Field(0.1, gt=0)
+    """Mean |log pi_engine - log pi_trainer| on tokens of the current version above which a warning is given."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= b < 1 for b in value):
+            raise ValueError("each must be at least 0 and below 1, such as [0.9, 0.999]")
+        return value
+
+
+class EvaluationConfig(Section):
+    data: list[str] = Field(default_factory=list)
+    """Held-out files (JSONL); none: no evaluation."""
+    every: int = Field(0, ge=0)
+    """Evaluate after every so many rollout steps, beside before the first and after the last. 0: only those two."""
+    rows: int | None = Field(None, ge=1)
+    """Use the first so many rows; by default all."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """k of avg@k."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy (the paper evaluates avg@32 at 1.0 with top_p 0.7)."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the most likely tokens that together hold this much probability. 1: from all."""
+    top_k: int = Field(0, ge=0)
+    """Sample from the so many most likely tokens. 0: from all."""
+    max_response_length: int | None = Field(None, ge=1)
+    """By default that of the rollout."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class RuntimeConfig(Section):
+    kind: Literal["local"] = "local"
+    """Placement: one process."""
+    device: Literal["cpu"] = "cpu"
+    """Device of engine and trainer."""
+    threads: int | None = Field(None, ge=1)
+    """Threads for tensor work; by default 1 for small models (whose operations are too short to share) and all cores
+    for others."""
+    deterministic: bool = False
+    """Pin every shape, so that the same seed gives the same bits."""
+
+
+class RunConfig(Section):
+    dir: str | None = None
+    """Run folder; by default runs/<name of the recipe>."""
+    if_exists: Literal["fail", "rename"] = "fail"
+    """When the run folder exists: stop, or keep it under another name (with its date)."""
+    save_every: int = Field(0, ge=0)
+    """Write a checkpoint after every so many rollout steps; 0: only at the end (and when the run stops early)."""
+    save_samples: bool = True
+    """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl."""

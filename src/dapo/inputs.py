@@ -1,0 +1,183 @@
+"""What a run starts from: prompts, model, reward and threads, each checked before anything is written.
+
+Every mistake that can be seen here is seen here, with a value that would work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dapo.config import Config
+from dapo.data.source import PromptSource, load_prompts
+from dapo.data.template import PromptTemplate
+from dapo.errors import ConfigError, DataError, RewardError
+from dapo.model.loading import context_limit
+from dapo.progress import Listener
+from dapo.records import Prompt
+from dapo.reward.build import MathScorer, needs_answer
+from dapo.reward.contract import Scorer
+from dapo.run_folder import RunFolder
+
+SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
+
+    ``folder``: a run folder that has been made already.
+    """
+
+    model: Any = None
+    tokenizer: Any = None
+    rows: Sequence[Mapping[str, Any]] | None = None
+    heldout: Sequence[Mapping[str, Any]] | None = None
+    reward: Callable[..., Any] | None = None
+    folder: RunFolder | None = None
+
+
+def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, listener: Listener) -> PromptSource:
+    """The prompts to train on, with a word on what was left out.
+
+    Raises:
+        DataError: none are named, a row is bad, or there are fewer than one step needs.
+    """
+    data = config.data
+    rows = data.train if inputs.rows is None else inputs.rows
+    if not rows:
+        raise DataError(
+            "data.train: no files are named; give JSONL files of prompts to train on"
+            if inputs.rows is None
+            else "prompts: there are none; give rows such as {'prompt': '2+2=', 'answer': '4'}"
+        )
+    source = load_prompts(data, rows, template, seed=config.seed, answer_required=_needs_answer(config, inputs))
+    report, wanted = source.report, config.rollout.prompts_per_step
+    if report.usable < wanted:
+        raise DataError(
+            f"data.train: {report.usable} usable prompts are fewer than one step needs "
+            f"(rollout.prompts_per_step={wanted}); use {_smaller_step(config, report.usable)}, or more data"
+        )
+    for count, what in (
+        (report.too_long, f"prompts are longer than data.max_prompt_length={data.max_prompt_length} and left out"),
+        (report.duplicates, "rows repeat the prompt of an earlier row"),
+        (report.conflicts, "rows repeat the prompt of an earlier row with another answer"),
+    ):
+        if count:
+            listener.warning(f"data.train: {count} of {report.rows} {what}")
+    return source
+
+
+def heldout_prompts(config: Config, inputs: Inputs, template: PromptTemplate, listener: Listener) -> tuple[Prompt, ...]:
+    """The rows to evaluate on; none if none are named."""
+    evaluation = config.evaluation
+    rows = evaluation.data if inputs.heldout is None else inputs.heldout
+    if not rows:
+        return ()
+    source = load_prompts(
+        config.data,
+        rows,
+        template,
+        evaluation=True,
+        answer_required=_needs_answer(config, inputs),
+        limit=evaluation.rows,
+    )
+    if source.report.too_long:
+        listener.warning(
+            f"evaluation.data: {source.report.too_long} of {source.report.rows} prompts are longer than "
+            f"data.max_prompt_length={config.data.max_prompt_length} and left out"
+        )
+    return source.prompts
+
+
+def _needs_answer(config: Config, inputs: Inputs) -> bool:
+    return inputs.reward is None and needs_answer(config.reward)
+
+
+async def try_reward(
+    config: Config, scorer: Scorer, source: PromptSource, heldout: Sequence[Prompt], listener: Listener
+) -> None:
+    """Score the first prompt's own reference answer, and read all references, before there is a run.
+
+    Raises:
+        RewardError: the reward function breaks its contract, or says nothing that dynamic sampling could decide by.
+    """
+    prompt = source.prompts[0]
+    reward = await scorer.score(prompt, prompt.answer or "")
+    filters = config.algorithm.filter_groups
+    if reward.error is not None:
+        listener.warning(f"a trial of the reward, with the reference answer as response, failed: {reward.error}")
+    elif reward.correct is None and filters.enable and filters.metric == "acc":
+        raise RewardError(
+            "the reward does not say whether a response is correct, which algorithm.filter_groups.metric=acc decides "
+            "by; return a bool or Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
+        )
+    if isinstance(scorer, MathScorer):
+        for name, prompts in (("data.train", source.prompts), ("evaluation.data", heldout)):
+            await _report_unreadable(name, prompts, scorer, listener)
+
+
+async def _report_unreadable(name: str, prompts: Sequence[Prompt], scorer: MathScorer, listener: Listener) -> None:
+    """Say which references the math reward cannot parse: only their own text is right then."""
+    bad = await scorer.unreadable([prompt.answer or "" for prompt in prompts])
+    if bad:
+        first = prompts[bad[0]]
+        listener.warning(
+            f"{name}: {len(bad)} of {len(prompts)} answers cannot be read as mathematics, such as {first.answer!r} "
+            f"(row {first.row + 1}); only a response with the same text is right there"
+        )
+
+
+def longest_response(config: Config) -> int:
+    """In tokens, over training and evaluation."""
+    return max(config.rollout.max_response_length, config.evaluation.max_response_length or 0)
+
+
+def _smaller_step(config: Config, prompts: int) -> str:
+    """Settings of a step with at most ``prompts`` prompts, which can still be cut into mini-batches."""
+    per_update = config.training.groups_per_update
+    whole = prompts // per_update * per_update
+    if whole:
+        return f"rollout.prompts_per_step={whole}"
+    return f"rollout.prompts_per_step={prompts} with training.groups_per_update=1"
+
+
+def check_lengths(config: Config, model: Any) -> None:
+    """
+    Raises:
+        ConfigError: prompts and responses may be longer than the model has positions for.
+    """
+    limit = context_limit(model)
+    prompt, response = config.data.max_prompt_length, longest_response(config)
+    if limit is None or prompt + response <= limit:
+        return
+    prompt_works = max(1, min(prompt, limit // 4))
+    works = max(1, limit - prompt_works)
+    proposed = {"data.max_prompt_length": prompt_works} if prompt_works < prompt else {}
+    if config.rollout.max_response_length > works:
+        proposed["rollout.max_response_length"] = works
+    if (config.evaluation.max_response_length or 0) > works:
+        proposed["evaluation.max_response_length"] = works
+    buffer = config.algorithm.overlong_buffer
+    if buffer.enable and buffer.len > works:
+        proposed["algorithm.overlong_buffer.len"] = works // 5
+    raise ConfigError(
+        f"data.max_prompt_length: {prompt} prompt tokens + {response} response tokens = {prompt + response}, but "
+        f"the model was made for {limit} positions; use {', '.join(f'{k}={v}' for k, v in proposed.items())}"
+    )
+
+
+def set_threads(config: Config, model: Any) -> None:
+    """Threads for tensor work.
+
+    Operations of a small model take microseconds. Shared between threads, each of them waits for the slowest, and when
+    another program holds a core that wait is a whole time slice: measured, a demo model decodes 20k tokens/s on one
+    thread whatever else runs, and between 12k and 1.5k on two. See docs/decisions/0004-threads.md.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
+    torch.set_num_threads(config.runtime.threads or (1 if small else cores))

@@ -1,0 +1,211 @@
+"""The metrics of a step by hand: rates within [0, 1], weighted by tokens or samples, no means of means (entry 41)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo.buffer import Fill, FillStats
+from dapo.config import Config, build_config, nested
+from dapo.observe.metrics import describe
+from dapo.observe.step import mismatch_metrics, statistic, step_metrics
+from dapo.records import Group, Prompt, Reward, Sample
+from dapo.training.mismatch import Mismatch
+from dapo.training.trainer import UpdateReport
+
+STATS = FillStats(
+    drawn=4, rounds=2, samples=8, tokens=100, all_right=1, mixed=1, all_wrong=2, flat=0, too_few_scored=0, kept=1,
+    surplus=0, carried=0, stale=0, cancelled=0, wasted_tokens=0, scores=8, failed_scores=1, keep_rate=0.25,
+    staleness_mean=0.5, staleness_max=1, reward_wait_s=0.25,
+)  # fmt: skip
+TIMES = {"rollout": 2.0, "prepare": 0.5, "update": 1.0, "sync": 0.5}
+
+
+def make_config(**changes: Any) -> Config:
+    tree = {"model.path": "m", "rollout.max_response_length": 100, "algorithm.overlong_buffer.len": 20}
+    return build_config(nested(tree | {key.replace("__", "."): value for key, value in changes.items()}))
+
+
+def make_group(draw: int, samples: Sequence[tuple[int, bool | None]], **reward: Any) -> Group:
+    """``samples``: for each its length in tokens and whether it is right; None: the score failed."""
+    made = []
+    for i, (length, correct) in enumerate(samples):
+        verdict = (
+            Reward(None, 0.0, error="time-out")
+            if correct is None
+            else Reward(correct, 1.0 if correct else -1.0, **reward)
+        )
+        made.append(
+            Sample(
+                request_id=draw,
+                index=i,
+                token_ids=np.zeros(length, np.int32),
+                logprobs=np.zeros(length, np.float32),
+                versions=np.zeros(length, np.int32),
+                finish_reason="length" if length == 100 else "stop",
+                reward=verdict,
+                shaped_reward=math.nan if correct is None else verdict.value,
+                advantage=0.0 if correct is None else verdict.value,
+                in_loss=correct is not None,
+            )
+        )
+    return Group(draw, Prompt(draw, "", (1,)), tuple(made))
+
+
+def make_report(loss_tokens: int, skipped: str | None = None, **fields: Any) -> UpdateReport:
+    values = {"loss": 1.0, "grad_norm": 2.0, "statistics": {}, "mismatch": Mismatch()} | fields
+    return UpdateReport(
+        learning_rate=0.1, skipped=skipped, tokens=2 * loss_tokens, response_tokens=loss_tokens,
+        loss_tokens=loss_tokens, micro_batches=1,
+        seconds_forward=0.0, seconds_backward=0.0, seconds_optimizer=0.0, **values,
+    )  # fmt: skip
+
+
+def metrics(
+    groups: Sequence[Group] = (),
+    rejected: Sequence[tuple[Group, str]] = (),
+    reports: Sequence[UpdateReport] = (),
+    *,
+    trained: Sequence[Group] | None = None,
+    stats: FillStats = STATS,
+    first_draw: int = 0,
+    config: Config | None = None,
+) -> dict[str, float]:
+    fill = Fill(0, first_draw, tuple(groups), tuple(rejected), stats)
+    mismatch = sum((r.mismatch for r in reports), Mismatch())
+    groups = groups if trained is None else trained
+    found = step_metrics(fill, groups, reports, mismatch, TIMES, config or make_config())
+    assert all(describe(name) for name in found)
+    return found
+
+
+def test_lengths_and_rewards_are_of_all_samples_of_the_step() -> None:
+    kept = make_group(0, [(10, True), (30, False)])
+    wrong = make_group(1, [(100, False), (20, False), (40, None)])
+    found = metrics([kept], [(wrong, "all_wrong")])
+    assert found["response_length/mean"] == 40 and found["response_length/max"] == 100
+    assert found["response_length/truncated"] == pytest.approx(1 / 5)
+    assert found["response_length/kept_mean"] == 20
+    assert found["reward/mean"] == pytest.approx(-0.5)  # of the four that have a score
+    assert found["reward/std"] == pytest.approx(math.sqrt(0.75))
+    assert found["reward/errors"] == pytest.approx(1 / 8)  # of all scores made, cancelled draws included
+    assert found["accuracy"] == 0.25
+    assert found["advantage/mean_abs"] == 1.0
+
+
+def test_a_carried_group_counts_in_the_step_that_sampled_it() -> None:
+    """Its samples were in the step before already; what is trained on holds it."""
+    old = make_group(3, [(10, True), (30, False)])
+    new = make_group(5, [(50, False), (50, False)])
+    found = metrics([old], [(new, "all_wrong")], first_draw=4)
+    assert found["response_length/mean"] == 50 and found["accuracy"] == 0
+    assert found["response_length/kept_mean"] == 20
+    found = metrics([old], first_draw=4)
+    assert found["accuracy"] is None and found["response_length/kept_mean"] == 20
+
+
+def test_advantages_are_weighted_by_loss_tokens() -> None:
+    """(1 x 10 + 3 x 30) / 40; the sample that is not in the loss does not count."""
+    group = make_group(0, [(10, True), (30, False), (1000, True)])
+    samples = [replace(s, advantage=a) for s, a in zip(group.samples, (1.0, -3.0, 50.0), strict=True)]
+    samples[2] = replace(samples[2], in_loss=False)
+    assert metrics([replace(group, samples=tuple(samples))])["advantage/mean_abs"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 0.5),
+        ({"algorithm__overlong_buffer__len": 0}, 0.0),
+        ({"algorithm__overlong_buffer__penalty_factor": 0.0}, 0.0),
+        ({"algorithm__overlong_buffer__enable": False}, 0.0),
+        ({"algorithm__overlong_buffer__enable": False, "algorithm__overlong_hard_punishment": True}, 0.25),
+    ],
+)
+def test_the_share_of_punished_samples_is_by_length_and_not_by_what_the_kl_took(
+    changes: dict[str, Any], share: float
+) -> None:
+    """L_max 100, L_cache 20: 80 is free, 81 and 100 are not. A KL in the reward lowers all four."""
+    group = make_group(0, [(10, True), (80, False), (81, True), (100, False)])
+    group = replace(group, samples=tuple(replace(s, shaped_reward=s.shaped_reward - 0.5) for s in group.samples))
+    assert metrics([group], config=make_config(**changes))["reward/overlong"] == share
+
+
+def test_parts_of_the_reward_and_missing_answers() -> None:
+    found = metrics([make_group(0, [(1, True), (1, False)], parts={"answer_found": 0.0, "my part / odd": 2.0})])
+    assert found["reward/no_answer"] == 1.0
+    assert found["reward/part/my_part___odd"] == 2.0
+
+
+def test_without_right_and_wrong_there_is_no_accuracy() -> None:
+    group = make_group(0, [(1, True), (1, False)])
+    samples = tuple(replace(s, reward=Reward(None, 0.3)) for s in group.samples)
+    assert metrics([replace(group, samples=samples)])["accuracy"] is None
+
+
+def test_groups_are_counted_and_shares_are_of_the_judged_ones() -> None:
+    found = metrics()
+    assert found["groups/share_all_right"] == 0.25 and found["groups/share_all_wrong"] == 0.5
+    assert (found["groups/drawn"], found["groups/kept"], found["groups/mixed"]) == (4, 1, 1)
+    assert (found["staleness/mean"], found["staleness/max"], found["groups/keep_rate"]) == (0.5, 1, 0.25)
+    nothing = replace(STATS, all_right=0, mixed=0, all_wrong=0, too_few_scored=4)
+    assert metrics(stats=nothing)["groups/share_all_right"] is None
+
+
+def test_statistics_are_sums_over_sums() -> None:
+    """One update of 1 token with entropy 4, one of 3 tokens with entropy 0: 1, and not the mean of means 2."""
+    reports = [
+        make_report(1, statistics={"entropy": (4.0, 1.0), "clip_high": (1.0, 1.0)}),
+        make_report(3, statistics={"entropy": (0.0, 3.0), "clip_high": (0.0, 3.0)}),
+    ]
+    found = metrics(reports=reports)
+    assert found["entropy"] == 1.0 and found["clip/high"] == 0.25
+    assert statistic(reports, "entropy") == 1.0 and math.isnan(statistic(reports, "nothing"))
+    assert found["clip/high_probability"] is None  # nothing was clipped from above: no number, and not 0
+
+
+def test_skipped_updates_are_counted_and_their_numbers_left_out() -> None:
+    reports = [make_report(5), make_report(0, "not finite: loss nan", loss=math.nan, grad_norm=math.nan)]
+    found = metrics(reports=reports)
+    assert (found["updates"], found["updates/skipped"], found["tokens/loss"]) == (1, 1, 5)
+    assert (found["loss"], found["grad_norm"], found["grad_norm/max"]) == (1.0, 2.0, 2.0)
+    assert "loss" not in metrics(reports=reports[1:])
+
+
+def test_mismatch_is_of_all_tokens_compared() -> None:
+    reports = [
+        make_report(1, mismatch=Mismatch(1, 0.4, 0.4, 0.1)),
+        make_report(3, mismatch=Mismatch(3, 0.0, 0.0, 0.1)),
+    ]
+    found = metrics(reports=reports)
+    assert found["mismatch/mean"] == pytest.approx(0.1)
+    assert found["mismatch/max"] == 0.4 and found["mismatch/k3"] == pytest.approx(0.05)
+    assert mismatch_metrics(Mismatch()) == {}
+
+
+def test_speeds_are_tokens_over_seconds() -> None:
+    found = metrics([make_group(0, [(1, True), (1, False)])], reports=[make_report(30), make_report(20)])
+    assert found["time/step"] == 4.0 and found["time/reward_wait"] == 0.25
+    assert found["tokens_per_second/rollout"] == 50
+    assert found["tokens_per_second/update"] == 100  # prompts and responses: 2 x 50
+    assert found["tokens_per_second/total"] == 25
+    assert found["samples_per_second"] == 0.5
+
+
+def test_a_step_of_nothing_has_numbers_all_the_same() -> None:
+    found = metrics()
+    assert found["updates"] == 0 and "loss" not in found and found["reward/mean"] is None
+    assert all(math.isfinite(value) for value in found.values() if value is not None)
+
+
+def test_what_the_paper_watches_is_in_every_step() -> None:
+    """Section 4.3 and figures, as listed in the notes on the algorithm: present, if only as null."""
+    watched = """response_length/mean response_length/max response_length/truncated reward/mean accuracy entropy
+        probability/mean clip/low clip/high clip/high_probability groups/share_all_right groups/share_all_wrong
+        grad_norm groups/drawn groups/kept staleness/mean mismatch/mean mismatch/max mismatch/k3"""
+    assert set(watched.split()) <= set(metrics())

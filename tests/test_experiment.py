@@ -1,0 +1,837 @@
+"""Whole runs on a tiny random model: every technique, every option's effect, the same seed twice, and bad input.
+
+The number of an entry is that of shared/cases/failures.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from dapo.cli import app
+from dapo.config import Config, all_keys, build_config
+from dapo.errors import ConfigError, DataError, ModelError, NumericalError, RewardError, StarvedError
+from dapo.experiment import Experiment, run_experiment, run_to_end
+from dapo.files import json_line
+from dapo.inputs import Inputs
+from dapo.model.loading import load_model, load_tokenizer
+from dapo.observe.metrics import describe
+from dapo.observe.samples import read_samples
+from dapo.observe.step import WATCHED
+from dapo.process import in_thread
+from dapo.rollout.engine import EngineError
+from dapo.rollout.native.decoder import Decoder
+from dapo.run_folder import RunFolder
+from dapo.training.checkpoint import load_tensors
+from dapo.training.trainer import Trainer
+from run_cases import (
+    PROMPTS,
+    TOKENIZER,
+    Recorder,
+    config_for,
+    loads_whole,
+    run,
+    steps_of,
+    text_sum,
+    tiny_model,
+    weights_hash,
+    without_times,
+)
+
+
+def check_metrics(folder: Path) -> None:
+    """Each number is registered and finite, and each share lies in [0, 1] (entry 41). Null only where it may be."""
+    for entry in steps_of(folder):
+        assert "non_finite" not in entry
+        for name, value in entry.items():
+            metric = None if name == "step" else describe(name)
+            assert name == "step" or metric is not None, name
+            if value is None:
+                assert name in WATCHED, name
+                continue
+            assert math.isfinite(value), (name, value)
+            if metric is not None and metric.unit in ("share", "probability"):
+                assert 0 <= value <= 1, (name, value)
+
+
+# --- techniques ---------------------------------------------------------------------------------------------------
+
+BFLOAT16 = {"model.compute_dtype": "bfloat16"}
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "recompute, truncate tokens": BFLOAT16
+    | {"algorithm.proximal": "recompute", "algorithm.correction.kind": "truncate"},
+    "recompute, mask sequences": BFLOAT16
+    | {
+        "algorithm.proximal": "recompute",
+        "algorithm.correction.kind": "mask",
+        "algorithm.correction.level": "sequence",
+        "algorithm.correction.low": 0.98,
+        "algorithm.correction.high": 1.02,
+    },
+    "kl in the loss, adaptive": {"algorithm.kl.mode": "loss", "algorithm.kl.target": 0.01, "algorithm.kl.horizon": 50},
+    "kl in the reward, adaptive": {
+        "algorithm.kl.mode": "reward",
+        "algorithm.kl.estimator": "k1",
+        "algorithm.kl.coef": 0.1,
+        "algorithm.kl.target": 0.01,
+        "algorithm.kl.horizon": 50,
+    },
+    "kl measured": {"algorithm.kl.mode": "measure"},
+    "hard punishment and filtering": {
+        "algorithm.overlong_buffer.enable": False,
+        "algorithm.overlong_hard_punishment": True,
+        "algorithm.overlong_filtering": True,
+    },
+    "no length shaping at all": {"algorithm.overlong_buffer.enable": False},
+    "everything off": {
+        "algorithm.filter_groups.enable": False,
+        "algorithm.overlong_buffer.enable": False,
+        "algorithm.clip_ratio_high": 0.2,
+        "algorithm.clip_ratio_c": None,
+        "algorithm.loss_agg_mode": "seq-mean-token-mean",
+    },
+    "two epochs": {"training.epochs_per_rollout": 2},
+    "streaming": {"runtime.deterministic": False},
+}
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_run_with_each_technique_completes_and_leaves_a_whole_folder(tmp_path: Path, name: str) -> None:
+    changes = {"training.steps": 2} | TECHNIQUES[name]
+    root = tmp_path / "run"
+    listener = Recorder()
+    summary = run(root, changes, listener)
+    folder = RunFolder(root)
+    check_metrics(root)
+    entries = steps_of(root)
+    assert [e["step"] for e in entries] == [1, 2]
+    assert summary["steps"] == 2 and summary["stopped"] == "all steps are done"
+    updates = 2 * (4 if name == "two epochs" else 2)
+    assert summary["updates"] == entries[-1]["updates/total"] == listener.plan["updates in all"] == updates
+    assert [e["version"] for e in entries] == [1, 2]
+    assert yaml.safe_load(folder.config.read_text()) == config_for(root, changes).model_dump(mode="json")
+    assert {p.name for p in folder.samples.iterdir()} == {"step-00001.jsonl", "step-00002.jsonl"}
+    assert weights_hash(folder.model_before) != weights_hash(folder.model_after)
+    assert not [w for w in listener.warnings if "skipped" in w or "differ" in w]
+    if name == "defaults":
+        assert not torch.equal(loads_whole(folder.model_before), loads_whole(folder.model_after))
+    assert ("kl/reference" in entries[0]) == ("kl" in name)
+    if "adaptive" in name:  # the KL is far from its target of 0.01 in the first step, and the coefficient moves
+        assert entries[0]["kl/coef"] == config_for(root, changes).algorithm.kl.coef != entries[1]["kl/coef"]
+    if name == "kl measured":
+        assert "kl/coef" not in entries[0]
+
+
+def test_a_reward_without_right_and_wrong_is_filtered_by_its_spread(tmp_path: Path) -> None:
+    run(
+        tmp_path / "run", {"algorithm.filter_groups.metric": "score"}, reward=lambda response: min(len(response), 5) / 5
+    )
+    check_metrics(tmp_path / "run")
+    (entry,) = steps_of(tmp_path / "run")
+    assert entry["accuracy"] is None and entry["groups/kept"] == 4
+
+
+def test_good_groups_beyond_n_are_trained_on_one_step_later(tmp_path: Path) -> None:
+    """Entry 25, in the whole loop: with max_staleness 1 surplus groups are carried, tagged with their age."""
+    changes = {"rollout.max_staleness": 1, "rollout.prompts_per_step": 2, "training.steps": 8}
+    run(tmp_path / "run", changes)
+    check_metrics(tmp_path / "run")
+    entries = steps_of(tmp_path / "run")
+    assert sum(e["groups/carried"] for e in entries) > 0
+    assert all(e["groups/surplus"] == 0 and e["groups/kept"] == 2 for e in entries)
+    assert max(e["staleness/max"] for e in entries) == 1
+    carried = next(e["step"] for e in entries if e["groups/carried"])
+    path = RunFolder(tmp_path / "run").samples / "step-{:05d}.jsonl"
+    waiting = {s["draw"] for s in read_samples(Path(str(path).format(carried))) if s["status"] == "carried"}
+    trained = {s["draw"] for s in read_samples(Path(str(path).format(carried + 1))) if s["status"] == "kept"}
+    assert waiting & trained
+    # lengths and accuracy are of the samples that a step generated, so no sample counts in two steps
+    for entry in entries:
+        samples = read_samples(Path(str(path).format(entry["step"])))
+        new = [s for s in samples if s["versions"][0] == entry["step"] - 1]
+        assert len(new) == 4 * entry["groups/drawn"]
+        assert entry["accuracy"] == pytest.approx(sum(s["correct"] for s in new) / len(new))
+        assert entry["response_length/mean"] == pytest.approx(sum(s["length"] for s in new) / len(new))
+
+
+def test_evaluation_and_checkpoints_come_when_asked_for(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    changes = {"training.steps": 3, "evaluation.every": 2, "run.save_every": 2, "evaluation.samples_per_prompt": 2}
+    summary = run(root, changes, heldout=PROMPTS[:3])
+    folder = RunFolder(root)
+    evaluated = [e["step"] for e in map(dict, steps_of(root)) if "eval/accuracy" in e]
+    assert evaluated == [2, 3]
+    assert summary["heldout_rows"] == 3
+    assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00002"]
+    loads_whole(folder.checkpoint(2) / "model")
+    tensors, metadata = load_tensors(folder.checkpoint(2) / "optimizer")
+    assert metadata["version"] == 2 and any(t.any() for name, t in tensors.items() if name.endswith("exp_avg"))
+
+
+def test_a_run_of_no_steps_evaluates_and_saves(tmp_path: Path) -> None:
+    summary = run(tmp_path / "run", {"training.steps": 0}, heldout=PROMPTS[:2])
+    assert summary["accuracy_before"] == summary["accuracy_after"]
+    folder = RunFolder(tmp_path / "run")
+    assert weights_hash(folder.model_before) == weights_hash(folder.model_after)
+
+
+def test_a_step_without_a_good_group_counts_and_changes_nothing(tmp_path: Path) -> None:
+    """Nothing kept and told to train on what there is: the step counts, the version does not change."""
+    changes = {
+        "algorithm.filter_groups.on_starved": "train",
+        "algorithm.filter_groups.max_num_gen_batches": 1,
+        "training.steps": 2,
+    }
+    summary = run(tmp_path / "run", changes, reward=lambda response: False)
+    check_metrics(tmp_path / "run")
+    assert (summary["steps"], summary["updates"]) == (2, 0)
+    assert [e["version"] for e in steps_of(tmp_path / "run")] == [0, 0]
+    folder = RunFolder(tmp_path / "run")
+    assert weights_hash(folder.model_before) == weights_hash(folder.model_after)
+
+
+# --- every option has an effect (entry 17) ------------------------------------------------------------------------
+
+RECOMPUTE = BFLOAT16 | {"algorithm.proximal": "recompute"}
+TRUNCATE = RECOMPUTE | {"algorithm.correction.kind": "truncate"}
+MASK = RECOMPUTE | {"algorithm.correction.kind": "mask"}
+TRAIN = {"algorithm.filter_groups.on_starved": "train"}
+KL_LOSS = {"algorithm.kl.mode": "loss", "algorithm.kl.coef": 10.0}
+
+# key, extreme value, what else is set, what has to change: a metric, or the weights after the run
+EFFECTS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("algorithm.clip_ratio_low", 0.99, {}, "weights"),
+    ("algorithm.clip_ratio_high", 100.0, {}, "weights"),
+    ("algorithm.clip_ratio_c", 1.001, {}, "weights"),
+    ("algorithm.clip_ratio_c", None, {"algorithm.clip_ratio_c": 1.001}, "weights"),
+    ("algorithm.loss_agg_mode", "prompt-mean", {}, "weights"),
+    ("algorithm.loss_agg_mode", "seq-mean-token-mean", {}, "weights"),
+    ("algorithm.loss_agg_mode", "seq-mean-token-sum", {}, "loss"),
+    ("algorithm.loss_agg_mode", "constant", {}, "loss"),
+    ("algorithm.loss_constant", 1000, {"algorithm.loss_agg_mode": "constant"}, "loss"),
+    ("algorithm.filter_groups.enable", False, {}, "weights"),
+    ("algorithm.filter_groups.metric", "score", {}, "weights"),
+    ("algorithm.filter_groups.tolerance", 1e9, TRAIN | {"algorithm.filter_groups.metric": "score"}, "groups/kept"),
+    ("algorithm.filter_groups.max_num_gen_batches", 1, TRAIN, "groups/kept"),
+    ("algorithm.filter_groups.on_starved", "train", {"algorithm.filter_groups.max_num_gen_batches": 1}, "error"),
+    ("algorithm.overlong_buffer.enable", False, {}, "weights"),
+    ("algorithm.overlong_buffer.len", 12, {}, "weights"),
+    ("algorithm.overlong_buffer.penalty_factor", 100.0, {}, "weights"),
+    ("algorithm.overlong_filtering", True, {}, "tokens/loss"),
+    ("algorithm.overlong_hard_punishment", True, {"algorithm.overlong_buffer.enable": False}, "weights"),
+    ("algorithm.advantage.kind", "group-mean", {}, "weights"),
+    ("algorithm.advantage.kind", "leave-one-out", {}, "weights"),
+    ("algorithm.advantage.epsilon", 100.0, {}, "grad_norm"),
+    ("algorithm.proximal", "recompute", BFLOAT16, "weights"),
+    ("algorithm.correction.kind", "truncate", RECOMPUTE, "weights"),
+    ("algorithm.correction.kind", "mask", RECOMPUTE | {"algorithm.correction.low": 1.0}, "tokens/loss"),
+    ("algorithm.correction.level", "sequence", TRUNCATE, "weights"),
+    ("algorithm.correction.cap", 0.01, TRUNCATE, "correction/mean"),
+    ("algorithm.correction.low", 1.9, MASK, "tokens/loss"),
+    ("algorithm.correction.high", 0.6, MASK, "tokens/loss"),
+    ("algorithm.kl.mode", "measure", {}, "kl/reference"),
+    ("algorithm.kl.mode", "loss", {"algorithm.kl.coef": 10.0}, "weights"),
+    ("algorithm.kl.mode", "reward", {"algorithm.kl.coef": 10.0, "training.steps": 2}, "weights"),
+    ("algorithm.kl.estimator", "k1", KL_LOSS, "weights"),
+    ("algorithm.kl.estimator", "k2", KL_LOSS, "weights"),
+    ("algorithm.kl.estimator", "k1", {"algorithm.kl.mode": "measure"}, "kl/reference"),
+    ("algorithm.kl.coef", 1000.0, KL_LOSS, "weights"),
+    ("algorithm.kl.target", 1e-6, KL_LOSS | {"training.steps": 2, "algorithm.kl.horizon": 50}, "kl/coef"),
+    ("algorithm.kl.horizon", 20, KL_LOSS | {"training.steps": 2, "algorithm.kl.target": 1e-6}, "kl/coef"),
+    ("training.steps", 2, {}, "version"),
+    ("training.groups_per_update", 4, {}, "updates"),
+    ("training.epochs_per_rollout", 2, {}, "updates"),
+    ("training.learning_rate", 1e-2, {}, "weights"),
+    ("training.warmup_steps", 10, {}, "weights"),
+    ("training.weight_decay", 100.0, {}, "weights"),
+    ("training.betas", [0.0, 0.0], {}, "weights"),
+    ("training.adam_epsilon", 1.0, {}, "weights"),
+    ("training.max_grad_norm", 1e-6, {"training.adam_epsilon": 1e-3}, "weights"),
+    ("rollout.temperature", 0.5, {}, "weights"),
+    ("seed", 4, {}, "weights"),
+]
+TESTED_ELSEWHERE = {
+    "training.tokens_per_micro_batch": "must change nothing: tests/training/test_packing_properties.py",
+    "training.max_skipped_updates": "test_updates_that_are_not_finite_end_the_run_with_a_checkpoint",
+    "training.mismatch_alarm": "test_an_engine_with_other_weights_sets_off_the_alarm",
+}
+
+
+def leaves(*sections: str) -> set[str]:
+    """Keys of some sections that are no sections themselves."""
+    keys = all_keys()
+    return {k for k in keys if k.startswith(sections) and not any(other.startswith(k + ".") for other in keys)}
+
+
+def test_the_list_of_effects_is_complete() -> None:
+    tested = {key for key, *_ in EFFECTS} | set(TESTED_ELSEWHERE)
+    assert leaves("algorithm.", "training.") <= tested
+    assert tested <= set(all_keys())
+
+
+class Outcomes:
+    """Runs each set of settings once. An outcome is the metrics of the last step, the weights, and the error."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, changes: dict[str, Any]) -> dict[str, Any]:
+        name = repr(sorted(changes.items(), key=lambda item: item[0]))
+        if name not in self._known:
+            self._known[name] = self._run(self._folder / f"run-{len(self._known)}", changes)
+        return self._known[name]
+
+    def _run(self, root: Path, changes: dict[str, Any]) -> dict[str, Any]:
+        try:
+            run(root, {"run.save_samples": False} | changes)
+        except StarvedError as error:
+            return {"error": type(error).__name__}
+        check_metrics(root)
+        return without_times(steps_of(root)[-1]) | {"weights": weights_hash(RunFolder(root).model_after)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory.mktemp("effects"))
+
+
+@pytest.mark.parametrize(("key", "value", "context", "changed"), EFFECTS, ids=[f"{k}={v}" for k, v, *_ in EFFECTS])
+def test_an_extreme_value_of_each_option_changes_what_it_should_failures_17(
+    outcomes: Outcomes, key: str, value: Any, context: dict[str, Any], changed: str
+) -> None:
+    before, after = outcomes(context), outcomes(context | {key: value})
+    assert before.get(changed) != after.get(changed)
+    if changed not in ("weights", "error"):
+        found = [outcome[changed] for outcome in (before, after) if changed in outcome]
+        assert len(found) == 1 or abs(found[0] - found[1]) > 1e-3 * max(map(abs, found))
+
+
+# --- the same seed twice ------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(tmp_path: Path) -> None:
+    changes = {"training.steps": 3, "algorithm.kl.mode": "loss", "algorithm.proximal": "recompute"}
+    folders = [RunFolder(tmp_path / name) for name in ("first", "second", "other")]
+    for folder, seed in zip(folders, (5, 5, 6), strict=True):
+        run(folder.root, changes | {"seed": seed}, heldout=PROMPTS[:3])
+    first, second, other = ([without_times(e) for e in steps_of(f.root)] for f in folders)
+    assert first == second and first != other
+    hashes = [weights_hash(f.model_after) for f in folders]
+    assert hashes[0] == hashes[1] != hashes[2]
+    samples = [[(p.name, p.read_text()) for p in sorted(f.samples.iterdir())] for f in folders]
+    assert samples[0] == samples[1] != samples[2]
+
+
+# --- data and settings that do not fit ----------------------------------------------------------------------------
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(map(json_line, rows)))
+    return str(path)
+
+
+def proposal(message: str) -> dict[str, Any]:
+    """The settings that a message proposes, as dotted keys."""
+    words = message.replace(",", " ").replace(";", " ").split("use ", 1)[1].split()
+    return {key: int(value) for key, equals, value in (w.partition("=") for w in words) if equals}
+
+
+@pytest.mark.parametrize(("prompts", "per_update"), [(3, 2), (1, 2), (2, 4)])
+def test_fewer_prompts_than_a_step_needs_are_refused_with_sizes_that_work(
+    tmp_path: Path, prompts: int, per_update: int
+) -> None:
+    rows, changes = PROMPTS[:prompts], {"training.groups_per_update": per_update}
+    with pytest.raises(DataError, match=f"{prompts} usable prompts are fewer .*prompts_per_step=4") as error:
+        run(tmp_path / "run", changes, rows=rows)
+    assert not (tmp_path / "run").exists()
+    run(tmp_path / "run", changes | proposal(str(error.value)), rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"rows": []}, "prompts: there are none"),
+        ({"rows": None}, "data.train: no files are named"),
+        ({"rows": [{"prompt": "1" * 9}, {"prompt": "1" * 20}]}, r"2 rows were read, all of them longer than .*=8 .* 9"),
+        ({"rows": [*PROMPTS, {"question": "1+1="}]}, r"prompts\[40\]: no key 'prompt'"),
+        ({"heldout": [{"prompt": ""}]}, "'prompt' is empty"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_written(
+    tmp_path: Path, inputs: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(DataError, match=expected):
+        run(tmp_path / "run", **inputs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_file_and_a_missing_one_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    files = [str(tmp_path / "empty.jsonl"), str(tmp_path / "gone.jsonl")]
+    with pytest.raises(DataError, match=r"empty.jsonl: the file has no rows\n.*gone.jsonl: no such file"):
+        run(tmp_path / "run", {"data.train": files}, rows=None)
+
+
+def test_what_was_left_out_is_said(tmp_path: Path) -> None:
+    listener = Recorder()
+    run(tmp_path / "run", None, listener, rows=[*PROMPTS, {"prompt": "1" * 9}, PROMPTS[0]])
+    assert [w for w in listener.warnings if "1 of 42 prompts are longer than data.max_prompt_length=8" in w]
+    assert [w for w in listener.warnings if "1 of 42 rows repeat the prompt" in w]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.max_response_length": 300, "training.tokens_per_micro_batch": 400},
+        {"data.max_prompt_length": 300, "training.tokens_per_micro_batch": 400},
+        {"evaluation.max_response_length": 300},
+        {
+            "rollout.max_response_length": 300,
+            "evaluation.max_response_length": 400,
+            "algorithm.overlong_buffer.len": 290,
+            "training.tokens_per_micro_batch": 400,
+        },
+    ],
+)
+def test_a_length_beyond_the_models_positions_is_refused_with_lengths_that_work(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    changes = changes | {"training.steps": 0}
+    with pytest.raises(ConfigError, match="made for 256 positions") as error:
+        run(tmp_path / "run", changes)
+    assert not (tmp_path / "run").exists()
+    run(tmp_path / "run", changes | proposal(str(error.value)))
+
+
+def test_an_adaptive_kl_that_would_turn_negative_is_refused_with_a_horizon_that_works(tmp_path: Path) -> None:
+    changes = {"algorithm.kl.mode": "loss", "algorithm.kl.target": 0.1, "algorithm.kl.horizon": 3}
+    with pytest.raises(ConfigError, match="use at least 16"):
+        config_for(tmp_path, changes)
+    config_for(tmp_path, changes | {"algorithm.kl.horizon": 16})
+
+
+# --- models and tokenizers ----------------------------------------------------------------------------------------
+
+
+def test_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=18, **sizes))
+    with pytest.raises(ModelError, match=r"'gpt_neox' is not supported .*Qwen2"):
+        run(tmp_path / "run", model=model)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="'gpt_neox' is not supported"):
+        run(tmp_path / "run", {"model.path": str(tmp_path / "model")}, model=None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_or_tokenizer_is_named(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    with pytest.raises(ModelError, match=r"tokenizer .*gone"):
+        run(tmp_path / "run", {"model.path": gone}, model=None, tokenizer=None)
+    with pytest.raises(ModelError, match=r"model .*gone"):
+        run(tmp_path / "run", {"model.path": gone}, model=None)
+    tiny_model().save_pretrained(tmp_path / "no-tokenizer")
+    with pytest.raises(ModelError, match=r"tokenizer .*no-tokenizer: there are no tokenizer files"):
+        run(tmp_path / "run", {"model.path": str(tmp_path / "no-tokenizer")}, model=None, tokenizer=None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ModelError, match=r"model .*: exists but cannot be loaded"):
+        run(tmp_path / "run", {"model.path": str(tmp_path / "model")}, model=None)
+
+
+def test_what_a_run_saved_is_what_the_next_one_starts_from(tmp_path: Path) -> None:
+    run(tmp_path / "first")
+    after = RunFolder(tmp_path / "first").model_after
+    run(tmp_path / "second", {"model.path": str(after), "training.steps": 0}, model=None, tokenizer=None)
+    assert weights_hash(RunFolder(tmp_path / "second").model_before) == weights_hash(after)
+
+
+# --- rewards ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, r"got NoneType None; is a `return` missing\?"),
+        ("1", "got str '1'"),
+        ([1.0] * 8, "called for one response at a time"),
+        (math.nan, "finite number, got float nan"),
+        (math.inf, "finite number, got float inf"),
+        ({"score": 1}, r'needs the key "value"; its keys are \'score\''),
+    ],
+)
+@pytest.mark.parametrize("heldout", [None, PROMPTS[:2]], ids=["in training", "in evaluation"])
+def test_a_reward_of_the_wrong_kind_stops_the_run_with_its_name(
+    tmp_path: Path, value: Any, expected: str, heldout: Any
+) -> None:
+    def my_reward(response: str) -> Any:
+        return value
+
+    with pytest.raises(RewardError, match=f"my_reward.*{expected}"):
+        run(tmp_path / "run", reward=my_reward, heldout=heldout)
+
+
+def test_a_float_reward_with_a_filter_by_accuracy_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"use algorithm.filter_groups.metric=score"):
+        run(tmp_path / "run", reward=lambda response: 0.5)
+
+
+def test_a_reward_that_raises_too_often_stops_the_run_with_its_reason(tmp_path: Path) -> None:
+    def broken(response: str) -> float:
+        raise KeyError("no such table")
+
+    with pytest.raises(RewardError, match=r"scores failed.*no such table"):
+        run(tmp_path / "run", reward=broken)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("gone.py:f", "no such file"),
+        ("rewards.py:goood", "did you mean good"),
+        ("rewards.py:bad", "'bad' is a int, not a function"),
+    ],
+)
+def test_a_reward_file_that_does_not_load_stops_the_run_before_its_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, expected: str
+) -> None:
+    """So that the very same command works once the file is mended."""
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text("def good(response):\n    return len(response) % 2 == 0\n\nbad = 3\n")
+    with pytest.raises(RewardError, match=expected):
+        run(tmp_path / "run", {"reward.kind": "function", "reward.function": spec}, reward=None)
+    assert not (tmp_path / "run").exists()
+
+
+# --- nothing to learn from ----------------------------------------------------------------------------------------
+
+
+def test_only_flat_groups_stop_the_run_with_the_histogram_and_a_checkpoint_failures_23(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    done: list[int] = []
+
+    def right_in_the_first_step_only(prompt: str, response: str) -> bool:
+        return not done and text_sum(prompt, response).correct is True
+
+    with pytest.raises(StarvedError) as error:
+        run(
+            root,
+            {"algorithm.filter_groups.max_num_gen_batches": 4, "training.steps": 3},
+            Recorder(on_step=done.append),
+            reward=right_in_the_first_step_only,
+        )
+    message = str(error.value)
+    assert "step 2: dynamic sampling kept 0 of the 4 groups wanted; in 16 draws" in message
+    assert "16 all wrong, 0 mixed, 0 all right" in message
+    assert "What may help: easier prompts" in message and "rollout.samples_per_prompt (now 4)" in message
+    saved = RunFolder(root).checkpoints / "stopped"
+    assert f"their state is in {saved}" in message
+    loads_whole(saved / "model")
+    load_tensors(saved / "optimizer")
+    summary = yaml.safe_load(RunFolder(root).summary.read_text())
+    assert summary["stopped"].startswith("StarvedError: step 2") and summary["steps"] == 1
+
+
+def recipe_in(folder: Path, changes: dict[str, Any] | None = None) -> str:
+    """Model, data and recipe of a run on disk, for the command line."""
+    tiny_model().save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    write_rows(folder / "train.jsonl", [{**row, "answer": "no response is this"} for row in PROMPTS])
+    config = config_for(
+        folder / "run",
+        {"model.path": str(folder / "model"), "data.train": str(folder / "train.jsonl"), "reward.kind": "exact"}
+        | (changes or {}),
+    )
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return str(folder / "recipe.yaml")
+
+
+def test_starvation_is_exit_code_3_on_the_command_line_failures_23(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, {"algorithm.filter_groups.max_num_gen_batches": 2})
+    result = CliRunner().invoke(app, ["train", recipe])
+    assert result.exit_code == 3, result.output
+    assert "8 all wrong, 0 mixed, 0 all right" in result.stderr and "Traceback" not in result.output
+    loads_whole(RunFolder(tmp_path / "run").checkpoints / "stopped" / "model")
+
+
+def test_an_existing_run_is_kept_and_the_command_line_says_two_ways_out(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, {"training.steps": 0})
+    invoke = CliRunner().invoke
+    assert invoke(app, ["train", recipe, "--quiet"]).exit_code == 0
+    first = RunFolder(tmp_path / "run").summary.read_text()
+    result = invoke(app, ["train", recipe, "--quiet"])
+    assert result.exit_code == 1 and "set run.dir to another folder, or run.if_exists=rename" in result.stderr
+    assert RunFolder(tmp_path / "run").summary.read_text() == first
+    assert invoke(app, ["train", recipe, "--quiet", "run.if_exists=rename"]).exit_code == 0
+    (old,) = tmp_path.glob("run-2*")
+    assert RunFolder(old).summary.read_text() == first
+    assert RunFolder(tmp_path / "run").summary.is_file()
+
+
+# --- numbers that are not finite ----------------------------------------------------------------------------------
+
+
+def spoil_updates(monkeypatch: pytest.MonkeyPatch, wanted: Any) -> None:
+    """Make the loss of update number ``n`` (from 0) infinite where ``wanted(n)``."""
+    plain, count = Trainer.update, iter(range(10**6))
+
+    def update(self: Trainer, batch: Any, inputs: Any, objective: Any) -> Any:
+        bad = wanted(next(count))
+
+        def spoilt(logprobs: Any, entropy: Any, inputs: Any) -> Any:
+            loss, statistics = objective(logprobs, entropy, inputs)
+            return (loss * math.inf if bad else loss), statistics
+
+        return plain(self, batch, inputs, spoilt)
+
+    monkeypatch.setattr(Trainer, "update", update)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted_failures_96(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_updates(monkeypatch, lambda n: n == 1)
+    listener = Recorder()
+    summary = run(tmp_path / "run", {"training.steps": 2}, listener)
+    first, second = steps_of(tmp_path / "run")
+    assert (first["updates"], first["updates/skipped"], second["updates/skipped"]) == (1, 1, 0)
+    assert summary["updates"] == 3
+    assert [w for w in listener.warnings if "step 1: an update was skipped: not finite" in w]
+    assert loads_whole(RunFolder(tmp_path / "run").model_after).isfinite().all()
+
+
+def test_updates_that_are_not_finite_end_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entry 96: after k in a row. The weights saved are the last good ones."""
+    spoil_updates(monkeypatch, lambda n: n >= 2)
+    with pytest.raises(NumericalError, match=r"2 updates in a row (.|\n)*1 steps were done") as error:
+        run(tmp_path / "run", {"training.steps": 5, "training.max_skipped_updates": 2})
+    saved = RunFolder(tmp_path / "run").checkpoints / "stopped"
+    assert str(saved) in str(error.value)
+    assert loads_whole(saved / "model").isfinite().all()
+    assert len(steps_of(tmp_path / "run")) == 1
+
+
+def test_a_model_with_nan_in_it_ends_with_a_message_and_not_with_a_crash(tmp_path: Path) -> None:
+    """NaN in a parameter from the start, with an adaptive KL, which sees a KL of NaN before the run is stopped."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+    changes = {
+        "algorithm.kl.mode": "loss",
+        "algorithm.kl.target": 0.1,
+        "algorithm.filter_groups.enable": False,
+        "training.steps": 4,
+    }
+    listener = Recorder()
+    with pytest.raises(NumericalError, match="first in the gradient of"):
+        run(tmp_path / "run", changes, listener, model=model)
+    assert [w for w in listener.warnings if "log-probabilities of engine and trainer differ" in w]
+    (entry,) = steps_of(tmp_path / "run")
+    assert (entry["updates"], entry["updates/skipped"]) == (0, 2)
+    assert entry["kl/coef"] == 0.001  # a KL of NaN moves nothing
+
+
+def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry 36: weights that never arrive are noticed in the next step."""
+    from dapo.rollout.native.engine import NativeEngine
+
+    def keep_old(self: Any, version: int, tensors: Any) -> None:
+        self._decoder.version = version
+
+    changes = {"training.steps": 2, "training.learning_rate": 1e-2, "training.mismatch_alarm": 0.01}
+    good, bad = Recorder(), Recorder()
+    run(tmp_path / "good", changes, good)
+    monkeypatch.setattr(NativeEngine, "_copy_weights", keep_old)
+    run(tmp_path / "bad", changes, bad)
+    assert not [w for w in good.warnings if "differ" in w]
+    assert [w for w in bad.warnings if w.startswith("step 2: log-probabilities of engine and trainer differ")]
+
+
+# --- ends that nobody planned -------------------------------------------------------------------------------------
+
+
+def check_rescued(root: Path, reason: str, listener: Recorder) -> None:
+    saved = RunFolder(root).checkpoints / "stopped"
+    loads_whole(saved / "model")
+    load_model(str(saved / "model"))
+    load_tokenizer(str(saved / "model"))
+    load_tensors(saved / "optimizer")
+    summary = yaml.safe_load(RunFolder(root).summary.read_text())
+    assert summary["steps"] == len(steps_of(root)) == 1 and reason in summary["stopped"]
+    assert any(f"1 steps were done; their state is in {saved}" in w for w in listener.warnings)
+    assert not [t for t in threading.enumerate() if t.name == "dapo-engine" and t.is_alive()]
+
+
+def test_an_engine_that_fails_half_way_ends_the_run_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entry 94: the cause is named, nobody waits for ever."""
+    plain, done = Decoder.step, []
+
+    def step(self: Decoder) -> Any:
+        if done:
+            raise MemoryError("no memory for the cache")
+        return plain(self)
+
+    monkeypatch.setattr(Decoder, "step", step)
+    listener = Recorder(on_step=done.append)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="MemoryError: no memory for the cache"):
+        run(tmp_path / "run", {"training.steps": 3}, listener)
+    assert time.monotonic() - started < 20
+    check_rescued(tmp_path / "run", "EngineError", listener)
+
+
+def test_an_engine_that_fails_in_an_evaluation_is_not_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: Decoder) -> Any:
+        raise MemoryError("no memory for the cache")
+
+    monkeypatch.setattr(Decoder, "step", step)
+    with pytest.raises(EngineError, match="no memory"):
+        run(tmp_path / "run", heldout=PROMPTS[:2])
+
+
+def test_an_interrupt_leaves_what_was_learned(tmp_path: Path) -> None:
+    listener = Recorder(on_step=lambda step: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", {"training.steps": 3}, listener)
+    check_rescued(tmp_path / "run", "interrupted", listener)
+
+
+def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: Path) -> None:
+    """Inside of a running event loop the run has a thread of its own, which the signal does not reach."""
+
+    def interrupt_main_thread(step: int) -> None:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+
+    listener = Recorder(on_step=interrupt_main_thread)
+    experiment = Experiment(
+        config_for(tmp_path / "run", {"training.steps": 1000}),
+        listener,
+        Inputs(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum),
+    )
+
+    async def notebook() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run_to_end(experiment)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(notebook())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert experiment.steps_done < 1000
+    assert (RunFolder(tmp_path / "run").checkpoints / "stopped" / "model").is_dir()
+
+
+def test_a_run_inside_of_a_running_event_loop(tmp_path: Path) -> None:
+    async def notebook() -> dict[str, Any]:
+        return run(tmp_path / "run")
+
+    assert asyncio.run(notebook())["updates"] == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Trainer, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Trainer, "save_state", full)
+    with pytest.raises(StarvedError, match=r"kept 0 of the 4(.|\n)*could not be saved: .*No space left"):
+        run(tmp_path / "run", {"algorithm.filter_groups.max_num_gen_batches": 1}, reward=lambda response: False)
+
+
+def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop() -> None:
+    events: list[str] = []
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.1)
+        events.append("work is done")
+
+    async def main() -> None:
+        task = asyncio.create_task(in_thread(work))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        events.append("cancelled")
+
+    asyncio.run(main())
+    assert events == ["work is done", "cancelled"]
+
+
+def test_a_scorer_is_closed_even_if_the_engine_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    async def engine_hangs() -> None:
+        raise EngineError("did not stop")
+
+    async def scorer_closes() -> None:
+        closed.append("scorer")
+
+    from dapo.reward.build import CallableScorer
+    from dapo.rollout.native.engine import NativeEngine
+
+    plain = NativeEngine.close
+
+    async def close(self: NativeEngine) -> None:
+        await plain(self)
+        await engine_hangs()
+
+    monkeypatch.setattr(NativeEngine, "close", close)
+    monkeypatch.setattr(CallableScorer, "close", lambda self: scorer_closes())
+    with pytest.raises(EngineError, match="did not stop"):
+        run(tmp_path / "run")
+    assert closed == ["scorer"]
+
+
+# --- all kinds of models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+def test_other_architectures_train_and_save(tmp_path: Path, name: str) -> None:
+    run(tmp_path / "run", model=tiny_model(name=name))
+    check_metrics(tmp_path / "run")
+    (entry,) = steps_of(tmp_path / "run")
+    assert entry["mismatch/max"] < 1e-4
+    loads_whole(RunFolder(tmp_path / "run").model_after)
+
+
+def test_the_recipe_in_the_run_folder_runs_again(tmp_path: Path) -> None:
+    """Entry 63 seen from the other side: what is recorded is a whole recipe."""
+    run(tmp_path / "run")
+    tree = yaml.safe_load(RunFolder(tmp_path / "run").config.read_text())
+    tree["run"]["dir"] = str(tmp_path / "again")
+    config: Config = build_config(tree)
+    inputs = Inputs(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum)
+    run_experiment(config, Recorder(), inputs)
+    first, again = (weights_hash(RunFolder(tmp_path / name).model_after) for name in ("run", "again"))
+    assert first == again
