@@ -140,6 +140,7 @@ def show(
         f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
         f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
         highlight=False,
+        soft_wrap=True,
     )
     if shuffled:
         console.print(

@@ -30,11 +30,22 @@ class PromptEntry:
     values: list[torch.Tensor] = field(default_factory=list)
 
 
-class KVCache(Protocol):
-    """What a decoder needs of a cache. Rows are numbered 0 .. ``rows_in_use`` - 1 without gaps."""
+class DecodeContext(AttentionContext, Protocol):
+    """The context of one decode step."""
 
     @property
-    def rows_in_use(self) -> int: ...
+    def position_ids(self) -> torch.Tensor:
+        """``[rows]``: the place of each new token in its sequence."""
+        ...
+
+
+class KVCache(Protocol):
+    """What a decoder needs of a cache. Rows are numbered from 0 without gaps."""
+
+    @property
+    def rows_computed(self) -> int:
+        """Rows that a decode step computes: those in use, and perhaps idle ones after them."""
+        ...
 
     def room(self) -> int:
         """How many more sequences can start now."""
@@ -52,8 +63,16 @@ class KVCache(Protocol):
         """End a sequence. The last row takes its place: returns that row's old number, or None if it was the last."""
         ...
 
-    def decode_context(self) -> AttentionContext:
+    def decode_context(self) -> DecodeContext:
         """The context of one decode step: one token for each row, stored after those it already has."""
+        ...
+
+    def advance(self) -> None:
+        """The decode step is done: every row in use has a token more."""
+        ...
+
+    def drop(self) -> None:
+        """Give the memory back. Only while no row is in use."""
         ...
 
 
@@ -95,19 +114,13 @@ class SlotCache:
         self._in_use = 0
 
     @property
-    def rows_in_use(self) -> int:
-        return self._in_use
-
-    @property
     def rows_computed(self) -> int:
-        """Rows of a decode step: those in use, or all of them when pinned."""
         return self.slots if self.pinned else self._in_use
 
     def room(self) -> int:
         return self.slots - self._in_use
 
     def drop(self) -> None:
-        """Give the memory back. Only while no row is in use."""
         if self._in_use:
             raise RuntimeError(f"{self._in_use} sequences are still in the cache")
         self._keys, self._values = [], []
@@ -144,8 +157,11 @@ class SlotCache:
         self.lengths[last] = 0
         return moved
 
-    def decode_context(self) -> AttentionContext:
+    def decode_context(self) -> DecodeContext:
         return _Decode(self)
+
+    def advance(self) -> None:
+        self.lengths[: self._in_use] += 1
 
 
 class _Prefill:
@@ -179,7 +195,6 @@ class _Decode:
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """``[rows]``: the place of each new token in its sequence."""
         return self._position
 
     def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from dapo.model.forward import hidden_states, output_head
 from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request, Sampling
-from dapo.rollout.native.cache import PromptEntry, SlotCache, _Decode
+from dapo.rollout.native.cache import KVCache, PromptEntry, SlotCache
 from dapo.rollout.native.sampler import sample, uniforms
 
 PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores, little memory
@@ -76,7 +76,7 @@ class Decoder:
         self._stop = frozenset(stop_token_ids)
         self._max_sequence = max_sequence_tokens
         self._deterministic = deterministic
-        self.cache = SlotCache(
+        self.cache: KVCache = SlotCache(
             model.config, max_concurrent_samples, max_sequence_tokens, next(model.parameters()).dtype, deterministic
         )
         self._waiting: deque[_Waiting] = deque()
@@ -186,12 +186,11 @@ class Decoder:
 
     def _decode(self) -> None:
         context = self.cache.decode_context()
-        assert isinstance(context, _Decode)
         last_tokens = [row.tokens[-1] for row in self._rows]
         idle = self.cache.rows_computed - len(last_tokens)
         token_ids = torch.tensor(last_tokens + [0] * idle)[:, None]
         hidden = hidden_states(self.model, token_ids, context.position_ids[:, None], context)
-        self.cache.lengths[: len(self._rows)] += 1
+        self.cache.advance()
         logits = self._head.logits(hidden[:, 0])[: len(self._rows)]
         self._append_tokens(logits, 0, list(self._rows))
 
