@@ -633,24 +633,35 @@ def test_updates_that_are_not_finite_end_the_run_with_a_checkpoint(
     assert len(steps_of(tmp_path / "run")) == 1
 
 
-def test_a_model_with_nan_in_it_ends_with_a_message_and_not_with_a_crash(tmp_path: Path) -> None:
-    """NaN in a parameter from the start, with an adaptive KL, which sees a KL of NaN before the run is stopped."""
+def test_a_model_with_nan_in_it_is_refused(tmp_path: Path) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj\.weight hold NaN"):
+        run(tmp_path / "run", model=model)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nan_that_comes_up_in_a_run_ends_it_with_a_message(tmp_path: Path) -> None:
+    """NaN in a parameter after the first step, with an adaptive KL, which sees a KL of NaN before the end."""
+    model = tiny_model()
+
+    def poison(step: int) -> None:
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[0, 0] = math.nan
+
     changes = {
         "algorithm.kl.mode": "loss",
         "algorithm.kl.target": 0.1,
         "algorithm.filter_groups.enable": False,
         "training.steps": 4,
     }
-    listener = Recorder()
+    listener = Recorder(on_step=poison)
     with pytest.raises(NumericalError, match="first in the gradient of"):
         run(tmp_path / "run", changes, listener, model=model)
-    assert [w for w in listener.warnings if "log-probabilities of engine and trainer differ" in w]
-    (entry,) = steps_of(tmp_path / "run")
-    assert (entry["updates"], entry["updates/skipped"]) == (0, 2)
-    assert entry["kl/coef"] == 0.001  # a KL of NaN moves nothing
+    first, second = steps_of(tmp_path / "run")[:2]
+    assert (first["updates"], first["updates/skipped"]) == (2, 0)
+    assert (second["updates"], second["updates/skipped"]) == (0, 2)
 
 
 def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,3 +120,28 @@ def test_only_secrets_are_blanked() -> None:
     }
     words = ["dapo", "train", "a b.yaml", "training.steps=3", "algorithm.kl={mode: loss}", "--debug"]
     assert redact_command(words) == words
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "X-API-Key",
+        "api-key",
+        "apiKey",
+        "api_keys",
+        "bearerToken",
+        "accessKeyId",
+        "aws_access_key_id",
+        "OPENAI_KEY",
+        "pwd",
+    ],
+)
+def test_secret_keys_of_every_spelling_are_blanked(key: str) -> None:
+    assert redact({key: "s3cret"}) == {key: BLANK}
+
+
+def test_secrets_inside_of_values_are_blanked_and_ordinary_keys_are_not() -> None:
+    shown = str(redact({"url": "https://x/?api_key=s3cret&n=1", "headers": ["Authorization: Bearer s3cret"]}))
+    assert "s3cret" not in shown and "n=1" in shown
+    ordinary = {"prompt_key": "question", "answer_key": "gold", "max_tokens": 5, "stop_token_ids": [1]}
+    assert redact(ordinary) == ordinary

@@ -25,6 +25,7 @@ from dapo.files import write_json
 from dapo.inputs import (
     Inputs,
     check_lengths,
+    check_vocabulary,
     heldout_prompts,
     longest_response,
     set_threads,
@@ -133,9 +134,11 @@ class Experiment:
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
+        stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
+        check_vocabulary(model, self.tokenizer, stop_ids, listener)
         self.engine: Engine = NativeEngine(
             copy_model(model, dtype),
-            stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids),
+            stop_ids,
             max_sequence_tokens=config.data.max_prompt_length + longest_response(config),
             max_concurrent_samples=config.rollout.max_concurrent_samples,
             deterministic=config.runtime.deterministic,
@@ -287,13 +290,19 @@ class Experiment:
         }
         if self.config.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
-        self._warn(mismatch)
+        self._warn(fill, mismatch)
         if self.config.run.save_samples:
             kept = [(group, "kept") for group in batch.groups]
             await in_thread(write_samples, self.folder.samples, self.steps_done, [*kept, *fill.rejected])
         self.listener.step(self.steps_done, self.config.training.steps, self.metrics.append(self.steps_done, metrics))
 
-    def _warn(self, mismatch: Mismatch) -> None:
+    def _warn(self, fill: Fill, mismatch: Mismatch) -> None:
+        if not fill.groups:
+            stats = fill.stats
+            self.listener.warning(
+                f"step {self.steps_done}: nothing to train on: of {stats.drawn} prompts {stats.all_wrong} were all "
+                f"wrong, {stats.all_right} all right, {stats.flat} without spread in the reward; the weights stay"
+            )
         for report in self._reports:
             if report.skipped:
                 self.listener.warning(f"step {self.steps_done}: an update was skipped: {report.skipped}")

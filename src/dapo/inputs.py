@@ -15,7 +15,7 @@ import torch
 from dapo.config import Config
 from dapo.data.source import PromptSource, load_prompts
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError, DataError, RewardError
+from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.model.loading import context_limit
 from dapo.progress import Listener
 from dapo.records import Prompt
@@ -130,6 +130,24 @@ async def _report_unreadable(name: str, prompts: Sequence[Prompt], scorer: MathS
             f"{name}: {len(bad)} of {len(prompts)} answers cannot be read as mathematics, such as {first.answer!r} "
             f"(row {first.row + 1}); only a response with the same text is right there"
         )
+
+
+def check_vocabulary(model: Any, tokenizer: Any, stop_ids: Sequence[int], listener: Listener) -> None:
+    """
+    Raises:
+        ModelError: the tokenizer's ordinary tokens go beyond the model's vocabulary.
+        ConfigError: a stop token is none of the model's.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    special = set(tokenizer.all_special_ids)
+    highest = max((i for i in tokenizer.get_vocab().values() if i not in special), default=0)
+    if highest >= size:
+        raise ModelError(f"tokenizer: has token ids up to {highest}, but the model's vocabulary has {size} rows")
+    wrong = [i for i in stop_ids if not 0 <= i < size]
+    if wrong:
+        raise ConfigError(f"rollout.stop_token_ids: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
+    if not stop_ids:
+        listener.warning("neither model nor tokenizer names a stop token: every response will run to its limit")
 
 
 def longest_response(config: Config) -> int:

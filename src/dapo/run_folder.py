@@ -38,11 +38,13 @@ from dapo.files import write_atomic, write_json
 
 BLANK = "(not recorded)"
 
-_SECRET_KEY = re.compile(
-    r"(^|[_.-])(api_?key|access_?key|private_?key|secret_?key|token|secret|password|passwd|passphrase|auth"
-    r"|authorization|credentials?|bearer|cookie)$",
-    re.IGNORECASE,
+_SECRET_ENDINGS = (
+    *("key", "keys", "keyid", "token", "secret", "secrets", "password", "passwords", "passwd", "pwd", "passphrase"),
+    *("auth", "authorization", "credential", "credentials", "bearer", "cookie"),
 )
+_NO_SECRETS = ("promptkey", "answerkey")
+_SECRET_QUERY = re.compile(r"(?<=[?&])([^=&\s]*(?:key|token|secret|password|auth)[^=&\s]*)=[^&\s]+", re.IGNORECASE)
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
 _ADDRESS_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
 
@@ -129,13 +131,22 @@ def config_yaml(config: Config) -> str:
 def redact(value: Any, key: str = "") -> Any:
     """``value`` with what is under secret-looking keys, and logins in addresses, blanked."""
     if isinstance(value, Mapping):
-        secret = key if _SECRET_KEY.search(key) else ""
+        secret = key if _is_secret(key) else ""
         return {name: redact(item, secret or str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [redact(item, key) for item in value]
-    if _SECRET_KEY.search(key) and value is not None and not isinstance(value, bool):
+    if _is_secret(key) and value is not None and not isinstance(value, bool):
         return BLANK
-    return _ADDRESS_LOGIN.sub(BLANK, value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    value = _SECRET_QUERY.sub(rf"\1={BLANK}", _ADDRESS_LOGIN.sub(BLANK, value))
+    return _BEARER.sub(rf"\1 {BLANK}", value)
+
+
+def _is_secret(key: str) -> bool:
+    """Whether a value under this key is kept out of all files. ``X-API-Key``, ``apiKey`` and ``api_key`` are one."""
+    name = re.sub(r"[^a-z0-9]", "", key.lower())
+    return name.endswith(_SECRET_ENDINGS) and not name.endswith(_NO_SECRETS)
 
 
 def redact_command(command: Sequence[str]) -> list[str]:
@@ -144,7 +155,7 @@ def redact_command(command: Sequence[str]) -> list[str]:
     for word in command:
         key, equals, value = word.partition("=")
         # a value may itself be a YAML mapping with secrets in it: no telling, so only what is plainly safe stays
-        hides = _SECRET_KEY.search(key) or ("{" in value and re.search(r"key|token|secret|passw|auth", value, re.I))
+        hides = _is_secret(key) or ("{" in value and re.search(r"key|token|secret|passw|auth", value, re.I))
         words.append(f"{key}={BLANK}" if equals and hides else str(redact(word)))
     return words
 

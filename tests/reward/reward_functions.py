@@ -19,6 +19,20 @@ def everything(prompt, response, answer, **meta):
     return {"value": len(prompt), "correct": answer == "4", "level": meta["level"], "scale": meta.get("scale", 0)}
 
 
+def forks(response):
+    """A child of the worker goes on in the worker's own code and would answer too."""
+    os.fork()
+    return float(response)
+
+
+class _Rude(BaseException):
+    pass
+
+
+def rude(response):
+    raise _Rude("no ordinary exception")
+
+
 async def slow_but_async(response):
     await asyncio.sleep(0.01)
     return response == "yes"

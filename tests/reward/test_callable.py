@@ -161,3 +161,16 @@ import dapo.data.source
 assert not {"torch", "transformers"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_cancellation_that_comes_out_of_the_function_is_a_failed_score():
+    """An inner task that was cancelled must neither hang the run nor end it."""
+
+    async def sometimes(response):
+        if response == "cancel":
+            raise asyncio.CancelledError
+        return True
+
+    good, bad, again = score(sometimes, "a", "cancel", "b")
+    assert good.correct and again.correct
+    assert "CancelledError" in bad.error

@@ -259,3 +259,14 @@ def test_exact_needs_no_workers():
     assert (right.correct, wrong.correct, wrong.parts) == (True, False, {"answer_found": 0.0})
     with pytest.raises(RewardError, match="row 0 has no reference answer"):
         score_all(ExactReward(kind="exact"), ["4"], Prompt(0, "p", (1,)))
+
+
+def test_a_function_that_forks_does_not_shift_rewards_to_other_samples():
+    rewards = score_all(function("forks"), [str(i) for i in range(30)])
+    assert [r.value for r in rewards if r.error is None] == [float(i) for i, r in enumerate(rewards) if r.error is None]
+    assert sum(r.error is None for r in rewards) >= 25
+
+
+def test_an_exception_that_is_no_ordinary_one_is_a_failed_score():
+    (reward,) = score_all(function("rude", workers=1), ["x"])
+    assert "no ordinary exception" in reward.error

@@ -14,6 +14,11 @@ def _conflicts(config: Config) -> Iterator[str]:
     """Every impossible combination, as `key: what is wrong, with the numbers; what would work`."""
     rollout, algorithm, training = config.rollout, config.algorithm, config.training
 
+    if config.data.prompt_key == config.data.answer_key:
+        yield (
+            f"data.prompt_key: is the same key as data.answer_key ({config.data.answer_key!r}), which would show the "
+            "model the answer; the defaults are prompt and answer"
+        )
     if rollout.samples_per_prompt < 2:
         yield (
             f"rollout.samples_per_prompt: is {rollout.samples_per_prompt}, but {algorithm.advantage.kind} compares the "

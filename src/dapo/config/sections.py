@@ -272,7 +272,7 @@ class RuntimeConfig(Section):
     """Placement: one process."""
     device: Literal["cpu"] = "cpu"
     """Device of engine and trainer."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=1024)
     """Threads for tensor work; by default 1 for small models (whose operations are too short to share) and all cores
     for others."""
     deterministic: bool = False

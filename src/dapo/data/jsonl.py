@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,11 +118,13 @@ def _read_file(file: Path, keys: Keys) -> tuple[list[Row], list[str]]:
                 rows.append(_check(_parse(line), keys, place))
             except _BadRow as fault:
                 errors.append(f"{place}: {fault}")
+            except RecursionError:
+                errors.append(f"{place}: nested too deeply")
     except IsADirectoryError:
         errors.append(f"{file}: is a folder, not a file")
     except FileNotFoundError:
         errors.append(f"{file}: no such file")
-    except (OSError, EOFError) as error:  # unreadable, or a damaged gzip file
+    except (OSError, EOFError, zlib.error) as error:  # unreadable, or a damaged gzip file
         errors.append(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}")
     return rows, errors
 

@@ -47,6 +47,9 @@ def load_model(source: Any, dtype: torch.dtype = torch.float32, trust_remote_cod
         check_supported(source.config)
         model = source.to(dtype)
         model.set_attn_implementation(ATTENTION_NAME)
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ModelError(f"model: the weights {name} hold NaN or infinity")
     return model.eval()
 
 
@@ -59,11 +62,21 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
         raise ModelError(_explain("model", path, error)) from None
     check_supported(config)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
     except Exception as error:  # a damaged weight file raises whatever its reader raises
         raise ModelError(_explain("model", path, error)) from None
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(map(str, report.get(kind) or ()))
+        if names:
+            what = kind.removesuffix("_keys")
+            raise ModelError(f"model {path}: {len(names)} {what} weights, such as {names[0]}; is this its config.json?")
+    return model
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:

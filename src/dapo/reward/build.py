@@ -177,6 +177,7 @@ class CallableScorer:
         self._free = asyncio.Semaphore(concurrency or (_ASYNC_CONCURRENCY if self._bound.is_async else 1))
         self._lost: list[threading.Thread] = []
         self._calls: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -202,6 +203,12 @@ class CallableScorer:
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await self._call(arguments)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed or task is None or task.cancelling():
+                raise
+            # it came out of the user's function, where an inner task was cancelled: a failed score like any other
+            return self._bound.failure(RuntimeError("it raised CancelledError"))
         except Exception as error:
             if deadline.expired():
                 text = f"reward function {self._bound.name}: timed out after {self._timeout_s:g} s"
@@ -215,7 +222,8 @@ class CallableScorer:
             call.exception()  # taken note of, also if the caller has gone
 
     async def close(self) -> None:
-        """Nothing to stop: threads left behind are daemons and do not keep the program alive."""
+        """Threads left behind are daemons and do not keep the program alive."""
+        self._closed = True
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
         call = functools.partial(self._bound.function, **arguments)
@@ -256,10 +264,11 @@ def _in_daemon_thread(call: Callable[[], Any]) -> tuple[threading.Thread, asynci
         error: Exception | None = None
         try:
             result = call()
-        except (StopIteration, SystemExit, KeyboardInterrupt) as raised:  # a future takes none of these
-            error = RuntimeError(f"it raised {type(raised).__name__}")
-        except Exception as raised:
-            error = raised
+        except BaseException as raised:
+            if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+                error = raised
+            else:  # a future takes none of these
+                error = RuntimeError(f"it raised {type(raised).__name__}")
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle, result, error)
 

@@ -14,6 +14,9 @@ from typing import Any, NoReturn
 from dapo.errors import RewardError
 from dapo.records import Reward
 
+LARGEST = 1e30
+"""Beyond this a sum or a square of rewards would no longer be a finite float32."""
+
 EXPECTED = 'a float, a bool, a dict with "value", or a Reward'
 
 
@@ -74,6 +77,8 @@ def _checked(reward: Reward, name: str) -> Reward:
         value = _number(value, name, "a Reward with a finite value")
     if not isinstance(parts, Mapping):
         _broken(name, "a Reward whose parts are a dict of numbers", parts)
+    if reward.error is not None and not (isinstance(reward.error, str) and reward.error):
+        _broken(name, "a Reward whose error is text or None", reward.error)
     if reward.extracted is not None and not isinstance(reward.extracted, str):
         _broken(name, "a Reward whose extracted is text or None", reward.extracted)
     return replace(reward, correct=correct, value=value, parts=_parts(parts, name))
@@ -88,7 +93,7 @@ def _number(value: Any, name: str, expected: str) -> float:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:  # an integer beyond the range of floats
         number = math.inf
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST:
         _broken(name, expected, value)
     return number
 

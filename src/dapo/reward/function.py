@@ -174,7 +174,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
             result = bound.function(**arguments)
             if inspect.isawaitable(result):
                 result = loop.run_until_complete(_await(result))
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:  # whatever it raises, this worker goes on
             return reward_to_json(bound.failure(error))
         return reward_to_json(to_reward(result, bound.name))
 

@@ -192,6 +192,7 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None  # both were asked for
         self.process = process
+        self._exchanges = 0
         self._stdin = process.stdin
         self._stdout = process.stdout
 
@@ -211,13 +212,17 @@ class _Worker:
 
     async def exchange(self, message: bytes) -> dict[str, Any]:
         """Send one message and wait for its reply."""
+        self._exchanges += 1
         try:
             self._stdin.write(message)
             await self._stdin.drain()
             (size,) = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
-            reply: dict[str, Any] = json.loads(await self._stdout.readexactly(size))
+            reply = json.loads(await self._stdout.readexactly(size))
         except (ConnectionError, asyncio.IncompleteReadError, ValueError):
             raise _WorkerDied(await self._cause_of_death()) from None
+        # a function that forks, or writes to our pipe, could shift replies by one and give a sample another's reward
+        if not isinstance(reply, dict) or reply.get("number") != self._exchanges:
+            raise _WorkerDied("sent what is no reply to it")
         return reply
 
     async def _cause_of_death(self) -> str:

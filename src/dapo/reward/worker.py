@@ -46,25 +46,43 @@ def main() -> None:
     _die_with_parent(setup["parent"])
     # after everything installed: a file of the user's named like a module of the library must not replace it
     sys.path.append(str(Path.cwd()))
-    reply: dict[str, Any]
+    replies = _Replies(sink)
     try:
         module, _, name = setup["factory"].partition(":")
         handle: Handler = getattr(importlib.import_module(module), name)(setup["options"])
     except UserError as error:
-        _write(sink, {"broken": str(error)})
+        replies.send({"broken": str(error)})
         return
     if setup["memory_mb"] is not None:
         _limit_memory(setup["memory_mb"])
-    _write(sink, {"result": {}})
+    replies.send({"result": {}})
     while (item := _read(source)) is not None:
         try:
-            reply = {"result": handle(item)}
+            reply: dict[str, Any] = {"result": handle(item)}
         except UserError as error:
             reply = {"broken": str(error)}
+        replies.send(reply)
+
+
+class _Replies:
+    """Numbered replies. A process that user code has forked off must not reply in the worker's place: it ends."""
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self._process = os.getpid()
+        self._sent = 0
+
+    def send(self, reply: dict[str, Any]) -> None:
+        if os.getpid() != self._process:
+            os._exit(0)
+        self._sent += 1
         try:
-            _write(sink, reply)
+            message = encode(reply | {"number": self._sent})
         except (TypeError, ValueError) as error:
-            _write(sink, {"broken": f"the reward function returned what JSON cannot hold: {error}"})
+            broken = f"the reward function returned what JSON cannot hold: {error}"
+            message = encode({"broken": broken, "number": self._sent})
+        self._sink.write(message)
+        self._sink.flush()
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -84,11 +102,6 @@ def _read(source: BinaryIO) -> dict[str, Any] | None:
     (size,) = HEADER.unpack(header)
     body = source.read(size)
     return None if len(body) < size else json.loads(body)
-
-
-def _write(sink: BinaryIO, message: dict[str, Any]) -> None:
-    sink.write(encode(message))
-    sink.flush()
 
 
 def _die_with_parent(parent: int) -> None:
