@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from dapo.config.section import Section
+
+
+def _one_file_is_a_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[list[str], BeforeValidator(_one_file_is_a_list)]
+"""Names of files; one alone may be written without brackets."""
 
 
 class ModelConfig(Section):
@@ -21,7 +29,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: list[str] = Field(default_factory=list)
+    train: Files = Field(default_factory=list)
     """Files to train on (JSONL). Relative paths are looked up beside the recipe first, then in the working folder."""
     prompt_key: str = "prompt"
     """Key of the prompt in a row: text, or a list of chat messages."""
@@ -40,11 +48,6 @@ class DataConfig(Section):
     """Draw rows in a seeded random order, another one each epoch. Off: in the order of the files."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
-
-    @field_validator("train", mode="before")
-    @classmethod
-    def _one_file_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
 
 class RolloutConfig(Section):
@@ -244,7 +247,7 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    data: list[str] = Field(default_factory=list)
+    data: Files = Field(default_factory=list)
     """Held-out files (JSONL); none: no evaluation."""
     every: int = Field(0, ge=0)
     """Evaluate after every so many rollout steps, beside before the first and after the last. 0: only those two."""
@@ -260,11 +263,6 @@ class EvaluationConfig(Section):
     """Sample from the so many most likely tokens. 0: from all."""
     max_response_length: int | None = Field(None, ge=1)
     """By default that of the rollout."""
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _one_file_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
 
 class RuntimeConfig(Section):
