@@ -16,7 +16,8 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo.cli import app, next_commands
+from dapo.cli import app
+from dapo.cli.train import next_commands
 from dapo.config import build_config
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
 
@@ -108,11 +109,11 @@ def test_a_dry_run_prints_the_recipe_and_its_numbers_and_writes_nothing(workplac
 
 
 def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo import cli
+    from dapo.cli import train
 
     out = io.StringIO()
-    monkeypatch.setattr(cli, "Console", lambda **_: Console(file=out, force_terminal=True, color_system=None, width=80))
-    cli.train(Path("r.yaml"), dry_run=True)
+    monkeypatch.setattr(train, "Console", lambda **_: Console(file=out, force_terminal=True, color_system=None, width=80))
+    train.train(Path("r.yaml"), dry_run=True)
     assert "clip_ratio_high: 0.28" in out.getvalue() and "samples per step  128" in out.getvalue()
 
 

@@ -1,0 +1,47 @@
+"""The command line: one module per command.
+
+Help, version and every error in a recipe come before torch is imported, so they come at once. Errors of the user's are
+printed as a message, without a traceback; their kind is in the exit code.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import dapo
+from dapo.cli import demo, train
+from dapo.cli.errors import EXIT_CODES
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Reinforcement learning for language models with DAPO. Start with: dapo demo",
+    epilog=EXIT_CODES,
+)
+
+
+def main() -> None:
+    """Entry point of the program."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dapo {dapo.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+for _command in (train.train, demo.demo):
+    app.command(epilog=EXIT_CODES)(_command)

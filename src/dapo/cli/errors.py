@@ -1,0 +1,71 @@
+"""Errors of the user's, as a message without a traceback; their kind is in the exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dapo.errors import ConfigError, DataError, NumericalError, StarvedError, UserError
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 another error of the input (model, reward function, run folder); 2 an error in the recipe, "
+    "the command line or the data; 3 training stopped early (nothing left to learn from, or numbers that are not "
+    "finite); 70 a fault of dapo's; 130 interrupted."
+)
+
+
+def exit_code(error: UserError) -> int:
+    """The exit code for an error of the user's."""
+    if isinstance(error, ConfigError | DataError):
+        return 2
+    return 3 if isinstance(error, StarvedError | NumericalError) else 1
+
+
+@contextmanager
+def errors_for_people(debug: bool) -> Iterator[None]:
+    """Turn what goes wrong inside into a message and an exit code."""
+    try:
+        yield
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        complain(str(error))
+        raise typer.Exit(exit_code(error)) from None
+    except KeyboardInterrupt:
+        complain("interrupted")
+        raise typer.Exit(130) from None
+    except (typer.Exit, BrokenPipeError):
+        raise
+    except ExceptionGroup as group:  # of concurrent tasks: the user's error matters, the cancelled rest does not
+        with errors_for_people(debug):
+            raise next((e for e in _leaves(group) if isinstance(e, UserError)), group.exceptions[0]) from None
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        complain(
+            f"{type(error).__name__}: {error}\nThis is a fault of dapo's, not yours. "
+            + ("Please report it with the traceback above." if debug else "Use --debug for the traceback.")
+        )
+        raise typer.Exit(70) from None
+
+
+def _leaves(error: Exception) -> Iterator[Exception]:
+    if isinstance(error, ExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
+
+
+def complain(message: str) -> None:
+    """Print an error."""
+    sys.stdout.flush()
+    console: Any = Console(stderr=True)
+    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True, highlight=False)
