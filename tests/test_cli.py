@@ -112,7 +112,8 @@ def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from dapo.cli import train
 
     out = io.StringIO()
-    monkeypatch.setattr(train, "Console", lambda **_: Console(file=out, force_terminal=True, color_system=None, width=80))
+    terminal = Console(file=out, force_terminal=True, color_system=None, width=80)
+    monkeypatch.setattr(train, "Console", lambda **_: terminal)
     train.train(Path("r.yaml"), dry_run=True)
     assert "clip_ratio_high: 0.28" in out.getvalue() and "samples per step  128" in out.getvalue()
 
