@@ -21,6 +21,7 @@ from dapo.errors import RewardError, StarvedError
 from dapo.records import Prompt, Reward, Sample
 from dapo.rollout.engine import Engine, EngineError
 from dapo.rollout.seeds import sample_seed
+from dapo.state import read_state, write_state
 
 N, G = 4, 3
 MIXED, RIGHT, WRONG = (1, 0, 1), (1, 1, 1), (0, 0, 0)
@@ -47,9 +48,12 @@ class FakeSource:
 
 @dataclass
 class FakeEngine:
-    """Finishes samples in random order after random pauses. The tokens of a sample are [request id, index, 9]."""
+    """Finishes samples in random order after random pauses. The tokens of a sample are [request id, index in the group
+    (told from its seed), 9]."""
 
     rng: random.Random = field(default_factory=random.Random)
+    rows: int = 10**6
+    run_seed: int = 0
     version: int = 0
     slow: tuple[int, ...] = ()
     """Requests that finish long after all others."""
@@ -77,7 +81,8 @@ class FakeEngine:
             self.open_streams -= 1
 
     def _sample(self, request, index):
-        tokens = np.array([request.id, index, 9], np.int32)
+        seeds = [sample_seed(self.run_seed, request.id % self.rows, request.id, i) for i in range(G)]
+        tokens = np.array([request.id, seeds.index(request.seeds[index]), 9], np.int32)
         return Sample(request.id, index, tokens, np.full(3, -0.1, np.float32), tokens * 0 + self.version, "stop")
 
     async def load_weights(self, version, tensors):
@@ -140,7 +145,9 @@ def make(rule, *, seed=0, changes=None, rows=10**6, **engine):
         place[last] = value
     rng = random.Random(seed)
     source, scorer = FakeSource(rows), FakeScorer(rule, random.Random(seed))
-    return ExperienceBuffer(source, FakeEngine(rng, **engine), scorer, decode, build_config(tree))
+    return ExperienceBuffer(
+        source, FakeEngine(rng, rows, tree.get("seed", 0), **engine), scorer, decode, build_config(tree)
+    )
 
 
 def run(work):
@@ -160,6 +167,11 @@ def fill(buffer, step=0, **options):
         return run(buffer.fill(step, **options))
     finally:
         assert buffer._engine.open_streams == 0 and buffer._scorer.running == 0
+
+
+def through_a_file(folder, state):
+    write_state(folder, state)
+    return read_state(folder)
 
 
 def draws(groups):
@@ -288,7 +300,7 @@ def test_surplus_is_cancelled_or_counted_on_policy():
         stats = fill(buffer).stats
         assert stats.mixed == N + stats.surplus and stats.carried == 0
         assert stats.all_right + stats.all_wrong + stats.mixed + stats.cancelled == stats.drawn
-        assert buffer.state()["carried"] == []
+        assert buffer.state()["carried"] == ()
 
 
 def test_stops_early():
@@ -444,21 +456,24 @@ def explode_at(number):
 
 
 def test_exceptions_come_through_at_once():
-    """Entry 94: the exception itself, no task or stream left, and the buffer is where it was before the fill."""
+    """Entry 94: the exception itself, no task or stream left, and what had come is there for the next fill."""
     cause = OSError("socket closed")
     broken = RuntimeError("scorer died")
     broken.__cause__ = cause
-    for build, kind in [
-        (lambda: make(every_second, spoil=explode_at(2)), EngineError),
-        (lambda: make(lambda row: (broken,) * G if row == 3 else MIXED), RuntimeError),
+    for rule, spoil, kind in [
+        (every_second, explode_at(2), EngineError),
+        (lambda row: (broken,) * G if row == 3 else every_second(row), None, RuntimeError),
     ]:
-        buffer = build()
-        before = buffer.state()
+        buffer = make(rule, spoil=spoil)
         with pytest.raises(kind) as caught:
             fill(buffer)
         assert type(caught.value) is kind
         assert caught.value.__cause__ is (cause if kind is RuntimeError else None)
-        assert buffer.state() == before
+        assert buffer._engine.came_back
+        buffer._engine.spoil, buffer._scorer.rule = None, every_second
+        assert draws(fill(buffer).groups) == [1, 3, 5, 7]
+        sampled = Counter(draw for draw, _ in buffer._engine.came_back.elements())
+        assert all(sampled[draw] == G for draw in (1, 3, 5, 7))  # what had come was not sampled again
 
 
 def test_engine_must_return_each_sample_once():
@@ -499,11 +514,28 @@ def test_streams_are_closed_after_the_last_sample():
     assert draws(fill(buffer).groups) == [1, 3, 5, 7]
 
 
-def test_cancelling_leaves_nothing_behind():
+def interrupt(buffer, turns):
+    """Cancel a fill after so many turns of the event loop; False: it was done before that."""
+
+    async def cancel():
+        task = asyncio.create_task(buffer.fill(0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    try:
+        return run(cancel())
+    finally:
+        assert buffer._engine.open_streams == buffer._scorer.running == 0
+
+
+def test_one_fill_at_a_time_and_its_state_is_that_before_it():
     buffer = make(every_second, slow=(0,))
     before = buffer.state()
 
-    async def cancel():
+    async def twice():
         task = asyncio.create_task(buffer.fill(0))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -511,17 +543,66 @@ def test_cancelling_leaves_nothing_behind():
         with pytest.raises(RuntimeError, match="already"):
             await buffer.fill(0)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
 
-    run(cancel())
-    assert buffer._engine.open_streams == buffer._scorer.running == 0
+    run(twice())
+
+
+def test_an_interrupted_fill_is_drawn_again_in_deterministic_mode():
+    buffer = make(every_second, slow=(0,), changes={"runtime.deterministic": True})
+    before = buffer.state()
+    assert interrupt(buffer, 20)
     assert buffer.state() == before
     assert draws(fill(buffer).groups) == [1, 3, 5, 7]
 
 
-def test_resume_is_exact():
-    """Entries 85 and 88: a buffer restored from JSON goes on as the first one does, carried-over groups included."""
+@pytest.mark.parametrize("metric", ["acc", "score"])
+@pytest.mark.parametrize("turns", [2, 5, 9, 14, 20, 30, 50])
+def test_an_interrupted_fill_goes_on_with_the_samples_that_had_come(tmp_path, turns, metric):
+    """Through a checkpoint and into another buffer. No sample that had come is asked for again, none is missing."""
+    changes = {"algorithm.filter_groups.metric": metric}
+    whole = fill(make(every_second, seed=3, changes=changes))
+    buffer = make(every_second, seed=3, changes=changes)
+    if not interrupt(buffer, turns):
+        return
+    kept = {(g.draw, s.index) for g in buffer.state()["under_way"] for s in g.samples}
+    assert kept == set(buffer._engine.came_back)
+    again = make(every_second, seed=turns, changes=changes)
+    again.load_state(through_a_file(tmp_path, buffer.state()))
+    result = fill(again)
+    assert draws(result.groups) == draws(whole.groups)
+    for one, two in zip(result.groups, whole.groups, strict=True):
+        assert [s.index for s in one.samples] == list(range(G))
+        for a, b in zip(one.samples, two.samples, strict=True):
+            assert a.reward == b.reward
+    for request in again._engine.requests:
+        missing = [i for i in range(G) if (request.id, i) not in kept]
+        assert request.seeds == tuple(sample_seed(0, request.id, request.id, i) for i in missing)
+    assert again.state()["under_way"] == () and again.state()["rounds"] == 0
+
+
+def test_failed_scores_of_an_interrupted_fill_are_made_again():
+    changes = {"reward.max_error_rate": 0.99}
+    buffer = make(lambda row: (None, 1, 0), slow=(1, 2, 3), changes=changes)
+    assert interrupt(buffer, 200)
+    assert any(s.reward and s.reward.error for g in buffer.state()["under_way"] for s in g.samples)
+    buffer._scorer.rule = lambda row: (1, 1, 0)
+    stats = fill(buffer).stats
+    assert stats.failed_scores == 0 and stats.kept == N and stats.scores >= N * G
+
+
+def test_an_interrupted_fill_keeps_to_its_budget():
+    """The draws made before count: at most max_num_gen_batches x N in one step, however often it is interrupted."""
+    changes = {"algorithm.filter_groups.max_num_gen_batches": 2}
+    buffer = make(lambda row: WRONG, slow=(2,), changes=changes)
+    assert interrupt(buffer, 60)
+    with pytest.raises(StarvedError):
+        fill(buffer)
+    assert buffer._draws == 2 * N
+
+
+def test_resume_is_exact(tmp_path):
+    """Entries 85 and 88: a buffer restored from a file goes on as the first one does, carried-over groups included."""
     for staleness in (0, 1):
         changes = {"runtime.deterministic": True, "rollout.max_staleness": staleness}
 
@@ -533,21 +614,19 @@ def test_resume_is_exact():
 
         whole = make(every_second, changes=changes)
         first = list(steps(whole, range(3)))
-        state = json.loads(json.dumps(whole.state(), allow_nan=False))
         again = make(every_second, seed=5, changes=changes)
-        again.load_state(state)
-        assert again.state() == whole.state()
+        again.load_state(through_a_file(tmp_path, whole.state()))
         assert list(steps(again, range(3, 6))) == list(steps(whole, range(3, 6)))
         assert first
 
 
-def test_state_keeps_every_field_of_a_carried_group():
+def test_state_keeps_every_field_of_a_carried_group(tmp_path):
     changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60, "reward.max_error_rate": 0.9}
     buffer = make(lambda row: (1, None, 0), changes=changes)
     buffer._keep_rate.learn(10, 60)
     fill(buffer)
     other = make(every_second)
-    other.load_state(json.loads(json.dumps(buffer.state(), allow_nan=False)))
+    other.load_state(through_a_file(tmp_path, buffer.state()))
     assert buffer._carried and len(other._carried) == len(buffer._carried)
     for one, two in zip(buffer._carried, other._carried, strict=True):
         assert (one.draw, one.prompt) == (two.draw, two.prompt)

@@ -6,7 +6,8 @@ those are (``algorithm/admission.py``) and how many prompts to draw; computes no
 
 Waits for: samples and scores, nothing else. The engine and the scorer's deadline end each of these waits; the number of
 draws in a step is bounded, so ``fill`` ends too. The first exception of engine, scorer or decoder ends it at once, as
-does a cancellation: all tasks are cancelled, all streams closed, and the buffer is where it was before the fill.
+does a cancellation: all tasks are cancelled and all streams closed. The next fill goes on with the samples that had
+come; in deterministic mode the buffer is where it was before the fill, which is drawn again from its seeds.
 
 Order: draws are numbered through the run, and the first N kept ones *in that order* are admitted, whatever the order
 they finish in. Each sample has its own seed. So what a fill returns depends on when things finish only through the
@@ -15,17 +16,14 @@ number of prompts drawn, and under ``runtime.deterministic`` not at all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
-
-import numpy as np
 
 from dapo.config import Config
 from dapo.errors import StarvedError
 from dapo.filling import Fill, Filling, FillStats, KeepRate
-from dapo.records import Group, Prompt, Reward, Sample
+from dapo.records import Group, Prompt
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 
@@ -75,6 +73,8 @@ class ExperienceBuffer:
         self._draws = 0
         self._keep_rate = KeepRate()
         self._carried: tuple[Group, ...] = ()
+        self._under_way: tuple[Group, ...] = ()
+        self._rounds = 0
         self._before: _Position | None = None
 
     async def fill(self, step: int, train_version: int | None = None) -> Fill:
@@ -101,6 +101,7 @@ class ExperienceBuffer:
         if self._before is not None:
             raise RuntimeError("the buffer is being filled already")
         self._before = self._position()
+        filling = None
         try:
             filling = Filling(
                 step,
@@ -111,6 +112,8 @@ class ExperienceBuffer:
                 config=self._config,
                 keep_rate=self._keep_rate,
                 carried=self._carried,
+                resumed=self._under_way,
+                rounds=self._rounds,
                 train_version=train_version,
             )
             await filling.run()
@@ -121,8 +124,12 @@ class ExperienceBuffer:
             self._keep_rate.learn(*filling.settled_draws(admission))
             fill = filling.result(admission, self._keep_rate.value())
             self._carried = fill.groups if stop else tuple(g for g, status in fill.rejected if status == "carried")
+            self._under_way, self._rounds = (), 0
         except BaseException:
-            self._restore(self._before)
+            if self._config.runtime.deterministic or filling is None:
+                self._restore(self._before)
+            else:  # what is finished is finished: the next fill goes on from there
+                self._under_way, self._rounds = filling.under_way(), filling.rounds
             raise
         finally:
             self._before = None
@@ -131,30 +138,29 @@ class ExperienceBuffer:
         return fill
 
     def state(self) -> dict[str, Any]:
-        """The position in JSON types, for a checkpoint. While a fill is running: that before it."""
+        """The position, for a checkpoint (``state.py``). While a fill is running: that before it."""
         position = self._before or self._position()
-        return {
-            "draws": position.draws,
-            "keep_rate": list(position.keep_rate),
-            "source": position.source,
-            "carried": [_group_state(g) for g in position.carried],
-        }
+        return {field.name: getattr(position, field.name) for field in fields(position)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
-        kept, finished = state["keep_rate"]
-        carried = tuple(_group_from(g) for g in state["carried"])
-        self._restore(_Position(state["draws"], (kept, finished), state["source"], carried))
+        """Go on from :meth:`state`.
+
+        Raises:
+            DataError: it was taken over other data.
+        """
+        self._restore(_Position(**state))
 
     def _position(self) -> _Position:
         rate = self._keep_rate
-        return _Position(self._draws, (rate.kept, rate.finished), self._source.state(), self._carried)
+        source = self._source.state()
+        return _Position(self._draws, rate.kept, rate.finished, source, self._carried, self._under_way, self._rounds)
 
     def _restore(self, position: _Position) -> None:
         self._draws = position.draws
-        self._keep_rate = KeepRate(*position.keep_rate)
+        self._keep_rate = KeepRate(position.keep_rate_kept, position.keep_rate_finished)
         self._source.load_state(position.source)
         self._carried = position.carried
+        self._under_way, self._rounds = position.under_way, position.rounds
 
     def _draw(self) -> tuple[int, Prompt]:
         number = self._draws
@@ -167,9 +173,14 @@ class _Position:
     """Between two fills: all that the next one depends on."""
 
     draws: int
-    keep_rate: tuple[float, float]
+    keep_rate_kept: float
+    keep_rate_finished: float
     source: dict[str, Any]
     carried: tuple[Group, ...]
+    under_way: tuple[Group, ...]
+    """Draws of a fill that was interrupted, each with the samples that had come; none in deterministic mode."""
+    rounds: int
+    """Times that it had drawn prompts."""
 
 
 def _starved_message(fill: Fill, config: Config) -> str:
@@ -185,68 +196,4 @@ def _starved_message(fill: Fill, config: Config) -> str:
         f"What may help: {prompts}; a larger rollout.samples_per_prompt (now {config.rollout.samples_per_prompt}); a "
         "larger algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the "
         "groups there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
-    )
-
-
-# --- groups in JSON types -----------------------------------------------------------------------------------------
-
-
-def _group_state(group: Group) -> dict[str, Any]:
-    prompt = group.prompt
-    return {
-        "draw": group.draw,
-        "prompt": {
-            "row": prompt.row,
-            "text": prompt.text,
-            "token_ids": list(prompt.token_ids),
-            "answer": prompt.answer,
-            "meta": dict(prompt.meta),
-        },
-        "samples": [_sample_state(s) for s in group.samples],
-    }
-
-
-def _sample_state(sample: Sample) -> dict[str, Any]:
-    reward = sample.reward
-    return {
-        "request_id": sample.request_id,
-        "index": sample.index,
-        "token_ids": sample.token_ids.tolist(),
-        "logprobs": sample.logprobs.tolist(),
-        "versions": sample.versions.tolist(),
-        "finish_reason": sample.finish_reason,
-        "text": sample.text,
-        "reward": None
-        if reward is None
-        else {
-            "correct": reward.correct,
-            "value": reward.value if math.isfinite(reward.value) else None,  # a failed score has no value
-            "parts": dict(reward.parts),
-            "error": reward.error,
-            "extracted": reward.extracted,
-        },
-    }
-
-
-def _group_from(state: Mapping[str, Any]) -> Group:
-    prompt = state["prompt"]
-    return Group(
-        state["draw"],
-        Prompt(**(prompt | {"token_ids": tuple(prompt["token_ids"])})),
-        tuple(_sample_from(s) for s in state["samples"]),
-    )
-
-
-def _sample_from(state: Mapping[str, Any]) -> Sample:
-    reward = state["reward"]
-    if reward is not None:
-        reward = Reward(**(reward | {"value": math.nan if reward["value"] is None else reward["value"]}))
-    return Sample(
-        **{
-            **state,
-            "token_ids": np.array(state["token_ids"], np.int32),
-            "logprobs": np.array(state["logprobs"], np.float32),
-            "versions": np.array(state["versions"], np.int32),
-            "reward": reward,
-        }
     )

@@ -109,12 +109,12 @@ class _Draw:
 
     number: int
     prompt: Prompt
-    received: set[int] = field(default_factory=set)
-    """Indices of the samples that came from the engine."""
-    tokens: int = 0
-    """Response tokens of these."""
+    received: dict[int, Sample] = field(default_factory=dict)
+    """The samples that came from the engine, by index."""
     scored: dict[int, Sample] = field(default_factory=dict)
-    """By index."""
+    """Those of them that have been scored."""
+    asked: tuple[int, ...] = ()
+    """Which samples the engine was asked for."""
     group: Group | None = None
     verdict: Verdict | None = None
     oldest: int | None = None
@@ -124,9 +124,24 @@ class _Draw:
 
     @classmethod
     def carry(cls, group: Group) -> _Draw:
-        draw = cls(group.draw, group.prompt, carried=True, tokens=sum(s.length for s in group.samples))
+        draw = cls(group.draw, group.prompt, {s.index: s for s in group.samples}, carried=True)
         draw.finish(group, Verdict.MIXED)
         return draw
+
+    @classmethod
+    def resume(cls, group: Group) -> _Draw:
+        """From the samples that an interrupted fill had; those whose score failed are scored again."""
+        received = {s.index: s if s.scored else replace(s, reward=None) for s in group.samples}
+        return cls(group.draw, group.prompt, received, {i: s for i, s in received.items() if s.scored})
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens that came."""
+        return sum(s.length for s in self.received.values())
+
+    def under_way(self) -> Group:
+        """What there is of it: scored samples, and those that are still to be scored."""
+        return Group(self.number, self.prompt, tuple(self.scored.get(i, s) for i, s in sorted(self.received.items())))
 
     def finish(self, group: Group, verdict: Verdict) -> None:
         self.group, self.verdict = group, verdict
@@ -185,6 +200,8 @@ class Filling:
         config: Config,
         keep_rate: KeepRate,
         carried: Sequence[Group],
+        resumed: Sequence[Group] = (),
+        rounds: int = 0,
         train_version: int | None,
     ) -> None:
         """
@@ -197,6 +214,8 @@ class Filling:
             config: of the run.
             keep_rate: of earlier steps.
             carried: good groups of earlier steps.
+            resumed: the draws of an interrupted fill of this step, each with the samples that it had.
+            rounds: times that it had drawn prompts.
             train_version: policy version that will be trained, or None for the engine's.
         """
         self._draw = draw
@@ -217,7 +236,10 @@ class Filling:
         self.scores = _Scores(config.reward, self._filter.metric, step)
         self._draws = [_Draw.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
         self._budget = self._wanted * self._filter.max_num_gen_batches if self.filtering else self._missing()
-        self._rounds = 0
+        self._resumed = [_Draw.resume(g) for g in resumed]
+        self._draws += self._resumed
+        self._budget -= len(self._resumed)
+        self._rounds = rounds
         self._in_flight = 0
         self._last_sample = time.perf_counter()
         self._finished = asyncio.Event()
@@ -229,6 +251,7 @@ class Filling:
         failure: BaseException | None = None
         try:
             async with self._tasks:
+                self._take_up()
                 while not (self._stop_early and self.admission().complete):
                     self._refill()
                     if not self._in_flight:
@@ -243,6 +266,28 @@ class Filling:
             failure = group.exceptions[0]  # the others followed from it, or came in the same moment
         if failure is not None:  # out here, so that the wrapping is not shown as its context
             raise failure
+
+    @property
+    def rounds(self) -> int:
+        """Times that prompts were drawn."""
+        return self._rounds
+
+    def under_way(self) -> tuple[Group, ...]:
+        """This step's draws with the samples that have come, for a fill that goes on later."""
+        return tuple(d.under_way() for d in self._draws if not d.carried)
+
+    def _take_up(self) -> None:
+        """Go on with the draws of an interrupted fill: score what is not scored, ask for what is missing."""
+        self._in_flight += len(self._resumed)
+        for draw in self._resumed:
+            self.scores.made += len(draw.scored)
+            self._finish_if_whole(draw)
+            for sample in draw.received.values():
+                if sample.index not in draw.scored:
+                    self._spawn(self._score(draw, sample))
+        short = [d for d in self._resumed if len(d.received) < self._size]
+        if short:
+            self._spawn(self._read(short))
 
     def _newest_version(self) -> int:
         return self._engine.version if self._train_version is None else self._train_version
@@ -287,7 +332,8 @@ class Filling:
 
     def _request(self, draw: _Draw) -> Request:
         rollout = self._config.rollout
-        seeds = (sample_seed(self._config.seed, draw.prompt.row, draw.number, i) for i in range(self._size))
+        draw.asked = tuple(i for i in range(self._size) if i not in draw.received)
+        seeds = (sample_seed(self._config.seed, draw.prompt.row, draw.number, i) for i in draw.asked)
         sampling = Sampling(rollout.temperature, rollout.max_response_length)
         return Request(draw.number, draw.prompt.token_ids, tuple(seeds), sampling)
 
@@ -301,8 +347,8 @@ class Filling:
     async def _read(self, draws: Sequence[_Draw]) -> None:
         """Take the samples of ``draws`` as they finish; cancelling this task closes the engine's stream."""
         by_number = {d.number: d for d in draws}
-        missing = len(draws) * self._size
         stream = self._engine.generate([self._request(d) for d in draws])
+        wanted = missing = sum(len(d.asked) for d in draws)
         try:
             async for sample in stream:
                 self._receive(by_number.get(sample.request_id), sample)
@@ -313,13 +359,14 @@ class Filling:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
-        raise EngineError(f"{missing} of {len(draws) * self._size} samples never came back")
+        raise EngineError(f"{missing} of {wanted} samples never came back")
 
     def _receive(self, draw: _Draw | None, sample: Sample) -> None:
-        if draw is None or sample.index in draw.received or not 0 <= sample.index < self._size:
+        known = draw is not None and 0 <= sample.index < len(draw.asked)
+        if draw is None or not known or draw.asked[sample.index] in draw.received:
             raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
-        draw.received.add(sample.index)
-        draw.tokens += sample.length
+        sample = replace(sample, index=draw.asked[sample.index])  # the engine numbers them as they were asked for
+        draw.received[sample.index] = sample
         self._last_sample = time.perf_counter()
         self._spawn(self._score(draw, sample))
 
@@ -327,6 +374,9 @@ class Filling:
         text = self._decode(sample.token_ids.tolist())
         reward = self.scores.take(await self._scorer.score(draw.prompt, text))
         draw.scored[sample.index] = replace(sample, text=text, reward=reward)
+        self._finish_if_whole(draw)
+
+    def _finish_if_whole(self, draw: _Draw) -> None:
         if len(draw.scored) == self._size:
             samples = tuple(draw.scored[i] for i in range(self._size))
             group = Group(draw.number, draw.prompt, samples)
