@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from dapo.config import Config
-from dapo.data.source import PromptSource, load_prompts
+from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.model.loading import context_limit
+from dapo.process import keep_freed_memory
 from dapo.progress import Listener
 from dapo.records import Prompt
 from dapo.reward.build import MathScorer, needs_answer
 from dapo.reward.contract import Scorer
+from dapo.rollout.engine import Engine
 from dapo.run_folder import RunFolder
 
 SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
@@ -30,7 +32,8 @@ SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to 
 class Inputs:
     """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
 
-    ``folder``: a run folder that has been made already.
+    ``engine``: holds the weights that the run starts from; give ``algorithm.proximal=recompute`` with it.
+    ``folder``: a run folder that has been made already. ``resume``: that of a run to go on with.
     """
 
     model: Any = None
@@ -38,7 +41,9 @@ class Inputs:
     rows: Sequence[Mapping[str, Any]] | None = None
     heldout: Sequence[Mapping[str, Any]] | None = None
     reward: Callable[..., Any] | None = None
+    engine: Engine | None = None
     folder: RunFolder | None = None
+    resume: RunFolder | None = None
 
 
 def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, listener: Listener) -> PromptSource:
@@ -51,47 +56,40 @@ def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, l
     rows = data.train if inputs.rows is None else inputs.rows
     if not rows:
         raise DataError(
-            "data.train: no files are named; give JSONL files of prompts to train on"
+            "data.train: no files are named; give files of prompts to train on (JSONL, JSON, Parquet) or a data set"
             if inputs.rows is None
             else "prompts: there are none; give rows such as {'prompt': '2+2=', 'answer': '4'}"
         )
-    source = load_prompts(data, rows, template, seed=config.seed, answer_required=_needs_answer(config, inputs))
+    needed = _needs_answer(config, inputs)
+    source = load_prompts(data, rows, template, seed=config.seed, answer_required=needed, warn=listener.warning)
     report, wanted = source.report, config.rollout.prompts_per_step
-    if report.usable < wanted:
+    if report.whole and report.usable < wanted:
         raise DataError(
             f"data.train: {report.usable} usable prompts are fewer than one step needs "
             f"(rollout.prompts_per_step={wanted}); use {_smaller_step(config, report.usable)}, or more data"
         )
+    looked_at = f"{report.rows}" if report.whole else f"the first {report.checked} (of {report.rows})"
+    for fault in report.faults:
+        listener.warning(f"data.train: a bad row is skipped: {fault}")
     for count, what in (
+        (report.bad, "rows are bad and skipped"),
         (report.too_long, f"prompts are longer than data.max_prompt_length={data.max_prompt_length} and left out"),
         (report.duplicates, "rows repeat the prompt of an earlier row"),
         (report.conflicts, "rows repeat the prompt of an earlier row with another answer"),
     ):
         if count:
-            listener.warning(f"data.train: {count} of {report.rows} {what}")
+            listener.warning(f"data.train: {count} of {looked_at} {what}")
     return source
 
 
 def heldout_prompts(config: Config, inputs: Inputs, template: PromptTemplate, listener: Listener) -> tuple[Prompt, ...]:
-    """The rows to evaluate on; none if none are named."""
+    """The rows to evaluate on, all of them and in their order; none if none are named."""
     evaluation = config.evaluation
     rows = evaluation.data if inputs.heldout is None else inputs.heldout
     if not rows:
         return ()
-    source = load_prompts(
-        config.data,
-        rows,
-        template,
-        evaluation=True,
-        answer_required=_needs_answer(config, inputs),
-        limit=evaluation.rows,
-    )
-    if source.report.too_long:
-        listener.warning(
-            f"evaluation.data: {source.report.too_long} of {source.report.rows} prompts are longer than "
-            f"data.max_prompt_length={config.data.max_prompt_length} and left out"
-        )
-    return source.prompts
+    needed = _needs_answer(config, inputs)
+    return read_prompts(config.data, rows, template, answer_required=needed, limit=evaluation.rows)
 
 
 def _needs_answer(config: Config, inputs: Inputs) -> bool:
@@ -117,18 +115,24 @@ async def try_reward(
             "by; return a bool or Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
         )
     if isinstance(scorer, MathScorer):
-        for name, prompts in (("data.train", source.prompts), ("evaluation.data", heldout)):
-            await _report_unreadable(name, prompts, scorer, listener)
+        await _report_references("data.train", source.answers, scorer, listener)
+        await report_unreadable("evaluation.data", heldout, scorer, listener)
 
 
-async def _report_unreadable(name: str, prompts: Sequence[Prompt], scorer: MathScorer, listener: Listener) -> None:
+async def report_unreadable(name: str, prompts: Sequence[Prompt], scorer: MathScorer, listener: Listener) -> None:
     """Say which references the math reward cannot parse: only their own text is right then."""
-    bad = await scorer.unreadable([prompt.answer or "" for prompt in prompts])
+    await _report_references(name, [(prompt.row, prompt.answer) for prompt in prompts], scorer, listener)
+
+
+async def _report_references(
+    name: str, answers: Sequence[tuple[int, str | None]], scorer: MathScorer, listener: Listener
+) -> None:
+    bad = await scorer.unreadable([answer or "" for _, answer in answers])
     if bad:
-        first = prompts[bad[0]]
+        row, first = answers[bad[0]]
         listener.warning(
-            f"{name}: {len(bad)} of {len(prompts)} answers cannot be read as mathematics, such as {first.answer!r} "
-            f"(row {first.row + 1}); only a response with the same text is right there"
+            f"{name}: {len(bad)} of {len(answers)} answers cannot be read as mathematics, such as {first!r} "
+            f"(row {row + 1}); only a response with the same text is right there"
         )
 
 
@@ -164,13 +168,32 @@ def _smaller_step(config: Config, prompts: int) -> str:
     return f"rollout.prompts_per_step={prompts} with training.groups_per_update=1"
 
 
-def check_lengths(config: Config, model: Any) -> None:
+def longest_sequence(config: Config, heldout: Sequence[Prompt]) -> int:
+    """Tokens of prompt and response together, over training and evaluation, whose prompts may be longer."""
+    training = config.data.max_prompt_length + longest_response(config)
+    return max(training, max((len(p.token_ids) for p in heldout), default=0) + _evaluation_response(config))
+
+
+def _evaluation_response(config: Config) -> int:
+    return config.evaluation.max_response_length or config.rollout.max_response_length
+
+
+def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) -> None:
     """
     Raises:
         ConfigError: prompts and responses may be longer than the model has positions for.
+        DataError: a held-out prompt and its response are.
     """
     limit = context_limit(model)
     prompt, response = config.data.max_prompt_length, longest_response(config)
+    longest = max(heldout, key=lambda p: len(p.token_ids), default=None)
+    if limit is not None and longest is not None and len(longest.token_ids) + _evaluation_response(config) > limit:
+        size, room = len(longest.token_ids), limit - len(longest.token_ids)
+        advice = f"use evaluation.max_response_length={room} or leave it out" if room > 0 else "leave it out"
+        raise DataError(
+            f"evaluation.data: row {longest.row + 1}: {size} prompt tokens + {_evaluation_response(config)} response "
+            f"tokens, but the model was made for {limit} positions, and an evaluation skips no row; {advice}"
+        )
     if limit is None or prompt + response <= limit:
         return
     prompt_works = max(1, min(prompt, limit // 4))
@@ -190,7 +213,7 @@ def check_lengths(config: Config, model: Any) -> None:
 
 
 def set_threads(config: Config, model: Any) -> None:
-    """Threads for tensor work.
+    """Threads for tensor work, and memory that is kept for it.
 
     Operations of a small model take microseconds. Shared between threads, each of them waits for the slowest, and when
     another program holds a core that wait is a whole time slice: measured, a demo model decodes 20k tokens/s on one
@@ -199,3 +222,4 @@ def set_threads(config: Config, model: Any) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
     torch.set_num_threads(config.runtime.threads or (1 if small else cores))
+    keep_freed_memory()

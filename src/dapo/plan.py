@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dapo.config import Config
+from dapo.config.sections import DataItem
+from dapo.data.files import names_a_data_set
 
 
 def plan_of(config: Config) -> dict[str, int | str]:
@@ -38,9 +40,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)
         per_row = f"{evaluation.samples_per_prompt} sample{'s' if evaluation.samples_per_prompt > 1 else ''}"
-        plan["evaluation"] = (
-            f"{'all' if rows is None else rows} rows x {per_row}, temperature {evaluation.temperature:g}"
-        )
+        plan["evaluation"] = f"{_shown(rows, evaluation.rows)} rows x {per_row}, temperature {evaluation.temperature:g}"
         between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
         plan["evaluations"] = between + (2 if training.steps else 1)
     else:
@@ -57,9 +57,27 @@ def plan_line(plan: Mapping[str, object]) -> str:
 
 
 def missing_files(config: Config) -> list[str]:
-    """Data files of the recipe that do not exist, as ``key: file``."""
-    named = [("data.train", f) for f in config.data.train] + [("evaluation.data", f) for f in config.evaluation.data]
-    return [f"{key}: {file!r} does not exist" for key, file in named if not _is_file(file)]
+    """Files of the recipe that do not exist, as ``key: file``. What the hub has shows when it is loaded."""
+    named = [("data.train", item) for item in config.data.train]
+    named += [("evaluation.data", item) for item in config.evaluation.data]
+    missing = [
+        f"{key}: {item.path!r} does not exist{_HUB if not Path(item.path).suffix else ''}"
+        for key, item in named
+        if not _is_file(item.path) and not names_a_data_set(item)
+    ]
+    template = config.data.chat_template
+    if template is not None and not _is_file(template):
+        missing.append(f"data.chat_template: {template!r} does not exist")
+    return missing
+
+
+_HUB = " (a data set of the hub is named owner/name, or has a split: or name:)"
+
+
+def _shown(rows: int | None, limit: int | None) -> str:
+    if rows is None:
+        return "all" if limit is None else f"up to {limit}"
+    return str(rows)
 
 
 def _is_file(name: str) -> bool:
@@ -69,13 +87,15 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _rows(files: list[str], limit: int | None) -> int | None:
-    """How many rows will be used: lines that are not blank, up to ``limit``. None: a file is missing."""
-    if not all(_is_file(file) for file in files):
+def _rows(items: list[DataItem], limit: int | None) -> int | None:
+    """How many rows will be used, up to ``limit``, as far as it shows without reading more than plain JSON lines (their
+    lines that are not blank are counted). None: it does not.
+    """
+    if not all(_is_file(item.path) and item.path.endswith((".jsonl", ".ndjson")) for item in items):
         return None
     count = 0
-    for file in files:
-        with Path(file).open("rb") as lines:
+    for item in items:
+        with Path(item.path).open("rb") as lines:
             for line in lines:
                 count += bool(line.strip())
                 if limit is not None and count >= limit:

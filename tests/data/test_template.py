@@ -57,9 +57,28 @@ def test_plain_prompts_have_one_bos_and_no_eos(adds_bos, adds_eos):  # failures.
 
 
 def test_a_tokenizer_without_chat_template_is_refused_with_two_ways_out():  # failures.md 66
-    with pytest.raises(ConfigError, match=r"data\.template=plain, or a tokenizer") as caught:
+    with pytest.raises(ConfigError, match=r"data\.template=plain, or a tokenizer .*data\.chat_template") as caught:
         PromptTemplate(DataConfig(template="chat"), char_tokenizer())
     assert "no chat template" in str(caught.value)
+
+
+def test_a_template_file_takes_the_place_of_the_tokenizers_own(tmp_path):  # failures.md 66
+    file = tmp_path / "chat.jinja"
+    file.write_text(CHAT)
+    tokenizer = char_tokenizer()
+    assert rendered(tokenizer, "hi", template="chat", chat_template=str(file)) == "[user]hi<e>[assistant]"
+    assert tokenizer.chat_template == CHAT  # so that it is saved with the model
+    other = char_tokenizer(chat_template="other")
+    assert rendered(other, "1+1?", template="dapo", chat_template=str(file)).startswith("[user]Solve")
+    file.write_text("{% for %}")
+    with pytest.raises(ConfigError, match=rf"data.chat_template: {file}: .*refuses"):
+        PromptTemplate(DataConfig(chat_template=str(file)), char_tokenizer())
+    for broken in (tmp_path, tmp_path / "none.jinja"):
+        with pytest.raises(ConfigError, match=r"data\.chat_template: cannot read"):
+            PromptTemplate(DataConfig(chat_template=str(broken)), char_tokenizer())
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not a text file"):
+        PromptTemplate(DataConfig(chat_template=str(file)), char_tokenizer())
 
 
 def test_a_template_that_refuses_the_messages_is_reported():

@@ -1,202 +1,251 @@
-"""Where prompts come from: rows become prompts, over-long ones are left out and counted, and are drawn for ever.
+"""Where prompts come from: rows become prompts when they are drawn, without end and from any position.
 
-Consumes rows (``jsonl.py``) and a template; produces :class:`~dapo.records.Prompt` records. Waits for nothing. Its
-position is two numbers, from which a resumed run draws the very same prompts.
+Consumes tables (``files.py``) and a template; produces :class:`~dapo.records.Prompt` records. Waits for nothing. The
+first 10,000 rows are checked at once, the others when they are drawn. The position is a few numbers, from which a
+resumed run draws the very same prompts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
 from dapo.config import DataConfig
-from dapo.data.jsonl import Keys, Row, read_rows, rows_from_python
+from dapo.data.head import DataReport, Head
+from dapo.data.order import Choice
+from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, open_parts
+from dapo.data.rows import SHOWN_FAULTS, BadRow, listed
+from dapo.data.stream import Stream
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 from dapo.records import Prompt
 
-_ANSWER_STREAM = 1
-"""Keeps the permutation of the answers apart from those of the rows (whose second seed word is 0)."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataReport:
-    """What is in the data. All counts are rows.
-
-    ``duplicates``: rows whose prompt stood in an earlier row already; ``conflicts``: those of them whose answer
-    differs from that of the first one. They are kept: a row is a prompt of its own.
-    """
-
-    rows: int
-    too_long: int
-    duplicates: int
-    conflicts: int
-    longest: int
-    """Length in tokens of the longest prompt that is used."""
-
-    @property
-    def usable(self) -> int:
-        """Rows that prompts are drawn from."""
-        return self.rows - self.too_long
+__all__ = ["CHECKED_ROWS", "DataReport", "PromptSource", "load_prompts", "read_prompts"]
 
 
 def load_prompts(
     data: DataConfig,
-    source: Sequence[str] | Sequence[Mapping[str, Any]],
+    source: DataInput,
     template: PromptTemplate,
     *,
     seed: int = 0,
-    evaluation: bool = False,
     answer_required: bool = True,
-    limit: int | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> PromptSource:
-    """Read, check, filter: the prompts of a run.
+    """Prompts to train on, without end.
 
     Args:
         data: the recipe's ``data`` section.
-        source: files, or rows from Python.
+        source: files and data sets, or rows from Python.
         template: the one that the rollout uses too.
         seed: of the run.
-        evaluation: exactly the rows given, in their order, with their own answers, whatever ``data`` says for training.
         answer_required: whether a row without an answer is a fault (``reward.build.needs_answer``).
+        warn: hears of bad rows that are skipped when they are drawn.
+
+    Raises:
+        DataError: a file or one of the first rows is bad, or no prompt is short enough.
+    """
+    parts, weights = open_parts(data, source, answer_required)
+    streams = [Rows([part]) for part in parts] if weights else [Rows(parts)]
+    return PromptSource(streams, template, data, seed=seed, weights=weights, warn=warn)
+
+
+def read_prompts(
+    data: DataConfig,
+    source: DataInput,
+    template: PromptTemplate,
+    *,
+    answer_required: bool = True,
+    limit: int | None = None,
+) -> tuple[Prompt, ...]:
+    """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
+
+    Args:
+        data: the recipe's ``data`` section.
+        source: files and data sets, or rows from Python.
+        template: the one that the rollout uses too.
+        answer_required: whether a row without an answer is a fault.
         limit: use the first so many rows.
 
     Raises:
-        DataError: a file or row is bad, or no prompt is short enough.
+        DataError: a file or a row is bad; names all of them.
     """
-    keys = Keys(data.prompt_key, data.answer_key, answer_required)
-    files = [item for item in source if isinstance(item, str)]
-    if len(files) == len(source):
-        rows = read_rows(files, keys)
-    else:
-        rows = rows_from_python([item for item in source if not isinstance(item, str)], keys)
-    return PromptSource(
-        rows[:limit],
-        template,
-        seed=seed,
-        shuffle=data.shuffle and not evaluation,
-        max_prompt_length=data.max_prompt_length,
-        shuffle_answers=data.shuffle_answers and not evaluation,
-    )
+    rows = Rows(open_parts(data, source, answer_required)[0])
+    prompts: list[Prompt] = []
+    faults: list[str] = []
+    for number in range(len(rows) if limit is None else min(limit, len(rows))):
+        try:
+            row = rows[number]
+            prompts.append(Prompt(number, row.text, encode(row, template), row.answer, row.meta))
+        except BadRow as fault:
+            faults.append(f"{rows.place(number)}: {fault}")
+    if faults:
+        raise DataError(listed(faults))
+    return tuple(prompts)
 
 
 class PromptSource:
-    """Prompts to draw from, without end: each epoch holds every usable row once."""
+    """Prompts to draw from, without end: each epoch of a stream holds every usable row once."""
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        streams: Sequence[Rows],
         template: PromptTemplate,
+        data: DataConfig,
         *,
         seed: int,
-        shuffle: bool,
-        max_prompt_length: int,
-        shuffle_answers: bool = False,
+        weights: Sequence[float] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
         Args:
-            rows: in the order of the data; the place of a row here is its identity (``Prompt.row``).
+            streams: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
+                identity (``Prompt.row``).
             template: turns a row into token ids.
+            data: length limit, order and what to do with bad rows.
             seed: of the run.
-            shuffle: a seeded order, another one each epoch; otherwise the order of ``rows``.
-            max_prompt_length: longest prompt in tokens, template included.
-            shuffle_answers: give every row the answer of another one (a control experiment).
+            weights: of the streams; each draw is from one of them, chosen at random in this proportion.
+            warn: hears of bad rows that are skipped when they are drawn.
 
         Raises:
-            DataError: no row is short enough.
+            DataError: a row is bad, or none is short enough.
         """
-        self._seed = seed
-        self._shuffle = shuffle
-        encoded = [_encode(row, template) for row in rows]
-        short = [len(ids) <= max_prompt_length for ids in encoded]
-        if not any(short):
-            raise DataError(
-                f"no prompt is left: {len(rows)} rows were read, all of them longer than data.max_prompt_length="
-                f"{max_prompt_length} tokens (the shortest has {min(map(len, encoded), default=0)})"
-            )
-        answers = _shuffled([row.answer for row in rows], seed) if shuffle_answers else [row.answer for row in rows]
-        self.prompts: tuple[Prompt, ...] = tuple(
-            Prompt(k, row.text, tuple(ids), answer, row.meta)
-            for k, (row, ids, answer, fits) in enumerate(zip(rows, encoded, answers, short, strict=True))
-            if fits
-        )
-        self.report = replace(
-            _count(rows), too_long=short.count(False), longest=max(len(p.token_ids) for p in self.prompts)
-        )
-        self._epoch, self._position = 0, 0
-        self._order = self._order_of(0)
+        self._template, self._data, self._warn = template, data, warn
+        self._streams = [Stream(rows, number, data, seed) for number, rows in enumerate(streams)]
+        self._starts = [0, *accumulate(len(rows) for rows in streams)]
+        self._choice = Choice(list(weights), seed, "mixture") if weights and len(weights) > 1 else None
+        self._draws = self.seen = self.too_long = self.bad = 0
+        self._warned = 0
+        checked = Head(self._streams, template, data)
+        self._named = checked.bad
+        self.report: DataReport = checked.report
+        self.prompts: Sequence[Prompt] = _Prompts(self, checked.good)
+        """The usable ones among the rows that were checked. Made when they are asked for, and not kept."""
+        self.answers: Sequence[tuple[int, str | None]] = checked.answers
+        """Of the same prompts, with their rows."""
 
-    def __len__(self) -> int:
-        """Prompts in one epoch."""
-        return len(self.prompts)
+    @property
+    def rows(self) -> int:
+        """In all the data, whether they can be used or not."""
+        return self._starts[-1]
 
     def draw(self) -> Prompt:
-        """The next prompt."""
-        if self._position == len(self.prompts):
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        prompt = self.prompts[self._order[self._position]]
-        self._position += 1
-        return prompt
+        """The next prompt.
+
+        Raises:
+            DataError: a row is bad and ``data.on_bad_row`` is ``fail``; too many are bad; or none can be used.
+        """
+        number = self._choice[self._draws] if self._choice else 0
+        stream = self._streams[number]
+        self._draws += 1
+        for _ in range(2 * len(stream.rows)):  # wherever it stands, these hold a whole epoch
+            row = stream.next()
+            self.seen += 1
+            try:
+                prompt = self.make(number, row)
+            except BadRow as fault:
+                self._skip(
+                    f"{stream.rows.place(row)}: {fault}", new=not stream.epoch and (number, row) not in self._named
+                )
+                continue
+            if len(prompt.token_ids) <= self._data.max_prompt_length:
+                return prompt
+            self.too_long += 1
+        raise DataError(
+            f"{names_of(stream.rows)}: none of the {len(stream.rows)} rows can be used: {self.too_long} times a prompt "
+            f"was longer than data.max_prompt_length={self._data.max_prompt_length}, {self.bad} times a row was bad"
+        )
+
+    def make(self, stream: int, number: int) -> Prompt:
+        """The prompt of a row, however long it is.
+
+        Raises:
+            BadRow: the row cannot be used.
+        """
+        source = self._streams[stream]
+        row = source.rows[number]
+        ids = encode(row, self._template)
+        return Prompt(self._starts[stream] + number, row.text, ids, source.answer(number, row), row.meta)
+
+    def _skip(self, fault: str, new: bool) -> None:
+        """Go on without a row, or stop; ``new``: nobody heard of it yet."""
+        self.bad += 1
+        if self._data.on_bad_row == "fail":
+            raise DataError(f"{fault}\n(data.on_bad_row=skip goes on without such rows)")
+        allowed = self._data.max_bad_rows * max(self.seen, CHECKED_ROWS)
+        # three standard deviations above the share: not by chance
+        if not self.report.whole and self.bad > allowed + 3 * math.sqrt(allowed):
+            raise DataError(
+                f"{fault}\nThis is bad row {self.bad} of {self.seen} drawn, more than data.max_bad_rows="
+                f"{self._data.max_bad_rows:g} allows"
+            )
+        self._warned += new
+        if new and self._warned <= SHOWN_FAULTS:
+            last = "; further ones are counted and not named" if self._warned == SHOWN_FAULTS else ""
+            self._warn(f"data.train: a bad row is skipped: {fault}{last}")
 
     @property
     def epoch(self) -> float:
-        """Passes over the rows so far."""
-        return self._epoch + self._position / len(self.prompts)
+        """Passes over the rows so far; of a mixture, all its rows taken together."""
+        return sum(s.epoch * len(s.rows) + s.position for s in self._streams) / self.rows
 
-    def state(self) -> dict[str, int]:
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this data from other data, in JSON types: rows and a content hash for each part, by its number and
+        file name. A file that was moved is still the same."""
+        return {part.label: part.fingerprint() for stream in self._streams for part in stream.rows.parts}
+
+    def state(self) -> dict[str, Any]:
         """The position, as JSON."""
-        return {"epoch": self._epoch, "position": self._position, "prompts": len(self.prompts)}
+        return {
+            "draws": self._draws,
+            "positions": [[stream.epoch, stream.position] for stream in self._streams],
+            "seen": self.seen,
+            "too_long": self.too_long,
+            "bad": self.bad,
+            "data": self.fingerprint,
+        }
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go to a position that :meth:`state` gave.
 
         Raises:
-            DataError: it was given by a source of another size.
+            DataError: it was given over other data; says what differs.
         """
-        if state["prompts"] != len(self.prompts):
-            raise DataError(
-                f"the data has changed since the checkpoint: it held {state['prompts']} usable prompts, now it holds "
-                f"{len(self.prompts)}"
-            )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._order_of(self._epoch)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        """The order of an epoch follows from seed and epoch alone, so that it can be entered anywhere."""
-        if not self._shuffle:
-            return list(range(len(self.prompts)))
-        order: list[int] = np.random.default_rng((self._seed, 0, epoch)).permutation(len(self.prompts)).tolist()
-        return order
+        changes = list(_differences(state["data"], self.fingerprint))
+        if changes:
+            raise DataError("the data has changed since the checkpoint:\n" + "\n".join(changes))
+        self._draws, self.seen = state["draws"], state["seen"]
+        self.too_long, self.bad = state["too_long"], state["bad"]
+        for stream, (epoch, position) in zip(self._streams, state["positions"], strict=True):
+            stream.go_to(epoch, position)
 
 
-def _encode(row: Row, template: PromptTemplate) -> list[int]:
-    try:
-        ids = template.encode(row.prompt)
-    except DataError as error:
-        raise DataError(f"{row.place}: {error}") from None
-    if not ids:
-        raise DataError(f"{row.place}: the tokenizer makes no tokens of this prompt: {row.text[:60]!r}")
-    return ids
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for label in [*old, *(label for label in new if label not in old)]:
+        was, now = old.get(label), new.get(label)
+        if was is None or now is None:
+            yield f"{label}: {'is new' if was is None else 'is no longer there'}"
+            continue
+        for key in sorted(was.keys() | now.keys()):
+            if was.get(key) != now.get(key) and key == "content":
+                yield f"{label}: its content is another one"
+            elif was.get(key) != now.get(key):
+                yield f"{label}: {key} were {was.get(key)}, now {now.get(key)}"
 
 
-def _shuffled(answers: Sequence[str | None], seed: int) -> list[str | None]:
-    """Answers along one random cycle through all rows: no row keeps its own. (Equal answers may still meet.)"""
-    order = np.random.default_rng((seed, _ANSWER_STREAM)).permutation(len(answers)).tolist()
-    shuffled: list[str | None] = list(answers)
-    for here, there in zip(order, order[1:] + order[:1], strict=True):
-        shuffled[here] = answers[there]
-    return shuffled
+class _Prompts(Sequence[Prompt]):
+    """Prompts of rows that are known to be good."""
 
+    def __init__(self, source: PromptSource, rows: Sequence[tuple[int, int]]) -> None:
+        self._source, self._rows = source, rows
 
-def _count(rows: Sequence[Row]) -> DataReport:
-    answers: defaultdict[str, list[str | None]] = defaultdict(list)
-    for row in rows:
-        answers[row.text].append(row.answer)
-    duplicates = sum(len(found) - 1 for found in answers.values())
-    conflicts = sum(answer != found[0] for found in answers.values() for answer in found[1:])
-    return DataReport(rows=len(rows), too_long=0, duplicates=duplicates, conflicts=conflicts, longest=0)
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self._source.make(*row) for row in self._rows[place]]
+        return self._source.make(*self._rows[place])

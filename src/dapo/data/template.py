@@ -5,10 +5,11 @@ rollout and the evaluation all use it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.data.jsonl import Messages
+from dapo.data.rows import Messages
 from dapo.errors import ConfigError, DataError
 from dapo.records import Prompt
 
@@ -22,8 +23,10 @@ _DAPO_AFTER = '\n\nRemember that the final answer goes on a line of its own afte
 class PromptTemplate:
     """Writes prompts as the recipe says. Needs a Hugging Face tokenizer, given as an object.
 
-    With template ``dapo`` and a tokenizer without a chat template (a base model), the prompt is plain text: system
-    message, instruction and problem, with nothing around them.
+    The rule for a tokenizer without a chat template (a base model): template ``plain`` is what it is for; ``dapo`` is
+    written as plain text, system message, instruction and problem, with nothing around them; ``chat`` is refused,
+    unless ``data.chat_template`` names a file. Such a file becomes the tokenizer's chat template, so that it is kept
+    with the trained model.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
@@ -33,15 +36,19 @@ class PromptTemplate:
             tokenizer: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
 
         Raises:
-            ConfigError: template ``chat`` with a tokenizer that has no chat template.
+            ConfigError: template ``chat`` with a tokenizer that has no chat template, or a template file that cannot
+                be used.
         """
         self._config = config
         self._tokenizer = tokenizer
+        if config.chat_template is not None:
+            self._take(config.chat_template)
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if config.template == "chat" and not has_template:
             raise ConfigError(
                 "data.template: is chat, but the tokenizer has no chat template (a base model?); use "
-                "data.template=plain, or a tokenizer that has one (model.tokenizer)"
+                "data.template=plain, or a tokenizer that has one (model.tokenizer), or name a file with one "
+                "(data.chat_template)"
             )
         self._uses_chat = config.template != "plain" and has_template
 
@@ -67,6 +74,19 @@ class PromptTemplate:
         """The text of a response, special tokens left out."""
         ids = [int(token) for token in token_ids]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _take(self, file: str) -> None:
+        """Give the tokenizer the chat template in ``file``, and try it."""
+        try:
+            self._tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"data.chat_template: cannot read {file!r}: {error.strerror or error}") from None
+        except ValueError:
+            raise ConfigError(f"data.chat_template: {file!r} is not a text file in UTF-8") from None
+        try:
+            self._chat_ids([{"role": "user", "content": "2+2="}])
+        except DataError as error:
+            raise ConfigError(f"data.chat_template: {file}: {error}") from None
 
     def _messages(self, prompt: str | Messages) -> list[Mapping[str, str]]:
         """The prompt as chat messages, instruction and system message included."""

@@ -1,50 +1,44 @@
-"""Reading JSONL: what is accepted, and that every fault is named with file and line."""
+"""Reading rows: what is accepted, and that every fault is named with file, line and reason."""
 
 import gzip
 import json
 import string
 
 import pytest
+from data_cases import PLAIN, read, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dapo.data.jsonl import Keys, read_rows, rows_from_python
-from dapo.errors import DataError
-
-KEYS = Keys()
-
-
-def write(tmp_path, *lines, name="rows.jsonl"):
-    path = tmp_path / name
-    path.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
-    return path
+from dapo.config import DataConfig
+from dapo.data.source import read_prompts
+from dapo.errors import ConfigError, DataError
 
 
-def errors(*files, keys=KEYS):
+def errors(*files, **options):
     with pytest.raises(DataError) as caught:
-        read_rows(files, keys)
+        read(*files, **options)
     return str(caught.value).splitlines()
 
 
 def test_numbers_are_accepted_as_the_text_they_are_written_as(tmp_path):  # failures.md 68
     written = ["4", '"6"', "4.0", "0.10", "-3", "1e5", "12345678901234567890123"]
     path = write(tmp_path, *(f'{{"prompt": "2+2?", "answer": {answer}}}' for answer in written))
-    assert [row.answer for row in read_rows([path], KEYS)] == [answer.strip('"') for answer in written]
-    assert type(read_rows([path], KEYS)[0].answer) is str
+    assert [row.answer for row in read(path)] == [answer.strip('"') for answer in written]
+    assert type(read(path)[0].answer) is str
 
 
 def test_byte_order_mark_empty_lines_and_crlf(tmp_path):
     path = write(
         tmp_path, b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\r', "", "   ", '{"prompt": "b", "answer": "2"}', ""
     )
-    rows = read_rows([path], KEYS)
+    rows = read(path)
     assert [(row.prompt, row.answer, row.place) for row in rows] == [("a", "1", f"{path}:1"), ("b", "2", f"{path}:4")]
 
 
 def test_gzip(tmp_path):
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a", "answer": "1"}\n'))
-    assert read_rows([str(path)], KEYS)[0].prompt == "a"
+    assert read(path)[0].prompt == "a"
     path.write_bytes(gzip.compress(b'{"prompt": "a", "answer": "1"}\n')[:-12])
     assert str(path) in errors(path)[0]
     path.write_bytes(b'{"prompt": "a", "answer": "1"}\n')
@@ -57,7 +51,7 @@ def test_extra_fields_are_kept_and_may_be_absent(tmp_path):  # failures.md 69
         '{"prompt": "a", "answer": "1", "level": 3, "x": [1.5, {"y": 2}], "z": null}',
         '{"prompt": "b", "answer": "2"}',
     )
-    first, second = read_rows([path], KEYS)
+    first, second = read(path)
     assert first.meta == {"level": 3, "x": [1.5, {"y": 2}], "z": None}
     assert type(first.meta["level"]) is int and type(first.meta["x"][0]) is float
     assert second.meta == {}
@@ -70,7 +64,7 @@ def test_chat_messages(tmp_path):
         json.dumps({"prompt": messages, "answer": "1"}),
         json.dumps({"prompt": messages[1:], "answer": "1"}),
     )
-    both, one = read_rows([path], KEYS)
+    both, one = read(path)
     assert both.prompt == tuple(messages)
     assert both.text == "system: S\nuser: U"
     assert one.text == "U"
@@ -78,9 +72,9 @@ def test_chat_messages(tmp_path):
 
 def test_other_keys_and_optional_answers(tmp_path):
     path = write(tmp_path, '{"question": "a"}', '{"question": "b", "gold": null}', '{"question": "c", "gold": 7}')
-    rows = read_rows([path], Keys("question", "gold", answer_required=False))
+    rows = read(path, prompt_key="question", answer_key="gold", answer_required=False)
     assert [row.answer for row in rows] == [None, None, "7"]
-    found = errors(path, keys=Keys("question", "gold"))
+    found = errors(path, prompt_key="question", answer_key="gold")
     assert len(found) == 2 and "no key 'gold'" in found[0] and "question" in found[0] and "null" in found[1]
 
 
@@ -126,34 +120,92 @@ def test_all_errors_of_all_files_in_one_pass(tmp_path):
     second = write(tmp_path, *['{"prompt": "a", "answer": "1"}', "5"] * 15, name="b.jsonl")
     found = errors(first, second, tmp_path / "none.jsonl")
     assert len(found) == 21
-    assert found[0].startswith(f"{first}:1:") and found[15].startswith(f"{second}:2:")
+    assert "none.jsonl" in found[0]
+    assert found[1].startswith(f"{first}:1:") and found[16].startswith(f"{second}:2:")
     assert "31 errors in all" in found[20]
 
 
 def test_bad_files(tmp_path):
     empty = write(tmp_path, "", "", name="empty.jsonl")
-    found = errors(empty, tmp_path, tmp_path / "none.jsonl")
-    assert found == [
+    assert errors(empty, tmp_path / "none.jsonl") == [
         f"{empty}: the file has no rows",
-        f"{tmp_path}: is a folder, not a file",
         f"{tmp_path}/none.jsonl: no such file",
     ]
+    (folder := tmp_path / "folder").mkdir()
+    assert errors(folder)[0].startswith(f"{folder}: ")
     with pytest.raises(DataError, match="no data files"):
-        read_rows([], KEYS)
+        read()
+
+
+def python_rows(rows, **options):
+    return read_prompts(DataConfig(template="plain"), rows, PLAIN, **options)
 
 
 def test_rows_from_python_are_checked_alike():
-    rows = [{"prompt": "a", "answer": 4, "level": 1}, {"prompt": "", "answer": "1"}, "b", {"answer": 1}]
+    rows = [{"prompt": "a", "answer": 4, "level": 1}, {"prompt": "", "answer": "1"}, {"answer": 1}]
     with pytest.raises(DataError) as caught:
-        rows_from_python(rows, KEYS)
-    first, second, third = str(caught.value).splitlines()
-    assert first.startswith("prompts[1]: ") and second.startswith("prompts[2]: ") and third.startswith("prompts[3]: ")
-    (row,) = rows_from_python(rows[:1], KEYS)
-    assert (row.answer, row.meta, row.place) == ("4", {"level": 1}, "prompts[0]")
+        python_rows(rows)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("prompts[1]: ") and second.startswith("prompts[2]: ")
+    (prompt,) = python_rows(rows[:1])
+    assert (prompt.answer, prompt.meta) == ("4", {"level": 1})
     with pytest.raises(DataError, match="no rows"):
-        rows_from_python([], KEYS)
+        python_rows([])
     with pytest.raises(DataError, match="not a finite number"):
-        rows_from_python([{"prompt": "a", "answer": float("nan")}], KEYS)
+        python_rows([{"prompt": "a", "answer": float("nan")}])
+
+
+def test_what_data_frames_hold_becomes_plain():  # failures.md 69
+    import datetime
+
+    import numpy as np
+
+    messages = np.array([{"role": "user", "content": "a"}])
+    (prompt,) = python_rows(
+        [
+            {
+                "prompt": messages,
+                "answer": np.int64(4),
+                "extra": float("nan"),
+                "day": datetime.date(2024, 2, 3),
+                "list": np.array([1.5, float("inf")]),
+                "deep": {"x": np.float32(0.5)},
+            }
+        ]
+    )
+    assert (prompt.text, prompt.answer) == ("a", "4")
+    assert prompt.meta == {"extra": None, "day": "2024-02-03", "list": [1.5, None], "deep": {"x": 0.5}}
+    json.dumps(prompt.meta, allow_nan=False)
+    missing = [{"prompt": "a", "answer": float("nan")}, {"prompt": "a", "answer": None}, {"prompt": "a"}]
+    assert [p.answer for p in python_rows(missing, answer_required=False)] == [None] * 3
+
+
+def test_dotted_keys_and_the_layout_of_verl(tmp_path):
+    row = {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "reward_model": {"ground_truth": "4", "style": "rule"},
+        "extra_info": {"index": 0},
+    }
+    path = write(tmp_path, json.dumps(row), json.dumps(row | {"answer": "own"}), json.dumps({"a.b": "x", "answer": 1}))
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}:3: no key 'prompt'")
+    path = write(tmp_path, json.dumps(row), json.dumps(row | {"answer": "own"}))
+    first, second = read(path)
+    assert (first.text, first.answer, second.answer) == ("2+2?", "4", "own")
+    assert first.meta["reward_model"] == {"ground_truth": "4", "style": "rule"}
+    assert read(path, answer_key="extra_info.index")[0].answer == "0"
+    dotted = write(tmp_path, '{"a.b": "plain", "a": {"b": "deep"}, "answer": 1}', name="dots.jsonl")
+    assert read(dotted, prompt_key="a.b")[0].text == "plain"
+    with pytest.raises(DataError, match=r"dots.jsonl:1: no key 'a\.c'"):
+        read(dotted, prompt_key="a.c")
+
+
+def test_an_answer_that_is_the_prompt_is_refused(tmp_path):
+    path = write(tmp_path, '{"prompt": "a", "answer": "1"}')
+    with pytest.raises(ConfigError, match="the same key"):
+        read({"path": str(path), "answer_key": "prompt"})
 
 
 GOOD = b'{"prompt": "7*3+4-5=", "answer": "0", "level": [1, 2.5, null, {"a": "\\u00e9"}]}'
@@ -174,10 +226,10 @@ def test_mangled_lines_are_read_or_named(tmp_path, at, cut, noise):
     except (ValueError, KeyError, TypeError, ZeroDivisionError):
         valid = False
     if valid and line.isascii():
-        assert len(read_rows([path], KEYS)) == 3
+        assert len(read(path)) == 3
     elif line.strip():
         try:
-            read_rows([path], KEYS)
+            read(path)
         except DataError as error:
             assert all(text.startswith(f"{path}:") for text in str(error).splitlines())
             assert f"{path}:2: " in str(error)

@@ -1,0 +1,326 @@
+"""``dapo data check``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from dapo.cli.completion import complete_recipe
+from dapo.cli.errors import EXIT_CODES, errors_for_people
+from dapo.cli.options import Debug
+from dapo.errors import ConfigError, UserError
+from dapo.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.config.sections import DataItem
+    from dapo.data.check import CheckReport, FileReport, Measure, Shared
+    from dapo.data.lengths import Lengths
+
+app = typer.Typer(no_args_is_help=True, help="Look into data files.")
+_BAR = 40
+
+
+class _SeveralFiles(TyperCommand):
+    """``--eval a.jsonl b.jsonl``: all that follows, up to the next option or setting."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_one_by_one(args, "--eval")))
+
+
+def _one_by_one(args: Sequence[str], option: str) -> Iterator[str]:
+    inside = False
+    for arg in args:
+        if arg == option:
+            inside = True
+        elif arg.startswith("-") or ("=" in arg and not Path(arg).exists()):
+            inside = False
+            yield arg
+        elif inside:
+            yield from (option, arg)
+        else:
+            yield arg
+
+
+@app.command(cls=_SeveralFiles, epilog=EXIT_CODES)
+def check(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILES] [SECTION.KEY=VALUE]", help="Files to train on; keys of the config to change."),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--eval", metavar="FILES", help="Files to evaluate on, which the others must not overlap with."),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keys, template, tokenizer and reward of this recipe; its own files if none are named.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Count tokens with this tokenizer (folder or name on the hub).")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="NAME", help="plain, chat or dapo: how a row becomes a prompt.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Read every row of FILES: bad rows, missing answers, duplicates, lengths, overlap with evaluation files.
+
+    Bad rows are exit code 2; overlap and conflicting answers are warnings, unless --strict is given. Results are kept,
+    so that a second check of the same files takes no time.
+    """
+    with errors_for_people(debug):
+        from dapo.data.check import check_data
+
+        config = _config(recipe, words or [], template, tokenizer)
+        train, evaluation = _files(config, recipe, words or [], against or [])
+        measure = _measure(config, tokenizer, recipe, template)
+        progress = _Progress(quiet)
+        try:
+            found = check_data(
+                train,
+                evaluation,
+                config.data,
+                measure,
+                answer_required=recipe is not None and _needs_answer(config),
+                progress=progress,
+            )
+        finally:
+            progress.close()
+        for line in report_lines(found, config):
+            Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
+        if output is not None:
+            _write(output, found)
+        if found.bad or (strict and found.doubts):
+            raise typer.Exit(2)
+
+
+# --- what was asked for -------------------------------------------------------------------------------------------
+
+
+def _config(recipe: Path | None, words: Sequence[str], template: str | None, tokenizer: str | None) -> Config:
+    from dapo.config import load_config
+    from dapo.config.reading import config_of_overrides
+
+    overrides = [word for word in words if _is_setting(word)]
+    overrides += [f"data.template={template}"] if template else []
+    overrides += [f"model.tokenizer={json.dumps(tokenizer)}"] if tokenizer else []
+    return load_config(recipe, overrides) if recipe else config_of_overrides(overrides)[0]
+
+
+def _is_setting(word: str) -> bool:
+    return "=" in word and not Path(word).exists()
+
+
+def _files(
+    config: Config, recipe: Path | None, words: Sequence[str], against: Sequence[str]
+) -> tuple[list[DataItem], list[DataItem]]:
+    """
+    Raises:
+        ConfigError: there is nothing to check.
+    """
+    from dapo.config.sections import DataItem
+
+    named = [DataItem(path=word) for word in words if not _is_setting(word)]
+    compared = [DataItem(path=file) for file in against]
+    if recipe is not None and not named and not compared:
+        return config.data.train, config.evaluation.data
+    train = named or (config.data.train if recipe is not None and compared else [])
+    if not train and not compared:
+        raise ConfigError("no files are named; give FILES, or --recipe with files in data.train")
+    return train, compared or (config.evaluation.data if recipe is not None else [])
+
+
+def _needs_answer(config: Config) -> bool:
+    from dapo.reward.build import needs_answer
+
+    return needs_answer(config.reward)
+
+
+def _measure(config: Config, tokenizer: str | None, recipe: Path | None, template: str | None) -> Measure:
+    """With the tokenizer that was named, or the recipe's. It is loaded only if a file was not checked before."""
+    from dapo.data.check import Measure, file_identity
+
+    name = tokenizer or (recipe and (config.model.tokenizer or config.model.path))
+    if not name:
+        return Measure()
+    data = config.data
+    unnamed = template is None and "template" not in data.model_fields_set
+
+    def load() -> Any:
+        from dapo.data.template import PromptTemplate
+        from dapo.model.loading import load_tokenizer
+
+        found = load_tokenizer(str(name), config.model.trust_remote_code)
+        if unnamed and not getattr(found, "chat_template", None) and data.chat_template is None:
+            return PromptTemplate(data.model_copy(update={"template": "plain"}), found)
+        return PromptTemplate(data, found)
+
+    said = data.model_dump(mode="json", include={"template", "chat_template", "instruction", "system"})
+    files = [Path(name)] + ([Path(data.chat_template).parent] if data.chat_template else [])
+    return Measure(load, [str(name), unnamed, said, [file_identity(file) for file in files]])
+
+
+class _Progress:
+    """One line on the terminal that says how far it is; nothing where there is no terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._status = None
+        if not quiet and self._console.is_terminal:
+            self._status = self._console.status("reading")
+            self._status.start()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        from rich.text import Text
+
+        if self._status is not None:
+            self._status.update(Text(f"{what}: {done:,} of {total:,} rows"))
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def _write(output: Path, found: CheckReport) -> None:
+    from dapo.files import write_json
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(output, {"command": sys.argv, **found.as_json()})
+    except OSError as error:
+        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
+
+
+# --- what is said -------------------------------------------------------------------------------------------------
+
+
+def report_lines(found: CheckReport, config: Config) -> Iterator[str]:
+    """The report, line by line."""
+    short = _short(found)
+    for title, reports in (("Files to train on", found.train), ("Files to evaluate on", found.evaluation)):
+        if reports:
+            yield f"{title}"
+            yield from _table(reports, short)
+            yield ""
+    for report in (*found.train, *found.evaluation):
+        yield from _faults(report)
+    for title, reports in (("training", found.train), ("evaluation", found.evaluation)):
+        if reports:
+            yield from _histogram(title, reports, config.data.max_prompt_length)
+    yield from _pairs("Equal prompts in two files to train on (rows of the first one)", found.between, short)
+    if found.conflicts:
+        yield "One prompt, two answers, such as"
+        yield from (f"  {line}" for line in found.conflicts)
+        yield ""
+    yield from _overlap(found, short)
+    yield _verdict(found)
+
+
+def _short(found: CheckReport) -> Callable[[str], str]:
+    """Names for tables: those of the files alone, where they are all different."""
+    names = [report.file for report in (*found.train, *found.evaluation)]
+    alone = {Path(name).name for name in names}
+    return (lambda name: Path(name).name) if len(alone) == len(set(names)) else str
+
+
+def _table(reports: Sequence[FileReport], short: Callable[[str], str]) -> Iterator[str]:
+    from dapo.cli.tables import columns
+
+    unit = reports[0].lengths.unit
+    header = ["file", "rows", "bad", "no answer", "repeated", "conflicts", "too long"]
+    header += [f"{unit}: median", "95%", "longest"]
+    rows = [
+        [
+            short(report.file),
+            *(f"{n:,}" for n in (report.rows, report.bad, report.missing_answers, report.duplicates, report.conflicts)),
+            "-" if report.too_long is None else f"{report.too_long:,}",
+            *(f"{report.lengths.at(share):,}" for share in (0.5, 0.95, 1.0)),
+        ]
+        for report in reports
+    ]
+    yield from (f"  {line}" for line in columns(header, rows))
+
+
+def _faults(report: FileReport) -> Iterator[str]:
+    if not report.bad:
+        return
+    yield f"Bad rows of {report.file}: {report.bad:,}"
+    yield from (f"  {fault}" for fault in report.faults)
+    if report.bad > len(report.faults):
+        yield f"  ... and {report.bad - len(report.faults):,} more"
+    yield ""
+
+
+def _histogram(title: str, reports: Sequence[FileReport], limit: int) -> Iterator[str]:
+    from dapo.data.lengths import Lengths
+
+    unit = reports[0].lengths.unit
+    lengths: Lengths = Lengths.together((report.lengths for report in reports), unit)
+    bins = lengths.histogram()
+    if not bins:
+        return
+    said = f" (longer than {limit}: {lengths.above(limit):,})" if unit == "tokens" else ", as no tokenizer was named"
+    yield f"Length of {title} prompts in {unit}{said}"
+    most = max(count for _, _, count in bins)
+    width = max(len(f"{low}-{high}") for low, high, _ in bins)
+    for low, high, count in bins:
+        bar = "#" * -(-count * _BAR // most)
+        yield f"  {f'{low}-{high}':>{width}}  {count:>9,}  {bar}".rstrip()
+    yield ""
+
+
+def _pairs(title: str, pairs: Sequence[Shared], short: Callable[[str], str]) -> Iterator[str]:
+    from dapo.cli.tables import columns
+
+    if not pairs:
+        return
+    yield title
+    rows = [[short(pair.file), short(pair.other), f"{pair.exact:,}", f"{pair.conflicts:,}"] for pair in pairs]
+    yield from (f"  {line}" for line in columns(["file", "also in", "rows", "with another answer"], rows))
+    yield ""
+
+
+def _overlap(found: CheckReport, short: Callable[[str], str]) -> Iterator[str]:
+    from dapo.cli.tables import columns
+
+    if not found.train or not found.evaluation:
+        return
+    if not found.overlap:
+        yield "Overlap with files to evaluate on: none (neither equal prompts nor 13 words in a row)"
+        yield ""
+        return
+    yield "Overlap with files to evaluate on: rows to train on that hold the same prompt, or 13 words in a row of one"
+    rows = [[short(pair.file), short(pair.other), f"{pair.exact:,}", f"{pair.near:,}"] for pair in found.overlap]
+    yield from (f"  {line}" for line in columns(["file", "evaluation file", "same", "13 words"], rows))
+    for pair in found.overlap:
+        yield from (f"  {example}" for example in pair.examples[:2])
+    yield ""
+
+
+def _verdict(found: CheckReport) -> str:
+    rows = sum(report.rows for report in (*found.train, *found.evaluation))
+    exact, near = sum(p.exact for p in found.overlap), sum(p.near for p in found.overlap)
+    conflicts = sum(r.conflicts for r in found.train) + sum(p.conflicts for p in found.between)
+    parts = [f"{rows:,} rows in {len(found.train) + len(found.evaluation)} files", f"{found.bad:,} bad"]
+    parts += [f"{conflicts:,} conflicting answers"] if conflicts else []
+    if exact or near:
+        parts.append(f"warning: {exact:,} equal and {near:,} similar prompts stand in files to evaluate on")
+    return "; ".join(parts)

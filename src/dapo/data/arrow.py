@@ -1,0 +1,154 @@
+"""Parquet files and Hugging Face data sets, memory-mapped as Arrow tables by the ``datasets`` library."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dapo.data.cache import cache_folder, cached, file_key
+from dapo.data.rows import BadRow
+from dapo.data.tables import Table
+from dapo.errors import DataError
+
+
+class ArrowTable(Table):
+    """Rows of an Arrow table on disk."""
+
+    def __init__(self, name: str, rows: Any, content: str) -> None:
+        """
+        Args:
+            name: of the file or data set.
+            rows: a ``datasets.Dataset``.
+            content: hash of what it holds.
+        """
+        self.name = name
+        self._data = rows
+        self._content = content
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def raw(self, number: int) -> Any:
+        try:
+            return self._data[number]
+        except Exception as error:  # decoders of images and sound raise their own kinds
+            raise BadRow(f"cannot be read: {_first_line(error)}") from None
+
+    def place(self, number: int) -> str:
+        return f"{self.name}:row {number + 1}"
+
+    def content(self) -> str:
+        return self._content
+
+
+def open_parquet(path: Path, name: str) -> ArrowTable:
+    """
+    Raises:
+        DataError: missing, not Parquet, damaged, or without rows.
+    """
+    if not path.is_file():
+        raise DataError(f"{name}: no such file")
+    datasets = _library(f"{name}: Parquet files")
+    try:
+        key = file_key(path, "parquet")
+        _, facts = cached("hashes", key, lambda folder: {"sha256": _hash_of(path)})
+        with _quiet(datasets), _place_to_write(str(facts["sha256"])) as folder:
+            rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
+    except Exception as error:  # of pyarrow, of datasets, of the file system: what matters is which file it was
+        raise DataError(f"{name}: cannot be read as Parquet: {_first_line(error)}") from None
+    if not len(rows):
+        raise DataError(f"{name}: the file has no rows")
+    return ArrowTable(name, rows, str(facts["sha256"]))
+
+
+def open_dataset(path: str, config: str | None, split: str | None, name: str) -> ArrowTable:
+    """A data set of the hub, or a folder: one that ``save_to_disk`` wrote, or one of data files.
+
+    Args:
+        path: name on the hub, or folder.
+        config: which of several data sets under one name.
+        split: by default ``train`` where there is one, or the only one.
+        name: for messages.
+
+    Raises:
+        DataError: there is no such data set, configuration or split.
+    """
+    datasets = _library(f"{name}: Hugging Face data sets")
+    folder = Path(path)
+    try:
+        with _quiet(datasets):
+            if folder.is_dir() and _was_saved(folder):
+                found = datasets.load_from_disk(str(folder))
+            else:
+                found = datasets.load_dataset(path, config)
+    except Exception as error:  # of the hub, of the network, of the files
+        raise DataError(f"{name}: the data set cannot be loaded: {_first_line(error)}") from None
+    rows = _split_of(found, split, name)
+    if not len(rows):
+        raise DataError(f"{name}: the data set has no rows")
+    return ArrowTable(name, rows, str(rows._fingerprint))
+
+
+def _split_of(found: Any, split: str | None, name: str) -> Any:
+    if not hasattr(found, "keys"):  # one table
+        if split is not None and str(found.split) != split:
+            raise DataError(f"{name}: holds no splits, so split: {split} must be left out")
+        return found
+    names = list(found.keys())
+    wanted = split or ("train" if "train" in names else names[0] if len(names) == 1 else None)
+    if wanted is None or wanted not in names:
+        said = "name one with split:" if wanted is None else f"there is no split {wanted!r};"
+        raise DataError(f"{name}: {said} it has {', '.join(names)}")
+    return found[wanted]
+
+
+def _was_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _library(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{what} need the package datasets: pip install 'dapo[data]'") from None
+    return datasets
+
+
+@contextlib.contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Without progress bars and warnings, which would be left as they were found."""
+    level, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _place_to_write(content: str) -> Iterator[str | None]:
+    """Where ``datasets`` may put its copy in Arrow: our cache, or, if that cannot be written to, where it likes."""
+    folder = cache_folder() / "arrow" / content[:32]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        yield None
+        return
+    yield str(folder)
+
+
+def _hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    """The message of what went wrong first."""
+    cause = error.__cause__ or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

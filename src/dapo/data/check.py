@@ -1,0 +1,340 @@
+"""``dapo data check`` without its printing: every row of every file, and what files have in common.
+
+Consumes items of a recipe's ``data.train`` and ``evaluation.data``; produces a :class:`CheckReport`. What was found out
+about a file is kept in the cache under the hash of its content and the settings, so that a second check takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dapo.config import DataConfig
+from dapo.config.sections import DataItem
+from dapo.data.cache import cached, key_of
+from dapo.data.files import open_table
+from dapo.data.lengths import Lengths
+from dapo.data.overlap import METHOD, Hit, exact_key, find_overlap, words_of
+from dapo.data.parts import Part, Rows, encode, keys_of
+from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
+from dapo.data.template import PromptTemplate
+from dapo.errors import DataError
+
+_VERSION = 1
+_ROWS = "rows.bin"
+_EXAMPLES = 5
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, rows done and rows in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """How prompts are measured. ``load``: makes the template, once a file needs it; None: words are counted.
+
+    ``identity``: what the lengths depend on, in JSON types.
+    """
+
+    load: Callable[[], PromptTemplate] | None = None
+    identity: Any = None
+
+    @property
+    def unit(self) -> str:
+        """What a length counts."""
+        return "tokens" if self.load else "words"
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What is in one file. All counts are rows.
+
+    ``missing_answers`` are bad only where the reward needs answers. ``duplicates`` repeat the prompt of an earlier row
+    of the file, ``conflicts`` are those of them with another answer than the first one.
+    """
+
+    file: str
+    content: str
+    rows: int
+    bad: int
+    faults: list[str]
+    """The first ones, as ``file:line: reason``."""
+    missing_answers: int
+    too_long: int | None
+    """None: nothing counts tokens."""
+    duplicates: int
+    conflicts: int
+    lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Rows of ``file`` whose prompt stands in ``other``, an earlier one, too. ``near``: of training against evaluation
+    files, rows that share a long run of words."""
+
+    file: str
+    other: str
+    exact: int
+    near: int = 0
+    conflicts: int = 0
+    examples: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """All that was found."""
+
+    train: list[FileReport]
+    evaluation: list[FileReport]
+    between: list[Shared]
+    """Between training files: equal prompts, and how many of them with another answer."""
+    overlap: list[Shared]
+    """Of training files with evaluation files."""
+    conflicts: list[str]
+    """Examples of equal prompts with different answers."""
+
+    @property
+    def bad(self) -> int:
+        """Bad rows in all files."""
+        return sum(report.bad for report in (*self.train, *self.evaluation))
+
+    @property
+    def doubts(self) -> bool:
+        """Whether there is overlap with evaluation files, or one prompt with two answers."""
+        inside = any(report.conflicts for report in self.train)
+        return inside or bool(self.overlap) or any(pair.conflicts for pair in self.between)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        found = asdict(self)
+        for report, source in zip(
+            (*found["train"], *found["evaluation"]), (*self.train, *self.evaluation), strict=True
+        ):
+            lengths = source.lengths
+            report["lengths"] = {
+                "unit": lengths.unit,
+                "median": lengths.at(0.5),
+                "p95": lengths.at(0.95),
+                "longest": lengths.at(1.0),
+                "histogram": lengths.histogram(),
+            }
+        return found
+
+
+def check_data(
+    train: Sequence[DataItem],
+    evaluation: Sequence[DataItem],
+    data: DataConfig,
+    measure: Measure,
+    *,
+    answer_required: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> CheckReport:
+    """Read all rows of all files.
+
+    Args:
+        train: files to train on.
+        evaluation: files to compare them with.
+        data: keys and length limit.
+        measure: how to measure prompts.
+        answer_required: whether a row without an answer is bad.
+        progress: hears how far it is.
+
+    Raises:
+        DataError: a file cannot be read at all.
+    """
+    scans: list[_Scan] = []
+    faults: list[str] = []
+    template = _Once(measure.load)
+    for item in [*train, *evaluation]:
+        try:
+            keys = keys_of(item, data, answer_required)
+            rows = Rows([Part(open_table(item), keys, item.path)])
+        except DataError as error:
+            faults.append(str(error))
+            continue
+        scans.append(_scan(rows, keys, data.max_prompt_length, measure, template, progress))
+    if faults:
+        raise DataError("\n".join(faults))
+    to_train, to_evaluate = scans[: len(train)], scans[len(train) :]
+    between, conflicts = _between(to_train)
+    return CheckReport(
+        train=[scan.report for scan in to_train],
+        evaluation=[scan.report for scan in to_evaluate],
+        between=between,
+        overlap=_overlap(to_train, to_evaluate, progress),
+        conflicts=conflicts,
+    )
+
+
+# --- one file -----------------------------------------------------------------------------------------------------
+
+
+class _Once:
+    """Makes something when it is first asked for."""
+
+    def __init__(self, load: Callable[[], PromptTemplate] | None) -> None:
+        self._load = load
+        self._made: PromptTemplate | None = None
+
+    def get(self) -> PromptTemplate | None:
+        if self._made is None and self._load is not None:
+            self._made = self._load()
+        return self._made
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    rows: Rows
+    keys: Keys
+    report: FileReport
+    good: npt.NDArray[np.uint64]
+    """``[rows, 3]``: number of the row, key of its prompt, key of its answer."""
+
+    @property
+    def identity(self) -> list[Any]:
+        return [self.report.content, asdict(self.keys)]
+
+
+def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: _Once, progress: Progress) -> _Scan:
+    table = rows.parts[0].table
+
+    def build(folder: Path) -> dict[str, Any]:
+        return _read_all(rows, folder, measure.unit, template.get(), progress)
+
+    settings = [_VERSION, table.content(), asdict(keys), measure.identity]
+    folder, facts = cached("checks", key_of(settings), build)
+    good = np.fromfile(folder / _ROWS, dtype="<u8").reshape(-1, 3)
+    lengths = Lengths.from_json(facts["lengths"], measure.unit)
+    duplicates, conflicts = _repeated(good)
+    report = FileReport(
+        file=table.name,
+        content=table.content(),
+        rows=len(table),
+        bad=facts["bad"],
+        faults=[f"{table.place(row)}: {reason}" for row, reason in facts["faults"]],
+        missing_answers=facts["missing_answers"],
+        too_long=lengths.above(limit) if measure.load else None,
+        duplicates=len(duplicates),
+        conflicts=int(np.count_nonzero(conflicts)),
+        lengths=lengths,
+    )
+    return _Scan(rows, keys, report, good)
+
+
+def _read_all(
+    rows: Rows, folder: Path, unit: str, template: PromptTemplate | None, progress: Progress
+) -> dict[str, Any]:
+    lengths = Lengths(unit)
+    faults: list[tuple[int, str]] = []
+    bad = missing = 0
+    with (folder / _ROWS).open("wb") as found:
+        for number in range(len(rows)):
+            if number % 1000 == 0:
+                progress(rows.parts[0].table.name, number, len(rows))
+            try:
+                row = rows[number]
+                length = len(encode(row, template)) if template else len(words_of(row.text))
+            except BadRow as fault:
+                bad += 1
+                if len(faults) < SHOWN_FAULTS:
+                    faults.append((number, str(fault)))
+                continue
+            lengths.counts[length] += 1
+            missing += row.answer is None or not row.answer.strip()
+            answer = blake2b((row.answer or "").strip().encode(), digest_size=8).digest()
+            found.write(number.to_bytes(8, "little") + exact_key(row.text).to_bytes(8, "little") + answer)
+    return {"bad": bad, "faults": faults, "missing_answers": missing, "lengths": lengths.counts}
+
+
+def _repeated(good: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Places of rows whose prompt stands earlier, and which of them have another answer than the first one has."""
+    _, first, inverse = np.unique(good[:, 1], return_index=True, return_inverse=True)
+    originals = first[inverse]
+    again = np.flatnonzero(originals != np.arange(len(good)))
+    return again, good[again, 2] != good[originals[again], 2]
+
+
+# --- several files ------------------------------------------------------------------------------------------------
+
+
+def _between(scans: Sequence[_Scan]) -> tuple[list[Shared], list[str]]:
+    """Equal prompts of training files, each against the first file that holds it; and conflicts to show."""
+    if not scans:
+        return [], []
+    good = np.concatenate([scan.good for scan in scans])
+    files = np.repeat(np.arange(len(scans)), [len(scan.good) for scan in scans])
+    _, first, inverse = np.unique(good[:, 1], return_index=True, return_inverse=True)
+    originals = first[inverse]
+    again = np.flatnonzero(originals != np.arange(len(good)))
+    other = good[again, 2] != good[originals[again], 2]
+    examples = [
+        _conflict(scans, [(int(files[k]), int(good[k, 0])) for k in (int(originals[place]), int(place))])
+        for place in again[other][:_EXAMPLES]
+    ]
+    shared = []
+    for a, b in sorted(
+        {(int(x), int(y)) for x, y in zip(files[again], files[originals[again]], strict=True) if x != y}
+    ):
+        pair = (files[again] == a) & (files[originals[again]] == b)
+        names = scans[a].report.file, scans[b].report.file
+        shared.append(Shared(*names, exact=int(pair.sum()), conflicts=int((pair & other).sum())))
+    return shared, examples
+
+
+def _conflict(scans: Sequence[_Scan], places: Sequence[tuple[int, int]]) -> str:
+    (first, row), (second, again) = places
+    one, two = scans[first].rows, scans[second].rows
+    return f"{one.place(row)} has {one[row].answer!r}, {two.place(again)} has {two[again].answer!r}"
+
+
+def _overlap(train: Sequence[_Scan], evaluation: Sequence[_Scan], progress: Progress) -> list[Shared]:
+    if not train or not evaluation:
+        return []
+    identity = [_VERSION, METHOD, [scan.identity for scan in train], [scan.identity for scan in evaluation]]
+
+    def build(folder: Path) -> dict[str, Any]:
+        hits = find_overlap(
+            [_texts(scan, "reading", progress) for scan in evaluation],
+            [_texts(scan, "comparing", progress) for scan in train],
+        )
+        return {"hits": [asdict(hit) for hit in hits]}
+
+    _, facts = cached("overlap", key_of(identity), build)
+    pairs: dict[tuple[int, int], list[Hit]] = {}
+    for found in facts["hits"]:
+        hit = Hit(**found)
+        pairs.setdefault((hit.train_file, hit.eval_file), []).append(hit)
+    return [_shared(train[a], evaluation[b], hits) for (a, b), hits in sorted(pairs.items())]
+
+
+def _texts(scan: _Scan, what: str, progress: Progress) -> Iterator[tuple[int, str]]:
+    for done, number in enumerate(scan.good[:, 0].tolist()):
+        if done % 1000 == 0:
+            progress(f"{what} {scan.report.file}", done, len(scan.good))
+        yield number, scan.rows[number].text
+
+
+def _shared(train: _Scan, evaluation: _Scan, hits: Sequence[Hit]) -> Shared:
+    exact = sum(hit.exact for hit in hits)
+    examples = [
+        f"{train.rows.place(hit.train_row)} and {evaluation.rows.place(hit.eval_row)}: "
+        + ("the same prompt" if hit.exact else f"both hold: {hit.words}")
+        for hit in sorted(hits, key=lambda hit: not hit.exact)[:_EXAMPLES]
+    ]
+    return Shared(train.report.file, evaluation.report.file, exact, near=len(hits) - exact, examples=examples)
+
+
+def file_identity(path: Path) -> Mapping[str, Any]:
+    """What tells the files of a folder (a tokenizer's) from others, without reading them."""
+    found = {}
+    for file in sorted(path.glob("*")):
+        if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):
+            stat = file.stat()
+            found[file.name] = [stat.st_size, stat.st_mtime_ns]
+    return found

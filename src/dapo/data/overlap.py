@@ -1,0 +1,228 @@
+"""Whether training rows hold what is evaluated on: equal prompts, and prompts that share a long run of words.
+
+Words are lower-cased runs of letters and runs of digits (of Chinese and Japanese, single characters); what stands
+between them does not count. A training prompt is
+*near* an evaluation prompt if both hold the same 13 words in a row (an evaluation prompt of 8 to 12 words counts as one
+run of its whole length). Left out are runs that occur in more than 10 different prompts ("where m and n are relatively
+prime positive integers, find m + n" and the like), and runs with fewer than 4 words of two letters or
+more, which are formulas.
+*Exact* is a prompt whose characters are the same, white space and case apart.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LONGEST, SHORTEST = 13, 8
+"""Words of a run; of an evaluation prompt that is shorter, the fewest that are looked for."""
+BOILERPLATE = 10
+"""Different prompts above which a run says nothing."""
+LETTER_WORDS = 4
+METHOD = [2, LONGEST, SHORTEST, BOILERPLATE, LETTER_WORDS]
+"""What results that are kept depend on."""
+
+_BATCH = 2000
+_IDEOGRAPH = "\u3040-\u30ff\u3400-\u9fff"
+_WORD = re.compile(rf"[{_IDEOGRAPH}]|[^\W\d_{_IDEOGRAPH}]+|\d+")
+_FACTOR = 0x9E3779B97F4A7C15
+
+Hashes = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+
+
+def exact_key(text: str) -> int:
+    """A number that equal prompts have in common, white space and case apart."""
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return _hash(plain)
+
+
+def words_of(text: str) -> list[str]:
+    """Runs of letters and runs of digits, in lower case."""
+    return _WORD.findall(text.lower())
+
+
+def _is_language(word: str) -> bool:
+    return (len(word) > 1 and word[0].isalpha()) or word > "\u3000"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A training row and an evaluation row. Files and rows by number, from 0; ``words`` is what they share."""
+
+    train_file: int
+    train_row: int
+    eval_file: int
+    eval_row: int
+    exact: bool
+    words: str = ""
+
+
+Texts = Iterable[tuple[int, str]]
+"""Row numbers and prompts of a file."""
+
+
+def find_overlap(evaluation: Sequence[Texts], training: Sequence[Texts]) -> list[Hit]:
+    """One hit for each training row and evaluation file that have anything in common, exact ones before near ones.
+
+    Memory: that of the evaluation prompts and of what is shared; training files are read once, in batches.
+    """
+    index = _Index(evaluation)
+    exact: list[Hit] = []
+    matches: list[_Matches] = []
+    for file, texts in enumerate(training):
+        for batch in _batches(texts):
+            exact += index.exact_hits(file, batch)
+            matches += index.matches(file, batch)
+    seen = {(hit.train_file, hit.train_row, hit.eval_file) for hit in exact}
+    near = [h for h in index.near_hits(matches) if (h.train_file, h.train_row, h.eval_file) not in seen]
+    return exact + near
+
+
+def _batches(texts: Texts) -> Iterator[_Batch]:
+    rows = iter(texts)
+    while part := list(islice(rows, _BATCH)):
+        yield _Batch(part)
+
+
+class _Batch:
+    """Prompts, with the hashes of their words one after the other."""
+
+    known: dict[str, int] = {}  # noqa: RUF012  (word -> hash, shared so that each word is hashed once)
+
+    def __init__(self, rows: Sequence[tuple[int, str]]) -> None:
+        self.rows = np.array([row for row, _ in rows], dtype=np.int64)
+        self.keys = np.array([exact_key(text) for _, text in rows], dtype=np.uint64)
+        self.words = [words_of(text) for _, text in rows]
+        self.lengths = np.array([len(words) for words in self.words], dtype=np.int64)
+        self._ends = np.repeat(np.cumsum(self.lengths), self.lengths)
+        self._owners = np.repeat(np.arange(len(rows)), self.lengths)
+        flat = [word for words in self.words for word in words]
+        known = self.known
+        if len(known) > 1_000_000:
+            known.clear()
+        for word in set(flat).difference(known):
+            known[word] = _hash(word)
+        self._hashes = np.array([known[word] for word in flat], dtype=np.uint64)
+        self._letters = np.concatenate([[0], np.cumsum([_is_language(word) for word in flat])]).astype(np.int64)
+
+    def runs(self, size: int) -> tuple[Hashes, Numbers, Numbers]:
+        """Every run of ``size`` words: its hash, the place of its prompt in the batch, and its first word there."""
+        count = len(self._hashes) - size + 1
+        if count <= 0:
+            return np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
+        total = np.zeros(count, np.uint64)
+        for k in range(size):
+            total = total * np.uint64(_FACTOR) + self._hashes[k : k + count]
+        starts = np.arange(count)
+        good = starts + size <= self._ends[:count]
+        good &= self._letters[size:] - self._letters[:count] >= LETTER_WORDS
+        owners = self._owners[:count][good]
+        first = np.cumsum(self.lengths) - self.lengths
+        return total[good], owners, starts[good] - first[owners]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matches:
+    """Runs of a training file that evaluation prompts hold too."""
+
+    file: int
+    runs: Numbers
+    """Their numbers in the index."""
+    rows: Numbers
+    prompts: Hashes
+    """Exact keys of the prompts that they are in."""
+    words: dict[int, str]
+    """Of each run, the words."""
+
+
+class _Index:
+    """All evaluation prompts."""
+
+    def __init__(self, files: Sequence[Texts]) -> None:
+        self._exact: defaultdict[int, dict[int, int]] = defaultdict(dict)  # key -> file -> first row
+        found: dict[int, list[tuple[Hashes, Hashes, Numbers]]] = defaultdict(list)
+        places: list[Numbers] = []
+        count = 0
+        for file, texts in enumerate(files):
+            for batch in _batches(texts):
+                for row, key in zip(batch.rows.tolist(), batch.keys.tolist(), strict=True):
+                    self._exact[key].setdefault(file, row)
+                places.append(np.stack([np.full(len(batch.rows), file), batch.rows], axis=1))
+                for size in range(SHORTEST, LONGEST + 1):
+                    hashes, owners, _ = batch.runs(size)
+                    if size < LONGEST:
+                        whole = batch.lengths[owners] == size
+                        hashes, owners = hashes[whole], owners[whole]
+                    found[size].append((hashes, batch.keys[owners], owners + count))
+                count += len(batch.rows)
+        self._places = np.concatenate(places) if places else np.empty((0, 2), np.int64)
+        self._sizes: dict[int, tuple[Hashes, int]] = {}
+        runs: list[Numbers] = [np.empty(0, np.int64)]
+        start = 0
+        for size, parts in found.items():
+            unique, inverse = np.unique(np.concatenate([part[0] for part in parts]), return_inverse=True)
+            self._sizes[size] = unique, start
+            runs.append(inverse + start)
+            start += len(unique)
+        self._count = start
+        every = [part for parts in found.values() for part in parts]
+        by_run = np.concatenate(runs)
+        order = np.argsort(by_run, kind="stable")
+        self._runs: Numbers = by_run[order]
+        self._keys: Hashes = np.concatenate([np.empty(0, np.uint64), *(part[1] for part in every)])[order]
+        self._owners: Numbers = np.concatenate([np.empty(0, np.int64), *(part[2] for part in every)])[order]
+
+    def exact_hits(self, file: int, batch: _Batch) -> Iterator[Hit]:
+        for row, key in zip(batch.rows.tolist(), batch.keys.tolist(), strict=True):
+            for eval_file, eval_row in self._exact.get(key, {}).items():
+                yield Hit(file, row, eval_file, eval_row, exact=True)
+
+    def matches(self, file: int, batch: _Batch) -> Iterator[_Matches]:
+        for size, (known, start) in self._sizes.items():
+            if not len(known):
+                continue
+            hashes, owners, firsts = batch.runs(size)
+            at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            same = known[at] == hashes
+            at, owners, firsts = at[same], owners[same], firsts[same]
+            runs, example = np.unique(at, return_index=True)
+            words = {
+                run + start: " ".join(batch.words[owners[k]][firsts[k] : firsts[k] + size])
+                for run, k in zip(runs.tolist(), example.tolist(), strict=True)
+            }
+            yield _Matches(file, at + start, batch.rows[owners], batch.keys[owners], words)
+
+    def near_hits(self, matches: Sequence[_Matches]) -> Iterator[Hit]:
+        """Runs that are no boilerplate, as the first hit of each training row and evaluation file."""
+        if not matches:
+            return
+        runs = np.concatenate([self._runs, *(m.runs for m in matches)])
+        keys = np.concatenate([self._keys, *(m.prompts for m in matches)])
+        pairs = np.unique(np.stack([runs.astype(np.uint64), keys], axis=1), axis=0)
+        prompts = np.bincount(pairs[:, 0].astype(np.int64), minlength=self._count)
+        seen: set[tuple[int, int, int]] = set()
+        for match in matches:
+            telling = prompts[match.runs] <= BOILERPLATE
+            for run, row in zip(match.runs[telling].tolist(), match.rows[telling].tolist(), strict=True):
+                for eval_file, eval_row in self._rows_with(run):
+                    if (match.file, row, eval_file) not in seen:
+                        seen.add((match.file, row, eval_file))
+                        yield Hit(match.file, row, eval_file, eval_row, exact=False, words=match.words[run])
+
+    def _rows_with(self, run: int) -> list[Any]:
+        low, high = np.searchsorted(self._runs, [run, run + 1])
+        return self._places[self._owners[low:high]].tolist()  # type: ignore[no-any-return]

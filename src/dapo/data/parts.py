@@ -1,0 +1,151 @@
+"""The rows of several files as one: which part a row is in, what its keys are called, and its token ids."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from dapo.config import DataConfig
+from dapo.config.sections import DataItem
+from dapo.data.files import open_table, short_name
+from dapo.data.rows import BadRow, Keys, Row, check_row, listed
+from dapo.data.tables import PythonRows, Table
+from dapo.data.template import PromptTemplate
+from dapo.errors import ConfigError, DataError
+
+CHECKED_ROWS = 10_000
+"""Rows that are looked at before anything else is loaded."""
+
+DataInput = Sequence[str | DataItem] | Sequence[Mapping[str, Any]]
+"""Files and data sets, or rows from Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A table, which of its keys hold what, and what to call it in a fingerprint."""
+
+    table: Table
+    keys: Keys
+    label: str
+    weight: float | None = None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this part from others, in JSON types."""
+        found = self.table.fingerprint()
+        found.pop("name")
+        return found if self.weight is None else {**found, "weight": self.weight}
+
+
+def open_parts(data: DataConfig, source: DataInput, answer_required: bool) -> tuple[list[Part], list[float] | None]:
+    """The parts of the data, and their weights if it is a mixture.
+
+    Raises:
+        DataError: with what is wrong in any of them.
+    """
+    if not source:
+        raise DataError("no data files are given, and no rows")
+    named = [item for item in source if isinstance(item, str | DataItem)]
+    if len(named) < len(source):
+        rows = [item for item in source if not isinstance(item, str | DataItem)]
+        keys = Keys(data.prompt_key, data.answer_key, answer_required)
+        return [Part(PythonRows(rows, "prompts"), keys, "prompts")], None
+    items = [DataItem(path=item) if isinstance(item, str) else item for item in named]
+    parts: list[Part] = []
+    faults: list[str] = []
+    for number, item in enumerate(items, start=1):
+        try:
+            keys = keys_of(item, data, answer_required)
+            parts.append(Part(open_table(item), keys, f"{number} {short_name(item)}", item.weight))
+        except DataError as fault:
+            faults.append(str(fault))
+    if faults:
+        raise DataError(listed(faults + list(_first_faults(parts))))
+    weights = [item.weight for item in items if item.weight is not None]
+    return parts, weights or None
+
+
+def _first_faults(parts: Sequence[Part]) -> Iterator[str]:
+    """What is wrong in the files that could be opened, so that one run shows it all."""
+    streams = [Rows([part]) for part in parts]
+    for part, number in spread(streams):
+        try:
+            streams[part][number]
+        except BadRow as fault:
+            yield f"{streams[part].place(number)}: {fault}"
+
+
+def keys_of(item: DataItem, data: DataConfig, answer_required: bool) -> Keys:
+    """
+    Raises:
+        ConfigError: prompt and answer are the same key.
+    """
+    keys = Keys(item.prompt_key or data.prompt_key, item.answer_key or data.answer_key, answer_required)
+    if keys.prompt == keys.answer:
+        raise ConfigError(f"{item.path}: prompt_key and answer_key are the same key ({keys.prompt!r})")
+    return keys
+
+
+class Rows:
+    """The rows of several parts, one after the other, checked as they are read."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self._ends = list(accumulate(len(part.table) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        """
+        Raises:
+            BadRow: the row cannot be used.
+        """
+        part, inside = self._find(number)
+        return check_row(part.table.raw(inside), part.keys, part.table.place(inside))
+
+    def place(self, number: int) -> str:
+        """``file:line``, or what is like it."""
+        part, inside = self._find(number)
+        return part.table.place(inside)
+
+    def _find(self, number: int) -> tuple[Part, int]:
+        k = bisect_right(self._ends, number)
+        return self.parts[k], number - (self._ends[k - 1] if k else 0)
+
+
+def spread(streams: Sequence[Rows]) -> Iterator[tuple[int, int]]:
+    """The first rows of every part: 10,000 in all, as evenly as their sizes allow. Stream and row number."""
+    sizes = [(len(part.table), s, p) for s, rows in enumerate(streams) for p, part in enumerate(rows.parts)]
+    shares: dict[tuple[int, int], int] = {}
+    left = CHECKED_ROWS
+    for place, (size, *at) in enumerate(sorted(sizes)):
+        share = min(size, left // (len(sizes) - place))
+        shares[at[0], at[1]] = share
+        left -= share
+    for s, rows in enumerate(streams):
+        start = 0
+        for p, part in enumerate(rows.parts):
+            yield from ((s, start + k) for k in range(shares[s, p]))
+            start += len(part.table)
+
+
+def names_of(rows: Rows) -> str:
+    """The files that the rows are from."""
+    return ", ".join(part.table.name for part in rows.parts)
+
+
+def encode(row: Row, template: PromptTemplate) -> tuple[int, ...]:
+    """
+    Raises:
+        BadRow: the template refuses the row, or there is nothing in it.
+    """
+    try:
+        ids = template.encode(row.prompt)
+    except DataError as error:
+        raise BadRow(" ".join(str(error).split())) from None
+    if not ids:
+        raise BadRow(f"the tokenizer makes no tokens of this prompt: {row.text[:60]!r}")
+    return tuple(ids)

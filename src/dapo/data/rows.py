@@ -1,0 +1,242 @@
+"""One row of data: what it may be, and the reason when it is not.
+
+Consumes raw rows (bytes of JSON, or mappings from Parquet, a hub data set or Python); produces :class:`Row` records.
+Numbers of JSON are kept as they are written, so that an answer 0.10 stays 0.10.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+SHOWN_FAULTS = 20
+
+Messages = tuple[Mapping[str, str], ...]
+
+_VERL_ANSWER = "reward_model.ground_truth"
+"""Where the Parquet files of verl and of the DAPO authors hold the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it stands in the data. ``prompt`` is text or chat messages; ``place`` says where it came from."""
+
+    prompt: str | Messages
+    answer: str | None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    place: str = ""
+
+    @property
+    def text(self) -> str:
+        """The prompt as text: of a single message its content, of several each with its role."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if len(self.prompt) == 1:
+            return self.prompt[0]["content"]
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Which keys of a row hold what, and whether a row without an answer is a fault.
+
+    A key with dots, such as ``reward_model.ground_truth``, leads into mappings, unless a row has it as it is written.
+    """
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    answer_required: bool = True
+
+
+class BadRow(Exception):
+    """A row cannot be used. The message is the reason, without the place."""
+
+
+def listed(faults: list[str]) -> str:
+    """The first faults, one a line, and how many there are."""
+    shown = faults[:SHOWN_FAULTS]
+    if len(faults) > len(shown):
+        shown.append(f"... and {len(faults) - len(shown)} more; {len(faults)} errors in all")
+    return "\n".join(shown)
+
+
+class _Number(str):
+    """A JSON number, as it is written. Kept as text, so that 0.10 and 12345678901234567890 stay what they are."""
+
+    __slots__ = ()
+
+
+def parse_json(data: bytes) -> Any:
+    """The value that ``data`` holds.
+
+    Raises:
+        BadRow: it is not JSON in UTF-8.
+    """
+    try:
+        return json.loads(data.decode("utf-8"), parse_int=_Number, parse_float=_Number, parse_constant=_refuse)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 text (byte {error.start} of the line)") from None
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(data.decode("utf-8").rstrip()) or error.msg.startswith("Unterminated")
+        hint = "; the line seems to be cut off" if cut else ""
+        raise BadRow(f"not valid JSON: {error.msg} (column {error.colno}){hint}") from None
+    except RecursionError:
+        raise BadRow("not valid JSON: nested too deeply") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise BadRow(f"{constant} is not valid JSON; leave the key out or use null")
+
+
+def check_row(row: Any, keys: Keys, place: str) -> Row:
+    """A raw row as a :class:`Row`.
+
+    Raises:
+        BadRow: a key is missing, or holds what it must not.
+    """
+    if not isinstance(row, Mapping):
+        raise BadRow(f"expected an object such as {{{json.dumps(keys.prompt)}: ...}}, got {_kind(row)}")
+    try:
+        prompt = _prompt(row, keys.prompt)
+        answer = _answer(row, keys)
+        meta = {str(key): plain_value(value) for key, value in row.items() if key not in (keys.prompt, keys.answer)}
+    except RecursionError:
+        raise BadRow("nested too deeply") from None
+    return Row(prompt, answer, meta, place)
+
+
+def _look_up(row: Mapping[Any, Any], key: str) -> tuple[bool, Any]:
+    """Whether there is such a key, and its value."""
+    if key in row:
+        return True, row[key]
+    found: Any = row
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return False, None
+        found = found[part]
+    return True, found
+
+
+def _prompt(row: Mapping[Any, Any], key: str) -> str | Messages:
+    there, value = _look_up(row, key)
+    if not there:
+        raise BadRow(f"no key {key!r} (data.prompt_key); the keys are {_names(row)}")
+    value = _from_array(value)
+    if isinstance(value, str) and not isinstance(value, _Number):
+        if not value.strip():
+            raise BadRow(f"{key!r} is empty")
+        return _unicode(value, key)
+    if not isinstance(value, list | tuple):
+        raise BadRow(f"{key!r} must be text or a list of chat messages, got {_kind(value)}")
+    if not value:
+        raise BadRow(f"{key!r} is an empty list of messages")
+    return tuple(_message(message, f"{key}[{k}]") for k, message in enumerate(value))
+
+
+def _message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise BadRow(f"{where} must be a message with role and content, got {_kind(message)}")
+    for key in ("role", "content"):
+        value = message.get(key)
+        if not isinstance(value, str) or isinstance(value, _Number):
+            raise BadRow(f"{where}: {key!r} must be text, got {_kind(value) if key in message else 'nothing'}")
+    if not message["role"].strip():
+        raise BadRow(f"{where}: 'role' is empty")
+    return {"role": _unicode(message["role"], where), "content": _unicode(message["content"], where)}
+
+
+def _unicode(text: str, where: str) -> str:
+    """JSON can hold halves of surrogate pairs, which are no characters and which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{where!r} holds half a surrogate pair (character {error.start})") from None
+    return text
+
+
+def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
+    key = keys.answer
+    there, value = _look_up(row, key)
+    if not there and key == "answer":
+        there, value = _look_up(row, _VERL_ANSWER)
+    value = _from_array(value)
+    missing = value is None or (isinstance(value, float) and math.isnan(value))
+    if missing and not keys.answer_required:
+        return None
+    if missing and not there:
+        raise BadRow(f"no key {key!r} (data.answer_key); the keys are {_names(row)}")
+    if missing:
+        said = "null" if value is None else "nan, not a finite number"
+        raise BadRow(f"{key!r} is {said}, but this reward compares with it")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadRow(f"{key!r} must be text or a number, got {_kind(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"{key!r} is {value}, not a finite number")
+    answer = _unicode(_text_of(value, key), key)
+    if keys.answer_required and not answer.strip():
+        raise BadRow(f"{key!r} is empty")
+    return answer
+
+
+def _text_of(value: str | int | float, key: str) -> str:
+    try:
+        return str(value)
+    except ValueError:
+        raise BadRow(f"{key!r} is a number of more digits than Python writes") from None
+
+
+def _names(row: Mapping[Any, Any]) -> str:
+    """The keys of a row, on one line and not too long."""
+    shown = [key if isinstance(key, str) and key.isprintable() else repr(key) for key in row]
+    text = ", ".join(shown) or "none"
+    return text if len(text) <= 200 else f"{text[:196]} ..."
+
+
+def _from_array(value: Any) -> Any:
+    """Numbers and arrays of numpy (a data frame's rows hold them) in Python's own types."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def plain_value(value: Any) -> Any:
+    """A value for ``meta``, in the types of JSON: what is not a number is null, dates and the like become text."""
+    value = _from_array(value)
+    if isinstance(value, _Number):
+        return _number(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value)
+
+
+def _number(written: str) -> int | float | str | None:
+    try:
+        return int(written)
+    except ValueError:
+        pass
+    try:
+        value = float(written)
+    except ValueError:
+        return written
+    if value.is_integer() and written.lstrip("-").isdigit():  # more digits than Python reads
+        return str(written)
+    return value if math.isfinite(value) else str(written)
+
+
+def _kind(value: Any) -> str:
+    """What came, for a person who knows JSON."""
+    if value is None:
+        return "null"
+    names = {_Number: "a number", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    names |= {list: "a list", tuple: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,69 @@
+"""What every kind of data is to the rest: numbered raw rows that can be read one by one, in any order."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from dapo.data.rows import plain_value
+
+
+class Table(ABC):
+    """The rows of one file, one data set of the hub, or one list from Python. Numbers count from 0."""
+
+    name: str
+    """As the user wrote it."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many rows there are."""
+
+    @abstractmethod
+    def raw(self, number: int) -> Any:
+        """A row as it stands there.
+
+        Raises:
+            BadRow: it cannot be read.
+        """
+
+    @abstractmethod
+    def place(self, number: int) -> str:
+        """Where a row stands, for people: ``file:line``, or ``file:row 3`` where there are no lines."""
+
+    @abstractmethod
+    def content(self) -> str:
+        """A hash of all that the table holds."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this data from other data, in JSON types. The name is there for messages alone."""
+        return {"name": self.name, "rows": len(self), "content": self.content()}
+
+
+class PythonRows(Table):
+    """Rows from Python."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        self.name = name
+        self._rows = rows
+        self._content: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def raw(self, number: int) -> Any:
+        return self._rows[number]
+
+    def place(self, number: int) -> str:
+        return f"{self.name}[{number}]"
+
+    def content(self) -> str:
+        if self._content is None:
+            found = sha256()
+            for row in self._rows:
+                line = json.dumps(plain_value(row), sort_keys=True) + "\n"
+                found.update(line.encode("utf-8", "backslashreplace"))
+            self._content = found.hexdigest()
+        return self._content

@@ -1,0 +1,374 @@
+"""JSON lines and JSON arrays, plain or compressed, row by row without holding them.
+
+An index of where each row begins is made in one pass, the same that hashes the file. Small files stay in memory; of
+others the index, and what was compressed, is kept in the cache. Reading a row is two short reads.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dapo.data.cache import cached, file_key, write_with_room
+from dapo.data.rows import parse_json
+from dapo.data.tables import Table
+from dapo.errors import DataError
+
+_VERSION = 1
+"""Of what is kept in the cache."""
+_SMALL = 8 * 2**20
+"""Bytes up to which a file stays in memory."""
+_SMALL_COMPRESSED = 2**20
+_CHUNK = 8 * 2**20
+_ENTRY = 16
+"""Bytes of the index per row: the offset of its first byte, and its line (of an array: the offset of its end)."""
+_BOM = b"\xef\xbb\xbf"
+_BLANK = re.compile(r"[ \t\n\r]*")
+_INDEX, _CONTENT = "index.bin", "content"
+
+
+class TextTable(Table):
+    """Rows of a JSON lines file or a JSON array."""
+
+    def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
+        """
+        Args:
+            name: of the file.
+            content: the text.
+            index: 16 bytes for each row.
+            facts: ``rows``, ``sha256`` and ``array``.
+        """
+        self.name = name
+        self._content, self._index = content, index
+        self._rows, self._sha256, self._array = int(facts["rows"]), str(facts["sha256"]), bool(facts["array"])
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def raw(self, number: int) -> Any:
+        start, other = self._entry(number)
+        try:
+            data = self._content.read(start, other - start) if self._array else self._content.line(start)
+        except OSError as error:
+            raise DataError(f"{self.place(number)}: cannot be read: {error.strerror or error}") from None
+        except _Changed:
+            raise DataError(f"{self.name}: the file was changed while it was in use; start again") from None
+        return parse_json(data.removeprefix(_BOM) if start == 0 else data)
+
+    def place(self, number: int) -> str:
+        return f"{self.name}:row {number + 1}" if self._array else f"{self.name}:{self._entry(number)[1]}"
+
+    def content(self) -> str:
+        return self._sha256
+
+    def _entry(self, number: int) -> tuple[int, int]:
+        entry = self._index.read(number * _ENTRY, _ENTRY)
+        return int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:], "little")
+
+
+def open_text(path: Path, name: str) -> TextTable:
+    """Index a file, or find its index in the cache.
+
+    Raises:
+        DataError: it cannot be read, is no JSON array though it begins like one, or has no rows.
+    """
+    try:
+        table = _open(path, name)
+    except FileNotFoundError:
+        raise DataError(f"{name}: no such file") from None
+    except _Changed:
+        raise DataError(f"{name}: the file was changed while it was read") from None
+    except _Damaged as error:
+        raise DataError(f"{name}: cannot be read: {error}") from None
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error.strerror or error}") from None
+    except _BrokenArray as error:
+        raise DataError(f"{name}:{error}") from None
+    if not len(table):
+        raise DataError(f"{name}: the file has no rows")
+    return table
+
+
+def _open(path: Path, name: str) -> TextTable:
+    compressed = path.suffix in _OPENERS
+    if path.stat().st_size > (_SMALL_COMPRESSED if compressed else _SMALL):
+        return _from_cache(path, name, compressed)
+    digest = hashlib.sha256()
+    if not compressed:
+        data = path.read_bytes()
+        digest.update(data)
+        return _in_memory(path, name, data, digest.hexdigest())
+    pieces: list[bytes] = []
+    for chunk in _decompressed(path, digest):
+        pieces.append(chunk)
+        if sum(map(len, pieces)) > 8 * _SMALL:  # it only looked small
+            return _from_cache(path, name, compressed)
+    return _in_memory(path, name, b"".join(pieces), digest.hexdigest())
+
+
+def _in_memory(path: Path, name: str, data: bytes, sha256: str) -> TextTable:
+    content = _Memory(data)
+    array = _is_array(path, content)
+    index = b"".join(_index_array(data) if array else _index_lines(iter([data])))
+    return TextTable(name, content, _Memory(index), _facts(len(index), sha256, array))
+
+
+def _from_cache(path: Path, name: str, compressed: bool) -> TextTable:
+    original = _OnDisk(path)
+
+    def build(folder: Path) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        content, chunks = original, original.chunks(digest)
+        if compressed:
+            write_with_room(folder / _CONTENT, _decompressed(path, digest))
+            content = _OnDisk(folder / _CONTENT)
+            chunks = content.chunks()
+        array = _is_array(path, content)
+        blocks = _index_array(b"".join(chunks)) if array else _index_lines(chunks)
+        write_with_room(folder / _INDEX, blocks)
+        original.check()
+        return _facts((folder / _INDEX).stat().st_size, digest.hexdigest(), array)
+
+    try:
+        folder, facts = cached("rows", file_key(path, _VERSION), build)
+    except OSError as error:
+        raise DataError(
+            f"{name}: no room to keep its index{' and its decompressed text' if compressed else ''}: "
+            f"{error.strerror or error}; set DAPO_CACHE to a folder with more room"
+        ) from None
+    content = _OnDisk(folder / _CONTENT) if compressed else original
+    return TextTable(name, content, _OnDisk(folder / _INDEX), facts)
+
+
+def _facts(index_bytes: int, sha256: str, array: bool) -> dict[str, Any]:
+    return {"rows": index_bytes // _ENTRY, "sha256": sha256, "array": array}
+
+
+# --- bytes, wherever they are -------------------------------------------------------------------------------------
+
+
+class _Changed(Exception):
+    pass
+
+
+class _Damaged(Exception):
+    pass
+
+
+class _Memory:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self._data[offset : offset + size]
+
+    def line(self, offset: int) -> bytes:
+        end = self._data.find(b"\n", offset)
+        return self._data[offset : end if end >= 0 else None]
+
+
+class _OnDisk:
+    """An open file, which must stay as it was when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._stat = self._now()
+
+    def read(self, offset: int, size: int) -> bytes:
+        self.check()
+        self._file.seek(offset)
+        return self._file.read(size)
+
+    def line(self, offset: int) -> bytes:
+        self.check()
+        self._file.seek(offset)
+        return self._file.readline()
+
+    def chunks(self, digest: Any = None) -> Iterator[bytes]:
+        self._file.seek(0)
+        while chunk := self._file.read(_CHUNK):
+            if digest is not None:
+                digest.update(chunk)
+            yield chunk
+
+    def check(self) -> None:
+        """
+        Raises:
+            _Changed: it was written to.
+        """
+        if self._now() != self._stat:
+            raise _Changed
+
+    def _now(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+class _Hashing:
+    """A file that hashes what is read from it."""
+
+    def __init__(self, file: IO[bytes], digest: Any) -> None:
+        self._file, self._digest = file, digest
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._digest.update(data)
+        return data
+
+
+def _decompressed(path: Path, digest: Any) -> Iterator[bytes]:
+    """The content in pieces; ``digest`` gets the bytes of the file itself.
+
+    Raises:
+        _Damaged: it is not what its name says, or not whole.
+        DataError: a package is missing.
+    """
+    with path.open("rb") as file:
+        source = _Hashing(file, digest)
+        chunks = _OPENERS[path.suffix](source)
+        while True:
+            try:
+                chunk = next(chunks, None)
+            except (
+                OSError,
+                EOFError,
+                zlib.error,
+            ) as error:  # reading alone: what is done with the chunk is not in here
+                raise _Damaged(getattr(error, "strerror", None) or str(error)) from None
+            if chunk is None:
+                break
+            yield chunk
+        while source.read(_CHUNK):  # what may stand behind the end
+            pass
+
+
+def _gzip_chunks(source: Any) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=source, mode="rb") as stream:
+        while chunk := stream.read(2**20):
+            yield chunk
+
+
+def _zstd_chunks(source: Any) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError("files that end in .zst need the package zstandard: pip install 'dapo[data]'") from None
+    frame: Any = None
+    try:
+        while chunk := source.read(2**16):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise OSError(f"not a whole Zstandard file ({error})") from None
+    if frame is not None:
+        raise EOFError("the compressed file is cut off")
+
+
+_OPENERS = {".gz": _gzip_chunks, ".zst": _zstd_chunks}
+
+
+# --- where rows begin ---------------------------------------------------------------------------------------------
+
+
+def _index_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Offset and line number of every line that is not blank."""
+    offset, number = 0, 1
+    pieces: list[bytes] = []
+    for chunk in chunks:
+        cut = chunk.rfind(b"\n") + 1
+        pieces.append(chunk[:cut] if cut else chunk)
+        if not cut:
+            continue
+        block = b"".join(pieces)
+        found, lines = _rows_in(block, offset, number)
+        yield found
+        offset, number, pieces = offset + len(block), number + lines, [chunk[cut:]]
+    if block := b"".join(pieces):
+        yield _rows_in(block, offset, number)[0]
+
+
+def _rows_in(block: bytes, offset: int, number: int) -> tuple[bytes, int]:
+    data = np.frombuffer(block, np.uint8)
+    ends = np.flatnonzero(data == ord("\n"))
+    starts = np.concatenate([[0], ends + 1]).astype(np.int64)
+    if starts[-1] == len(block):
+        starts = starts[:-1]
+    blank = [k for k in np.flatnonzero(data[starts] <= ord(" ")).tolist() if not _line(block, starts, k).strip()]
+    if offset == 0 and not _line(block, starts, 0).removeprefix(_BOM).strip():
+        blank.append(0)
+    entries = np.stack([starts + offset, np.arange(number, number + len(starts))], axis=1).astype("<u8")
+    return np.delete(entries, blank, axis=0).tobytes(), len(starts)
+
+
+def _line(block: bytes, starts: Any, k: int) -> bytes:
+    return block[starts[k] : starts[k + 1] if k + 1 < len(starts) else None]
+
+
+class _BrokenArray(Exception):
+    pass
+
+
+def _is_array(path: Path, content: _Memory | _OnDisk) -> bool:
+    """Only files named .json can be arrays: in .jsonl a line that begins with a bracket is a row that is wrong."""
+    inner = path.with_suffix("") if path.suffix in _OPENERS else path
+    return inner.suffix == ".json" and content.read(0, 4096).removeprefix(_BOM).lstrip()[:1] == b"["
+
+
+def _index_array(data: bytes) -> Iterator[bytes]:
+    """Offset of beginning and end of every item of an array.
+
+    Read as Latin-1, in which every byte is one character: all that structures JSON is ASCII, and is found where it is.
+    """
+    text = data.decode("latin-1")
+    scan = json.JSONDecoder().raw_decode
+    place = _skip(text, 3 if data.startswith(_BOM) else 0) + 1
+    entries: list[tuple[int, int]] = []
+    place = _skip(text, place)
+    if text[place : place + 1] == "]":
+        place += 1
+    else:
+        while True:
+            try:
+                _, end = scan(text, place)
+            except (json.JSONDecodeError, RecursionError, ValueError) as error:
+                at = error.pos if isinstance(error, json.JSONDecodeError) else place
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+                raise _broken(text, at, f"{reason} (in row {len(entries) + 1})") from None
+            entries.append((place, end))
+            place = _skip(text, end)
+            mark = text[place : place + 1]
+            if mark == "]":
+                place += 1
+                break
+            if mark != ",":
+                raise _broken(text, place, f"a comma or ] is missing after row {len(entries)}")
+            place = _skip(text, place + 1)
+    if text[place:].strip(" \t\r\n"):
+        raise _broken(text, place, "something stands behind the end of the list")
+    yield np.array(entries, dtype="<u8").tobytes()
+
+
+def _broken(text: str, place: int, reason: str) -> _BrokenArray:
+    cut = "; the file seems to be cut off" if place >= len(text.rstrip()) or reason.startswith("Unterminated") else ""
+    return _BrokenArray(f"{text.count(chr(10), 0, place) + 1}: not valid JSON: {reason}{cut}")
+
+
+def _skip(text: str, place: int) -> int:
+    found = _BLANK.match(text, place)
+    return found.end() if found else place

@@ -1,0 +1,100 @@
+"""What a run starts from, as far as data is concerned: lengths, skipped rows, files that are not there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.config import build_config, load_config, nested
+from dapo.errors import DataError
+from dapo.plan import missing_files, plan_of
+from run_cases import PROMPTS, Recorder, config_for, run, text_sum, tiny_model
+
+LONG = {"prompt": "1+2" * 20 + "=", "answer": "3"}  # 61 tokens, far above data.max_prompt_length=8
+
+
+def test_an_evaluation_leaves_no_prompt_out_however_long(tmp_path: Path) -> None:  # failures.md 67
+    heldout = [PROMPTS[0], LONG, PROMPTS[1]]
+    summary = run(tmp_path / "run", {"evaluation.max_response_length": 4}, heldout=heldout)
+    assert summary["heldout_rows"] == 3
+
+
+def test_an_evaluation_prompt_beyond_the_model_is_refused_by_row(tmp_path: Path) -> None:
+    model = tiny_model(max_position_embeddings=64)
+    with pytest.raises(DataError, match=r"row 2: 61 prompt tokens \+ 12 .*64 positions.*max_response_length=3 "):
+        run(tmp_path / "run", heldout=[PROMPTS[0], LONG], model=model)
+    run(tmp_path / "fits", {"evaluation.max_response_length": 3}, heldout=[PROMPTS[0], LONG], model=model)
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_rows_that_are_skipped_are_said(tmp_path: Path) -> None:
+    heard = Recorder()
+    rows: list[Any] = [*PROMPTS, {"prompt": ""}]
+    run(tmp_path / "run", {"data.on_bad_row": "skip", "data.max_bad_rows": 0.1}, heard, rows=rows)
+    assert any("prompts[40]: 'prompt' is empty" in w for w in heard.warnings)
+    assert any("1 of 41 rows are bad and skipped" in w for w in heard.warnings)
+    with pytest.raises(DataError, match="'prompt' is empty"):
+        run(tmp_path / "other", {"data.on_bad_row": "skip", "data.max_bad_rows": 1}, heldout=rows)
+
+
+def test_a_mixture_of_files_trains(tmp_path: Path) -> None:
+    import json
+
+    for name, part in (("a.jsonl", PROMPTS[:20]), ("b.jsonl", PROMPTS[20:])):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, part)))
+    files = [{"path": str(tmp_path / "a.jsonl"), "weight": 1}, {"path": str(tmp_path / "b.jsonl"), "weight": 2}]
+    assert run(tmp_path / "run", {"data.train": files}, rows=None, reward=text_sum)["steps"] == 1
+
+
+def test_missing_files_and_names_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "here.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    train = [str(tmp_path / "here.jsonl"), "gone.jsonl", "gone", "some/set", {"path": "gsm8k", "name": "main"}]
+    config = config_for(tmp_path, {"data.train": train, "data.chat_template": "no.jinja"})
+    first, second, third = missing_files(config)
+    assert "gone.jsonl" in first and "hub" in second and third == "data.chat_template: 'no.jinja' does not exist"
+    for files, rows in (([train[0]], "2 rows"), (["some/set"], "all rows"), (["x.parquet"], "all rows")):
+        assert str(plan_of(config_for(tmp_path, {"evaluation.data": files}))["evaluation"]).startswith(rows)
+
+
+def test_items_are_looked_up_beside_the_recipe(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "chat.jinja"):
+        (tmp_path / name).write_text("")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "model: {path: m}\ndata:\n  chat_template: chat.jinja\n"
+        "  train:\n  - {path: rows.jsonl, answer_key: gold}\n  - a/b\n"
+    )
+    data = load_config(recipe).data
+    assert [item.path for item in data.train] == [str(tmp_path / "rows.jsonl"), "a/b"]
+    assert data.train[0].answer_key == "gold" and data.chat_template == str(tmp_path / "chat.jinja")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"data.train": [{"path": "a", "wieght": 2}]},
+            r"data.train.0: unknown key wieght; an item may have path",
+        ),
+        ({"data.train": [{"path": "a", "weight": 0}]}, r"data.train.0.weight: .*greater than 0"),
+        ({"data.train": ["a", {"path": "b", "weight": 1}]}, "some items have a weight, but a has none"),
+        ({"data.train": [3]}, r"data.train.0: must be a file's name, or a mapping"),
+        ({"data.train": [{"split": "a"}]}, r"data.train.0.path: required"),
+        ({"evaluation.data": {"path": "a", "weight": 1}}, r"evaluation.data: has a weight"),
+        ({"data.max_bad_rows": 2}, "max_bad_rows"),
+    ],
+)
+def test_items_that_make_no_sense_are_refused(changes: dict[str, Any], said: str) -> None:
+    from dapo.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=said):
+        build_config(nested({"model.path": "m", **changes}))
+
+
+def test_an_item_is_written_as_it_was_read() -> None:
+    train = ["a.jsonl", {"path": "b", "split": "train", "weight": 2.0}]
+    written = {"data.train": [{"path": "a.jsonl", "weight": 1.0}, train[1]], "evaluation.data": "x.jsonl"}
+    config = build_config(nested({"model.path": "m", **written}))
+    dumped = config.model_dump(mode="json")
+    assert dumped["data"]["train"] == written["data.train"] and dumped["evaluation"]["data"] == ["x.jsonl"]
+    assert build_config(dumped) == config
