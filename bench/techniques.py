@@ -18,7 +18,7 @@ from rich.table import Table
 
 from dapo.config import load_config
 from dapo.demo.run import make_world
-from dapo.experiment import run_experiment
+from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
 from dapo.progress import QuietListener
 from dapo.recipes import recipe_path

@@ -1,0 +1,1 @@
+"""Adapters for two trainers: dapo itself and the GRPOTrainer of TRL."""
