@@ -14,10 +14,10 @@ STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 
-.PHONY: help setup demo test test-shared test-gpu nightly check format clean
+.PHONY: help setup demo smollm2 test test-shared test-gpu nightly check format clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv (versions from constraints.txt); nothing to do the second time
 	@echo "setup: .venv is ready"
@@ -27,6 +27,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup
 
 demo: $(STAMP)  ## a small model learns to think, on the CPU, in minutes: make demo ARGS="seed=7"
 	@$(PY) -m dapo demo $(ARGS)
+
+smollm2: $(STAMP)  ## a pretrained model of 135 M parameters learns word problems, on the CPU, in ten minutes
+	@$(PY) -m dapo demo word-problems $(ARGS)
 
 test: $(STAMP)  ## all tests but the GPU's, the nightly ones and those over ../shared
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not nightly and not shared" $(ARGS)

@@ -6,16 +6,14 @@ usage: python scripts/make_docs.py        (a test fails when the pages are not w
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import get_args
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from dapo.config import Config, _section_types
+from dapo.config.reference import Key, key_of, keys_of
 from dapo.observe.metrics import METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -31,43 +29,35 @@ def configuration() -> str:
     for name, info in Config.model_fields.items():
         kinds = _section_types(info.annotation)
         if not kinds:
-            lines += ["", f"`{name}` (default `{info.default}`): {_text(info)}"]
+            lines += ["", f"`{name}` (default `{info.default}`): {key_of(name, info).text}"]
         for kind in kinds:
             title = name if len(kinds) == 1 else f"{name} with `kind: {_kind(kind)}`"
-            lines += ["", f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *_rows(kind, "")]
+            lines += ["", f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *_rows(kind)]
     return "\n".join(lines) + "\n"
 
 
-def _rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, info in section.model_fields.items():
-        kinds = _section_types(info.annotation)
-        if kinds:
-            yield from _rows(kinds[0], f"{prefix}{name}.")
-        else:
-            yield f"| `{prefix}{name}` | {_default(info)} | {_text(info)}{_choices(info.annotation)} |"
+def _rows(section: type[BaseModel]) -> Iterator[str]:
+    for key in keys_of(section):
+        choices = f" One of {', '.join(f'`{c}`' for c in key.choices)}." if len(key.choices) > 1 else ""
+        if key.choices == (True, False):
+            choices = ""
+        yield f"| `{key.name}` | {_default(key)} | {_cell(key.text)}{choices} |"
 
 
 def _kind(section: type[BaseModel]) -> str:
     return str(get_args(section.model_fields["kind"].annotation)[0])
 
 
-def _default(info: FieldInfo) -> str:
-    value: Any = info.get_default(call_default_factory=True, validated_data={})
-    if value is PydanticUndefined:
+def _default(key: Key) -> str:
+    if key.required:
         return "required"
-    if value is None or isinstance(value, bool):
-        return f"`{json.dumps(value)}`"
-    return f"`{value}`" if value != "" else '`""`'
+    if key.default is None or isinstance(key.default, bool):
+        return f"`{json.dumps(key.default)}`"
+    return f"`{key.default}`" if key.default != "" else '`""`'
 
 
-def _text(info: FieldInfo) -> str:
-    return re.sub(r"\s+", " ", info.description or "").replace("|", "\\|")
-
-
-def _choices(annotation: Any) -> str:
-    if get_origin(annotation) is not Literal or len(get_args(annotation)) < 2:
-        return ""
-    return " One of " + ", ".join(f"`{choice}`" for choice in get_args(annotation)) + "."
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def metrics() -> str:
@@ -79,7 +69,7 @@ def metrics() -> str:
         "",
         "| name | unit | meaning |",
         "|---|---|---|",
-        *(f"| `{m.name}` | {m.unit} | {m.meaning.replace('|', chr(92) + '|')} |" for m in METRICS.values()),
+        *(f"| `{m.name}` | {m.unit} | {_cell(m.meaning)} |" for m in METRICS.values()),
     ]
     return "\n".join(lines) + "\n"
 

@@ -52,7 +52,7 @@ def replace_run(monkeypatch: pytest.MonkeyPatch, effect: Any) -> list[Any]:
             raise effect
         return effect
 
-    for name, function in (("dapo.experiment", "run_experiment"), ("dapo.demo", "run_demo")):
+    for name, function in (("dapo.launch", "run_experiment"), ("dapo.demo", "run_demo")):
         module = ModuleType(name)
         setattr(module, function, stand_in)
         monkeypatch.setitem(sys.modules, name, module)
@@ -113,7 +113,7 @@ def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, color_system=None, width=80)
-    monkeypatch.setattr(train, "Console", lambda **_: terminal)
+    monkeypatch.setattr(train, "Terminal", lambda **_: terminal)
     train.train(Path("r.yaml"), dry_run=True)
     assert "clip_ratio_high: 0.28" in out.getvalue() and "samples per step  128" in out.getvalue()
 

@@ -1,50 +1,161 @@
-"""What the documents show is run as it stands there."""
+"""What the documents show is run as it stands there, and what they name exists.
+
+A page is a session: its blocks run from top to bottom, in one folder that holds what the demo leaves behind (with
+weights that were not warmed up). ``python`` blocks share their names; each line of an ``sh`` block is a ``dapo``
+command, which has to end as its comment says (``# exit code 2``) or else well; ``yaml`` blocks are recipes. A block of
+Python or YAML whose first line names a file (``# my_reward.py``) is written to that file, too.
+
+What cannot run here says why, in a comment above the block: ``<!-- not run: needs the network -->``.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
+from typer.testing import CliRunner
 
-from dapo.config import build_config
+from dapo.cli import app
+from dapo.cli.errors import EXIT_CODES
+from dapo.config import build_config, load_config, warnings_for
+from dapo.config.reference import all_values
 from dapo.demo.task import make_model, make_tokenizer
+from dapo.observe.metrics import describe
+from dapo.resume import BY_CONTENT, MAY_CHANGE, MAY_CHANGE_UNLESS_DETERMINISTIC
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in DOCUMENTS if page.parent.name != "decisions"]  # decisions tell what was so when they were made
+
+NOT_RUN = {"docs/quickstart.md": 4, "docs/extending.md": 1, "docs/runs.md": 1}
+"""How many blocks of each page cannot run here. Whoever adds one has to come by."""
 
 
-def _blocks(language: str) -> list[Any]:
-    """Fenced blocks of one language, with the place they stand at as test id."""
-    found = []
-    for document in DOCUMENTS:
-        text = document.read_text(encoding="utf-8")
-        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            line = text[: match.start()].count("\n") + 1
-            found.append(pytest.param(match.group(1), id=f"{document.relative_to(ROOT)}:{line}"))
-    return found
+def _name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("code", _blocks("python"))
-def test_python_blocks_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that holds what the demo leaves behind, with weights that were not warmed up."""
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where its text starts, what it is, and why it is not run (empty: it is)."""
+
+    place: str
+    line: int
+    language: str
+    text: str
+    not_run: str
+
+    @property
+    def file(self) -> str | None:
+        """The file that the block is."""
+        found = re.match(r"# ([\w-]+\.(?:py|yaml))\n", self.text)
+        return found[1] if found else None
+
+    def commands(self) -> Iterator[str]:
+        """Its lines; those that end with a backslash go on in the next one."""
+        for line in re.sub(r"\\\n\s*", "", self.text).splitlines():
+            if line.strip() and not line.lstrip().startswith("#"):
+                yield line.strip()
+
+
+def _blocks(document: Path) -> list[Block]:
+    text = document.read_text(encoding="utf-8")
+    fence = re.compile(r"(?:^<!-- not run: (.+?) -->\n)?^```([\w+-]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        Block(_name(document), text[: m.start(3)].count("\n") + 1, m[2], m[3], m[1] or "") for m in fence.finditer(text)
+    ]
+
+
+def _runs(block: Block) -> bool:
+    return block.language in ("python", "sh", "yaml") and not block.not_run
+
+
+class Session:
+    """What a reader does who types a page in."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {"__name__": "__main__"}
+
+    def do(self, block: Block) -> None:
+        if block.file and block.language != "sh":
+            Path(block.file).write_text(block.text, encoding="utf-8")
+        {"python": self._python, "sh": self._shell, "yaml": self._recipe}[block.language](block)
+
+    def _python(self, block: Block) -> None:
+        # line ends in front, so that a traceback names the line of the page
+        exec(compile("\n" * (block.line - 1) + block.text, block.place, "exec"), self._names)
+
+    def _shell(self, block: Block) -> None:
+        for command in block.commands():
+            program, *arguments = shlex.split(command, comments=True)
+            assert program == "dapo", f"{block.place}:{block.line}: {command}: only dapo commands are run here"
+            wanted = re.search(r"# exit code (\d+)", command)
+            done = CliRunner().invoke(app, arguments)
+            assert done.exit_code == (int(wanted[1]) if wanted else 0), (
+                f"{block.place}:{block.line}: {command}\n{done.output}"
+            )
+
+    def _recipe(self, block: Block) -> None:
+        build_config({"model": {"path": "model"}} | yaml.safe_load(block.text))
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if any(map(_runs, _blocks(d)))], ids=_name)
+def test_a_page_does_what_it_shows(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer()
     folder = tmp_path / "runs/cpu-demo/model-before"
     make_model(0, len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "<document>", "exec"), {"__name__": "__main__"})
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    session = Session()
+    for block in filter(_runs, _blocks(document)):
+        session.do(block)
 
 
-@pytest.mark.parametrize("text", _blocks("yaml"))
-def test_recipes_in_documents_are_valid(text: str) -> None:
-    build_config(yaml.safe_load(text))
+def test_blocks_that_are_not_run_are_counted_and_say_why() -> None:
+    found = {_name(page): sum(bool(block.not_run) for block in _blocks(page)) for page in DOCUMENTS}
+    assert {page: count for page, count in found.items() if count} == NOT_RUN
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def _shown_commands(document: Path) -> Iterator[str]:
+    """Commands of blocks that are not run, and of running text."""
+    for block in _blocks(document):
+        if not _runs(block):
+            yield from (line for line in block.commands() if line.startswith("dapo "))
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    yield from (command.replace("\n", " ") for command in re.findall(r"`(dapo [^`]+)`", text))
+
+
+@pytest.mark.parametrize("document", PAGES, ids=_name)
+def test_commands_and_options_that_are_shown_exist(document: Path) -> None:
+    for line in _shown_commands(document):
+        command: Any = typer.main.get_command(app)
+        words = shlex.split(line.replace("'", ""), comments=True)[1:]
+        while words and hasattr(command, "commands") and not words[0].startswith("-"):
+            assert words[0] in command.commands, f"{document.name}: {line}: there is no command {words[0]}"
+            command = command.commands[words.pop(0)]
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help", "-h"}
+        for option in (word.partition("=")[0] for word in words if word.startswith("-") and word != "-"):
+            assert option in known, f"{document.name}: {line}: there is no option {option}"
+
+
+# --- what is named ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_and_files_that_are_named_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", text):
@@ -55,10 +166,97 @@ def test_links_and_files_that_are_named_exist(document: Path) -> None:
         assert any(place.exists() for place in places), f"{document.name} names {name}"
 
 
+def _is_key(name: str) -> bool:
+    """Whether ``name`` is a key of the config, or a section."""
+    return any(key == name or key.startswith(f"{name}.") for key in all_values())
+
+
+@pytest.mark.parametrize("document", PAGES, ids=_name)
+def test_keys_that_are_named_exist(document: Path) -> None:
+    sections = "|".join({key.partition(".")[0] for key in all_values() if "." in key})
+    text = document.read_text(encoding="utf-8")
+    for name in re.findall(rf"`((?:{sections})\.[\w.]+)(?:=[^`]*)?`", text):
+        assert _is_key(name) or name.endswith((".json", ".jsonl", ".safetensors")), f"{document.name} names {name}"
+
+
+def _tables(text: str) -> Iterator[dict[str, str]]:
+    """The rows of all tables, as header -> cell."""
+    header: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not cells:
+            header = []
+        elif not header:
+            header = cells
+        elif not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
+            yield dict(zip(header, cells, strict=True))
+
+
+def _code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def _function(name: str) -> Any:
+    """What ``module:function`` or ``module:Class.method`` names, below ``dapo``."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(f"dapo.{module}")
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+PAPER = list(_tables((ROOT / "docs/paper.md").read_text(encoding="utf-8")))
+
+
+def test_the_paper_is_mapped_to_functions_keys_and_metrics_that_exist() -> None:
+    mapped = [row for row in PAPER if "function" in row]
+    named = {kind: [name for row in mapped for name in _code(row[kind])] for kind in ("function", "key", "metric")}
+    for name in named["function"]:
+        assert callable(_function(name)), name
+    assert [name for name in named["key"] if not _is_key(name.partition("=")[0])] == []
+    assert [name for name in named["metric"] if describe(name) is None] == []
+    assert all(len(names) > 10 for names in named.values())
+
+
+def test_every_equation_of_the_paper_is_on_its_page_and_named_where_it_is_computed() -> None:
+    rows = {row["paper"]: row for row in PAPER if row.get("paper", "").startswith("Eq. ")}
+    assert {int(re.findall(r"\d+", name)[0]) for name in rows} == {5, 7, 8, 9, 10, 11, 12, 13}
+    for name, row in rows.items():
+        number = re.findall(r"\d+", name)[0]
+        documents = [inspect.getdoc(_function(function)) or "" for function in _code(row["function"])]
+        assert any(re.search(rf"Eq\. (\d+(, | and ))*{number}\b", text) for text in documents), name
+
+
+def test_settings_in_the_page_on_the_paper_are_as_the_config_has_them() -> None:
+    config = build_config({"model": {"path": "model"}})
+    rows = [row for row in PAPER if "default" in row]
+    assert len(rows) > 10
+    for row in rows:
+        (key,) = _code(row["key"])
+        found: Any = config
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == pytest.approx(yaml.safe_load(_code(row["default"])[0])), key
+
+
+def test_the_page_on_runs_says_what_may_change_on_resume() -> None:
+    text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    said = {row["what may change"]: set(_code(row["keys"])) for row in _tables(text) if "what may change" in row}
+    expected = [set(MAY_CHANGE), set(MAY_CHANGE_UNLESS_DETERMINISTIC), set(BY_CONTENT)]
+    assert list(said.values()) == expected
+
+
+def test_the_page_on_runs_has_the_exit_codes() -> None:
+    text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    said = [row["exit code"] for row in _tables(text) if "exit code" in row]
+    assert said == re.findall(r"\b\d+\b", EXIT_CODES)
+
+
+# --- reference pages and recipes ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda r: r.name)
 def test_shipped_recipes_are_valid(recipe: Path) -> None:
-    from dapo.config import load_config, warnings_for
-
     assert warnings_for(load_config(recipe)) == []
 
 

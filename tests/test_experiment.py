@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from dapo.cli import app
 from dapo.config import Config, all_keys, build_config
 from dapo.errors import ConfigError, DataError, ModelError, NumericalError, RewardError, StarvedError
-from dapo.experiment import Experiment, run_experiment, run_to_end
+from dapo.experiment import Experiment
 from dapo.files import json_line
 from dapo.inputs import Inputs
+from dapo.launch import run_experiment, run_to_end
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.observe.metrics import describe
 from dapo.observe.samples import read_samples
@@ -40,6 +41,7 @@ from run_cases import (
     TOKENIZER,
     Recorder,
     config_for,
+    last_checkpoint,
     loads_whole,
     run,
     steps_of,
@@ -175,9 +177,10 @@ def test_evaluation_and_checkpoints_come_when_asked_for(tmp_path: Path) -> None:
     assert evaluated == [2, 3]
     assert summary["heldout_rows"] == 3
     assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
-    assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00002"]
-    loads_whole(folder.checkpoint(2) / "model")
-    tensors, metadata = load_tensors(folder.checkpoint(2) / "optimizer")
+    names = sorted(p.name for p in folder.checkpoints.iterdir())
+    assert [name for name in names if name != "best.json"] == ["step-00002", "step-00003"]
+    loads_whole(folder.checkpoints / "step-00002" / "model")
+    tensors, metadata = load_tensors(folder.checkpoints / "step-00002" / "optimizer")
     assert metadata["version"] == 2 and any(t.any() for name, t in tensors.items() if name.endswith("exp_avg"))
 
 
@@ -544,7 +547,7 @@ def test_only_flat_groups_stop_the_run_with_the_histogram_and_a_checkpoint_failu
     assert "step 2: dynamic sampling kept 0 of the 4 groups wanted; in 16 draws" in message
     assert "16 all wrong, 0 mixed, 0 all right" in message
     assert "What may help: easier prompts" in message and "rollout.samples_per_prompt (now 4)" in message
-    saved = RunFolder(root).checkpoints / "stopped"
+    saved = last_checkpoint(root)
     assert f"their state is in {saved}" in message
     loads_whole(saved / "model")
     load_tensors(saved / "optimizer")
@@ -571,7 +574,7 @@ def test_starvation_is_exit_code_3_on_the_command_line_failures_23(tmp_path: Pat
     result = CliRunner().invoke(app, ["train", recipe])
     assert result.exit_code == 3, result.output
     assert "8 all wrong, 0 mixed, 0 all right" in result.stderr and "Traceback" not in result.output
-    loads_whole(RunFolder(tmp_path / "run").checkpoints / "stopped" / "model")
+    loads_whole(last_checkpoint(tmp_path / "run") / "model")
 
 
 def test_an_existing_run_is_kept_and_the_command_line_says_two_ways_out(tmp_path: Path) -> None:
@@ -627,7 +630,7 @@ def test_updates_that_are_not_finite_end_the_run_with_a_checkpoint(
     spoil_updates(monkeypatch, lambda n: n >= 2)
     with pytest.raises(NumericalError, match=r"2 updates in a row (.|\n)*1 steps were done") as error:
         run(tmp_path / "run", {"training.steps": 5, "training.max_skipped_updates": 2})
-    saved = RunFolder(tmp_path / "run").checkpoints / "stopped"
+    saved = last_checkpoint(tmp_path / "run")
     assert str(saved) in str(error.value)
     assert loads_whole(saved / "model").isfinite().all()
     assert len(steps_of(tmp_path / "run")) == 1
@@ -684,7 +687,7 @@ def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeyp
 
 
 def check_rescued(root: Path, reason: str, listener: Recorder) -> None:
-    saved = RunFolder(root).checkpoints / "stopped"
+    saved = last_checkpoint(root)
     loads_whole(saved / "model")
     load_model(str(saved / "model"))
     load_tokenizer(str(saved / "model"))
@@ -757,7 +760,7 @@ def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: 
     finally:
         signal.signal(signal.SIGINT, before)
     assert experiment.steps_done < 1000
-    assert (RunFolder(tmp_path / "run").checkpoints / "stopped" / "model").is_dir()
+    assert (last_checkpoint(tmp_path / "run") / "model").is_dir()
 
 
 def test_a_run_inside_of_a_running_event_loop(tmp_path: Path) -> None:

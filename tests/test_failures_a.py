@@ -19,9 +19,10 @@ import torch
 from dapo.algorithm.shaping import overlong_penalty, shape_rewards
 from dapo.config import DataConfig
 from dapo.data.template import PromptTemplate
-from dapo.evaluate import Evaluation
-from dapo.experiment import Experiment, run_to_end
+from dapo.evaluation.result import Evaluation
+from dapo.experiment import Experiment
 from dapo.inputs import Inputs
+from dapo.launch import run_to_end
 from dapo.observe.samples import read_samples
 from dapo.plan import plan_of
 from dapo.prepare import Preparer
@@ -205,7 +206,7 @@ COVERED: dict[int, str | list[tuple[str, str]]] = {
         (OBJECTIVE, "test_statistics_by_hand"),
         ("observe/test_step.py", "test_statistics_are_sums_over_sums"),
         ("observe/test_step.py", "test_advantages_are_weighted_by_loss_tokens"),
-        ("test_evaluate.py", "test_the_numbers_by_hand"),
+        ("evaluation/test_evaluate.py", "test_the_numbers_by_hand"),
         (EXPERIMENT, "test_a_run_with_each_technique_completes_and_leaves_a_whole_folder"),
         ("test_progress.py", "test_a_loss_of_zero_is_not_shown"),
         (HERE, "test_the_table_of_metrics_explains_a_loss_of_zero_failures_41"),
@@ -468,9 +469,9 @@ def test_trainer_and_engine_see_the_same_ids_with_one_bos_failures_37_38(
             sampled[sample.request_id, sample.index] = sample.token_ids.tolist()
             yield sample
 
-    def seen(self: Preparer, batch: PackedBatch) -> Any:
+    def seen(self: Preparer, batch: PackedBatch, done: int = 0) -> Any:
         packed.append(batch)
-        return updates(self, batch)
+        return updates(self, batch, done)
 
     monkeypatch.setattr(NativeEngine, "generate", watched)
     monkeypatch.setattr(Preparer, "updates", seen)

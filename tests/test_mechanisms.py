@@ -13,8 +13,9 @@ import torch
 
 from dapo.config import build_config, nested
 from dapo.demo.task import make_model, make_tokenizer
-from dapo.experiment import Experiment, run_to_end
+from dapo.experiment import Experiment
 from dapo.inputs import Inputs
+from dapo.launch import run_to_end
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import read_samples
 from dapo.prepare import Preparer, Update
@@ -72,8 +73,8 @@ def updates(monkeypatch: pytest.MonkeyPatch) -> list[Update]:
     seen: list[Update] = []
     plain = Preparer.updates
 
-    def record(self: Preparer, packed: Any) -> Any:
-        for update in plain(self, packed):
+    def record(self: Preparer, packed: Any, done: int = 0) -> Any:
+        for update in plain(self, packed, done):
             seen.append(update)
             yield update
 

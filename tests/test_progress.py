@@ -127,6 +127,8 @@ def test_pairs_of_the_summary() -> None:
 def test_evaluations_and_durations() -> None:
     line = evaluation_line("after step 20", {"eval/response_length": 25.5, "eval/rows": 1000, "eval/accuracy": 0.912})
     assert line == "evaluation after step 20: accuracy 91.2%, response length 25.50, rows 1000"
+    bounds = {"eval/accuracy_low": 0.5, "eval/accuracy_high": 0.75}
+    assert evaluation_line("x", {"eval/accuracy": 0.6} | bounds) == "evaluation x: accuracy 60.0% (50.0% to 75.0%)"
     assert [duration(s) for s in (0, 7.4, 59.6, 754, 12345)] == ["0:00", "0:07", "1:00", "12:34", "3:25:45"]
 
 

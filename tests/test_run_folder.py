@@ -30,7 +30,6 @@ def test_a_new_folder_holds_config_and_environment(tmp_path: Path) -> None:
     assert environment["started"][:2] == "20"
     assert folder.samples.is_dir() and folder.checkpoints.is_dir()
     assert not folder.model_before.exists() and not folder.summary.exists()
-    assert folder.checkpoint(12) == folder.checkpoints / "step-00012"
 
 
 def test_summary_is_json(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from dapo.config import build_config, nested
 from dapo.errors import DataError, ModelError
 from dapo.observe.metrics import read_metrics
 from dapo.progress import Listener, make_listener
+from dapo.resume import check_resumable
+from dapo.run_folder import RunFolder
 
 SIZES: Mapping[str, Any] = {
     "data.template": "plain",
@@ -53,6 +55,7 @@ def train(
     tokenizer: Any = None,
     heldout: Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path] | None = None,
     listener: Listener | None = None,
+    resume: str | Path | None = None,
 ) -> Result:
     """Train ``model`` with DAPO so that its responses to ``prompts`` earn more ``reward``.
 
@@ -70,6 +73,7 @@ def train(
         tokenizer: of a loaded model.
         heldout: rows or files to evaluate on before and after; None: as ``settings`` say.
         listener: hears what happens; by default progress is printed.
+        resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run.
 
     Raises:
         UserError: a setting, row, model or reward is wrong; the message says which and what would work.
@@ -85,13 +89,22 @@ def train(
         tree["data.train"] = train_files
     if heldout_files:
         tree["evaluation.data"] = heldout_files
+    if resume is not None:
+        tree["run.dir"] = str(resume)
     config = build_config(nested(tree), "settings")
+    if resume is not None:
+        check_resumable(RunFolder(Path(resume)), config)
 
-    from dapo.experiment import run_experiment
+    from dapo.launch import run_experiment
     from dapo.inputs import Inputs
 
     inputs = Inputs(
-        model=None if by_name else model, tokenizer=tokenizer, rows=rows, heldout=heldout_rows, reward=reward
+        model=None if by_name else model,
+        tokenizer=tokenizer,
+        rows=rows,
+        heldout=heldout_rows,
+        reward=reward,
+        resume=RunFolder(Path(resume)) if resume is not None else None,
     )
     listener = listener or make_listener()
     attention = None if by_name else getattr(model.config, "_attn_implementation", None)

@@ -9,33 +9,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dapo.buffer import ExperienceBuffer, Fill
+from dapo.checkpoints import Checkpoints, Place
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
 from dapo.errors import UserError
-from dapo.evaluate import Evaluation, evaluate
+from dapo.evaluation.best import Best
+from dapo.evaluation.evaluate import evaluate
+from dapo.evaluation.result import Evaluation
 from dapo.files import write_json
+from dapo.fingerprint import (
+    check_fingerprint,
+    fingerprint_model,
+    fingerprint_prompts,
+    fingerprint_reward,
+    fingerprint_tokenizer,
+)
 from dapo.inputs import (
     Inputs,
     check_lengths,
     check_vocabulary,
     heldout_prompts,
-    longest_response,
+    longest_sequence,
     set_threads,
     training_prompts,
     try_reward,
 )
 from dapo.model.loading import copy_model, load_model, load_tokenizer, stop_token_ids
 from dapo.observe.metrics import MetricsLog
-from dapo.observe.samples import write_samples
-from dapo.observe.step import step_metrics
+from dapo.observe.samples import discard_samples, write_samples
+from dapo.observe.step import step_metrics, step_warnings
+from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.plan import plan_of
 from dapo.prepare import Batch, Preparer
 from dapo.process import Clock, in_thread, peak_memory
@@ -45,62 +57,9 @@ from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
+from dapo.state import read_state, write_state
 from dapo.training.mismatch import Mismatch
 from dapo.training.trainer import Trainer, UpdateReport
-
-
-def run_experiment(config: Config, listener: Listener, inputs: Inputs | None = None) -> dict[str, Any]:
-    """Train as ``config`` says and return the summary, which is also written to the run folder.
-
-    Raises:
-        UserError: something in recipe, data, model or reward is wrong, or training had to stop; what had been learned
-            is in the run folder.
-    """
-    return run_to_end(Experiment(config, listener, inputs or Inputs()))
-
-
-def run_to_end(experiment: Experiment) -> dict[str, Any]:
-    """Run an experiment from code that is not asynchronous, inside of a notebook's event loop too."""
-
-    stop: list[Callable[[], object]] = []
-
-    async def run() -> dict[str, Any]:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
-        try:
-            summary = await experiment.run()
-        except BaseException as error:
-            try:
-                await experiment.close()
-            except Exception as fault:  # must not stand before what went wrong first
-                error.add_note(f"and closing failed: {fault}")
-            raise
-        await experiment.close()
-        return summary
-
-    if not _in_event_loop():
-        return asyncio.run(run())
-    outer = asyncio.current_task()
-    with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
-        running = thread.submit(asyncio.run, run())
-        try:
-            while not wait([running], timeout=0.5).done:
-                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
-                    raise KeyboardInterrupt
-            return running.result()
-        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
-            for cancel in stop:
-                cancel()
-            raise
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 class Experiment:
@@ -115,9 +74,10 @@ class Experiment:
         Raises:
             UserError: what is wrong, where, and what would work.
         """
-        self._started = time.perf_counter()
+        self.seconds = Clock()
         self.config = config
         self.listener = listener
+        check_trackers(config)
         for warning in warnings_for(config):
             listener.warning(warning)
         listener.phase("loading tokenizer and data")
@@ -130,16 +90,23 @@ class Experiment:
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
         model = load_model(inputs.model or config.model.path, trust_remote_code=config.model.trust_remote_code)
-        check_lengths(config, model)
+        self.fingerprint = {
+            "model": fingerprint_model(model),
+            "tokenizer": fingerprint_tokenizer(self.tokenizer),
+            "data.train": self.source.fingerprint,
+            "evaluation.data": fingerprint_prompts(self.heldout),
+            "reward": fingerprint_reward(config),
+        }
+        check_lengths(config, model, self.heldout)
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
         stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
         check_vocabulary(model, self.tokenizer, stop_ids, listener)
-        self.engine: Engine = NativeEngine(
+        self.engine: Engine = inputs.engine or NativeEngine(
             copy_model(model, dtype),
             stop_ids,
-            max_sequence_tokens=config.data.max_prompt_length + longest_response(config),
+            max_sequence_tokens=longest_sequence(config, self.heldout),
             max_concurrent_samples=config.rollout.max_concurrent_samples,
             deterministic=config.runtime.deterministic,
             threads=torch.get_num_threads(),
@@ -147,13 +114,14 @@ class Experiment:
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
         self.preparer = Preparer(config, self.trainer.policy)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
-        self._folder = inputs.folder
+        self._inputs = inputs
         self._resources = contextlib.AsyncExitStack()
         self._resources.push_async_callback(self.scorer.close)
         self._resources.push_async_callback(self.engine.close)
+        self.best = Best(config.evaluation)
         self.steps_done = 0
-        self._reports: list[UpdateReport] = []  # of the step under way
-        self._before_step: dict[str, Any] | None = None  # the buffer, while a step is under way
+        self._step: StepUnderWay | None = None
+        self._scores: dict[str, dict[str, Any]] = {}  # of the evaluations before and after training
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
 
@@ -161,55 +129,93 @@ class Experiment:
 
     async def train(self) -> None:
         """Every rollout step: sample, score and admit; update; hand the new weights to the engine."""
-        total = self.config.training.steps
-        for step in range(self.steps_done, total):
-            clock = Clock()
+        while self.steps_done < self.config.training.steps and not self.best.converged:
+            step, clock = self.steps_done, Clock(self._step.seconds if self._step else None)
             self.trainer.begin_step(step)
-            self._before_step = self.buffer.state()
-            fill = await self.buffer.fill(step)
-            clock.lap("rollout")
-            batch = await in_thread(self.preparer.batch, fill.groups, self.trainer.version)
-            clock.lap("prepare")
-            self._reports = []
-            updates, objective = self.preparer.updates(batch.packed), self.preparer.objective
+            if self._step is None:  # otherwise it was resumed inside of this step
+                fill = await self.buffer.fill(step)
+                clock.lap("rollout")
+                self._step = StepUnderWay(fill, clock.laps)
+            if self._step.batch is None:
+                groups, version = self._step.fill.groups, self.trainer.version
+                self._step.batch = await in_thread(self.preparer.batch, groups, version)
+                clock.lap("prepare")
+            updates = self.preparer.updates(self._step.batch.packed, done=len(self._step.reports))
+            objective = self.preparer.objective
             while update := await in_thread(next, updates, None):
-                self._reports.append(await in_thread(self.trainer.update, update.batch, update.inputs, objective))
-            clock.lap("update")
+                report = await in_thread(self.trainer.update, update.batch, update.inputs, objective)
+                self._step.reports.append(report)
+                clock.lap("update")
             await self.engine.load_weights(*self.trainer.publish())
             clock.lap("sync")
-            self.steps_done, self._before_step = step + 1, None
-            evaluation = await self._maybe_evaluate(clock)
-            await self._record(fill, batch, clock, evaluation)
-            self.preparer.observe(self._reports, batch)
+            evaluation = await self._maybe_evaluate(step + 1, clock)
+            await self._record(step + 1, self._step, self._step.batch, evaluation)
+            self.preparer.observe(self._step.reports, self._step.batch)
+            self.steps_done, self._step = step + 1, None
             await self._maybe_save()
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
         await self.scorer.start()
         await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener)
-        self.folder = self._folder or RunFolder.create(self.config)
-        self.metrics = self._resources.enter_context(MetricsLog(self.folder.metrics))
-        await in_thread(self.save_model, self.folder.model_before)
-        self.before = self.after = await self.evaluate("before training")
-        if self.before is not None:
-            self.metrics.append(0, self.before.metrics())
-        self.listener.started(plan_of(self.config))
-        clock = Clock()
+        await self._open_folder()
+        self.seconds.lap("start")
         try:
             await self.train()
         except BaseException as error:
-            note = await self._rescue(error, clock)
+            note = await self._rescue(error)
             if isinstance(error, UserError):
                 raise type(error)(f"{error}\n{note}") from None
             self.listener.warning(note)
             raise
-        clock.lap("rl")
-        await in_thread(self.save_model, self.folder.model_after)
-        return self._summarise(clock.laps["rl"], "all steps are done")
+        self.seconds.lap("rl")
+        await in_thread(self._save_model_after)
+        return self._summarise(self.best.reason() if self.best.converged else "all steps are done")
 
     async def close(self) -> None:
         """Stop engine and scorer, each within a bounded time, the second one even if the first one fails."""
         await self._resources.aclose()
+
+    # -- where it starts -------------------------------------------------------------------------------------------
+
+    async def _open_folder(self) -> None:
+        """A new run folder, or one that a run goes on in: from its latest checkpoint, or from the start if it has none.
+
+        Raises:
+            UserError: the folder cannot be used, or the run started from something else.
+        """
+        resumed = self._inputs.resume
+        folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
+        self._resources.enter_context(folder.lock())
+        self.checkpoints = Checkpoints(folder.checkpoints, self.config.run.keep_last)
+        latest, kept = None, None
+        if resumed is not None:
+            check_fingerprint(folder.fingerprint, self.fingerprint, self.listener)
+            folder.reopen(self.config)
+            self.checkpoints.clear_unfinished()
+            latest = self.checkpoints.latest()
+            self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
+            if latest is not None:
+                await self._load_checkpoint(latest)
+            kept = self.steps_done if latest is not None else -1
+            discard_samples(folder.samples, after=kept)
+        write_json(folder.fingerprint, self.fingerprint)
+        trackers = make_trackers(self.config, folder, keep_until=kept)
+        self.metrics = self._resources.enter_context(MetricsLog(folder.metrics, kept, trackers))
+        if latest is None:
+            await self._begin()
+        self.listener.started(plan_of(self.config))
+
+    async def _begin(self) -> None:
+        """Keep the weights before the first update, and see how good they are."""
+        if not self.folder.model_before.exists():  # as it does where a run was killed in its first step
+            await in_thread(self.save_model, self.folder.model_before)
+        self.before = self.after = found = await self.evaluate("before training")
+        if found is not None:
+            self.metrics.append(0, found.metrics())
+            self._scores = {"before": _scores(found), "after": _scores(found)}
+            self.best.observe(0, found.metrics())
+            self._mark_best(self.folder.model_before)
 
     # -- around the loop -------------------------------------------------------------------------------------------
 
@@ -224,113 +230,150 @@ class Experiment:
         self.listener.evaluated(name, found.metrics())
         return found
 
-    def save_model(self, folder: Any) -> None:
+    def save_model(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face layout."""
         self.trainer.save(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def save_checkpoint(self, name: str) -> Any:
-        """Weights, optimizer state and the position of everything, under ``checkpoints/name``.
+    def _save_model_after(self) -> None:
+        if self.folder.model_after.exists():  # of a run that was done, and goes on with more steps
+            shutil.rmtree(self.folder.model_after)
+        self.save_model(self.folder.model_after)
 
-        Inside of a step, the buffer's position is that before the step; ``updates_in_step`` says how many updates of it
-        are in the weights already.
-        """
-        folder = self.folder.checkpoints / name
+    def save_checkpoint(self) -> Path:
+        """Weights, optimizer and the position of everything, between two optimizer updates or inside of a rollout."""
+        updates = len(self._step.reports) if self._step else 0
+        sampling = not updates and (self._step is not None or bool(self.buffer.state()["under_way"]))
+        return self.checkpoints.save(Place(self.steps_done, updates, sampling), self._write_checkpoint)
+
+    def _write_checkpoint(self, folder: Path) -> None:
         self.save_model(folder / "model")
         self.trainer.save_state(folder / "optimizer")
-        inside = self._before_step is not None
         state = {
             "steps_done": self.steps_done,
-            "updates_done": self.trainer.updates,
-            "updates_in_step": sum(r.skipped is None for r in self._reports) if inside else 0,
-            "buffer": self._before_step if inside else self.buffer.state(),
+            "step": vars(self._step) if self._step else None,
+            "buffer": self.buffer.state(),
             "prepare": self.preparer.state(),
+            "best": self.best.state(),
+            "scores": self._scores,
+            "seconds": self.seconds.laps,
         }
-        write_json(folder / "state.json", state)
-        return folder
+        write_state(folder, state)
 
-    async def _rescue(self, error: BaseException, clock: Clock) -> str:
+    async def _load_checkpoint(self, folder: Path) -> None:
+        state = await in_thread(read_state, folder)
+        await in_thread(self.trainer.load, folder / "model")
+        await in_thread(self.trainer.load_state, folder / "optimizer")
+        self.steps_done = state["steps_done"]
+        self._step = StepUnderWay(**state["step"]) if state["step"] else None
+        self.buffer.load_state(state["buffer"])
+        self.preparer.load_state(state["prepare"])
+        self.best.load_state(state["best"])
+        self._scores = state["scores"]
+        for phase, seconds in state["seconds"].items():
+            self.seconds.add(phase, seconds)
+        if self._step is None:  # otherwise they are published once its updates are done
+            await self.engine.load_weights(*self.trainer.publish())
+            await in_thread(self._mark_best, folder)  # it may have been killed before it came to that
+
+    async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
-        clock.lap("rl")
+        self.seconds.lap("rl")
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
         try:
-            saved = await in_thread(self.save_checkpoint, "stopped")
-            self._summarise(clock.laps["rl"], reason)
+            saved = await in_thread(self.save_checkpoint)
+            self._summarise(reason)
         except Exception as fault:
             return f"{self.steps_done} steps were done; their state could not be saved: {fault}"
-        return f"{self.steps_done} steps were done; their state is in {saved}"
+        return (
+            f"{self.steps_done} steps were done; their state is in {saved}; to go on: dapo train --resume "
+            f"{self.folder.root}"
+        )
 
     async def _maybe_save(self) -> None:
-        every = self.config.run.save_every
-        if every and self.steps_done % every == 0:
-            await in_thread(self.save_checkpoint, self.folder.checkpoint(self.steps_done).name)
+        """After every so many steps, after the best one so far, and after the last one."""
+        every, done = self.config.run.save_every, self.steps_done
+        last = done == self.config.training.steps or self.best.converged
+        best = self.config.run.keep_best and self.best.step == done
+        if last or best or (every and done % every == 0):
+            saved = await in_thread(self.save_checkpoint)
+            await in_thread(self._mark_best, saved)
 
-    async def _maybe_evaluate(self, clock: Clock) -> dict[str, float]:
+    def _mark_best(self, saved: Path) -> None:
+        """If the weights in ``saved`` are the best ones so far: say so, and keep them."""
+        if self.config.run.keep_best and self.best.step == self.steps_done:
+            best = {"step": self.best.step, "metric": self.best.metric, "value": self.best.value}
+            self.checkpoints.set_best({**best, "path": str(saved.relative_to(self.folder.root))})
+
+    async def _maybe_evaluate(self, step: int, clock: Clock) -> dict[str, float]:
         """Evaluation metrics after every so many steps and after the last one."""
-        every, last = self.config.evaluation.every, self.steps_done == self.config.training.steps
-        if not last and not (every and self.steps_done % every == 0):
+        every, last = self.config.evaluation.every, step == self.config.training.steps
+        if not last and not (every and step % every == 0):
             return {}
-        found = await self.evaluate("after training" if last else f"after step {self.steps_done}")
+        found = await self.evaluate("after training" if last else f"after step {step}")
         clock.lap("evaluation")
-        if last:
-            self.after = found
-        return found.metrics() if found is not None else {}
+        if found is None:
+            return {}
+        self.after = found
+        self._scores["after"] = _scores(found)
+        self.best.observe(step, found.metrics())
+        return found.metrics()
 
-    async def _record(self, fill: Fill, batch: Batch, clock: Clock, evaluation: Mapping[str, float]) -> None:
-        mismatch = batch.mismatch or sum((r.mismatch for r in self._reports), Mismatch())
-        metrics = step_metrics(fill, batch.groups, self._reports, mismatch, clock.laps, self.config) | {
+    async def _record(self, step: int, work: StepUnderWay, batch: Batch, evaluation: Mapping[str, float]) -> None:
+        mismatch = batch.mismatch or sum((r.mismatch for r in work.reports), Mismatch())
+        self.seconds.lap("rl")
+        metrics = step_metrics(work.fill, batch.groups, work.reports, mismatch, work.seconds, self.config) | {
             "lr": self.trainer.learning_rate,
             "version": self.trainer.version,
             "updates/total": self.trainer.updates,
             "epoch": self.source.epoch,
-            "time/elapsed": time.perf_counter() - self._started,
+            "time/elapsed": self.seconds.total,
             "memory/rss": peak_memory(),
             **evaluation,
         }
         if self.config.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
-        self._warn(fill, mismatch)
+        for warning in step_warnings(work.fill, work.reports, mismatch, self.config):
+            self.listener.warning(f"step {step}: {warning}")
         if self.config.run.save_samples:
             kept = [(group, "kept") for group in batch.groups]
-            await in_thread(write_samples, self.folder.samples, self.steps_done, [*kept, *fill.rejected])
-        self.listener.step(self.steps_done, self.config.training.steps, self.metrics.append(self.steps_done, metrics))
+            await in_thread(write_samples, self.folder.samples, step, [*kept, *work.fill.rejected])
+        self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics))
 
-    def _warn(self, fill: Fill, mismatch: Mismatch) -> None:
-        if not fill.groups:
-            stats = fill.stats
-            self.listener.warning(
-                f"step {self.steps_done}: nothing to train on: of {stats.drawn} prompts {stats.all_wrong} were all "
-                f"wrong, {stats.all_right} all right, {stats.flat} without spread in the reward; the weights stay"
-            )
-        for report in self._reports:
-            if report.skipped:
-                self.listener.warning(f"step {self.steps_done}: an update was skipped: {report.skipped}")
-        if mismatch.exceeds(self.config.training.mismatch_alarm):
-            self.listener.warning(
-                f"step {self.steps_done}: log-probabilities of engine and trainer differ by {mismatch.mean:.3g} on "
-                f"average (training.mismatch_alarm={self.config.training.mismatch_alarm:g}): do both have the same "
-                "weights, temperature and type?"
-            )
-
-    def _summarise(self, seconds_rl: float, stopped: str) -> dict[str, Any]:
+    def _summarise(self, stopped: str) -> dict[str, Any]:
         summary: dict[str, Any] = {
             "run_dir": str(self.folder.root),
             "seed": self.config.seed,
             "steps": self.steps_done,
             "updates": self.trainer.updates,
             "stopped": stopped,
-            "seconds_rl": round(seconds_rl, 2),
-            "seconds_total": round(time.perf_counter() - self._started, 2),
+            "seconds_rl": round(self.seconds.laps.get("rl", 0.0), 2),
+            "seconds_total": round(self.seconds.total, 2),
         }
-        ended = self.after is not self.before or not self.config.training.steps
-        if self.before is not None and self.after is not None and ended:
-            summary |= {
-                "heldout_rows": len(self.heldout),
-                "accuracy_before": self.before.accuracy,
-                "accuracy_after": self.after.accuracy,
-                "response_length_before": self.before.response_length,
-                "response_length_after": self.after.response_length,
-            }
+        before, after = self._scores.get("before"), self._scores.get("after")
+        if before is not None and after is not None and (self.steps_done or not self.config.training.steps):
+            summary["heldout_rows"] = len(self.heldout)
+            for name in before:
+                summary |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+            summary["best"] = {"step": self.best.step, self.best.metric: self.best.value}
         self.folder.write_summary(summary)
         return summary
+
+
+@dataclass(slots=False)
+class StepUnderWay:
+    """A rollout step between its rollout and its end: what has been done of it."""
+
+    fill: Fill
+    seconds: dict[str, float]
+    """By phase, so far."""
+    batch: Batch | None = None
+    """None: it is still to be prepared."""
+    reports: list[UpdateReport] = field(default_factory=list)
+    """Of the optimizer updates so far."""
+
+
+def _scores(found: Evaluation) -> dict[str, Any]:
+    """What the summary compares before and after training."""
+    return {"accuracy": found.accuracy, "response_length": found.response_length}

@@ -8,8 +8,9 @@ step: a packed mini-batch and the inputs of the objective for its tokens. Waits 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 
@@ -112,15 +113,26 @@ class Preparer:
             packed = replace(packed, advantages=pack(shaped, self._policy.device).advantages)
         return Batch(shaped, packed, mismatch)
 
-    def updates(self, packed: PackedBatch) -> Iterator[Update]:
-        """The optimizer steps of one rollout: mini-batches of whole groups, for the configured number of epochs."""
-        for _ in range(self._config.training.epochs_per_rollout):
-            for batch in packed.updates(self._config.training.groups_per_update):
-                yield Update(batch, self._inputs(batch))
+    def updates(self, packed: PackedBatch, done: int = 0) -> Iterator[Update]:
+        """The optimizer steps of one rollout: mini-batches of whole groups, for the configured number of epochs.
+
+        Args:
+            packed: from :meth:`batch`.
+            done: leave out the first so many.
+        """
+        every = self._config.training.groups_per_update
+        batches = (batch for _ in range(self._config.training.epochs_per_rollout) for batch in packed.updates(every))
+        for batch in islice(batches, done, None):
+            yield Update(batch, self._inputs(batch))
 
     def state(self) -> dict[str, float]:
         """What a checkpoint has to keep."""
         return self._adaptive.state() if self._adaptive else {}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from :meth:`state`."""
+        if self._adaptive:
+            self._adaptive.load_state(state)
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import resource
 import sys
 import time
@@ -16,15 +17,28 @@ T = TypeVar("T")
 class Clock:
     """Seconds by phase. A phase may have several laps; they add up."""
 
-    def __init__(self) -> None:
+    def __init__(self, laps: dict[str, float] | None = None) -> None:
+        """
+        Args:
+            laps: what has been counted already, to be added to.
+        """
         self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
+        self.laps = {} if laps is None else laps
 
     def lap(self, phase: str) -> None:
         """The time since the last lap went into ``phase``."""
         now = time.perf_counter()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Count time that another process took."""
+        self.laps[phase] = self.laps.get(phase, 0.0) + seconds
+
+    @property
+    def total(self) -> float:
+        """All laps, and the time since the last one."""
+        return sum(self.laps.values()) + time.perf_counter() - self._last
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,3 +60,19 @@ def peak_memory() -> int:
     """The most memory this process has held, in bytes."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024  # kilobytes everywhere else
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep freed memory for the next tensor instead of giving it back to the system at once.
+
+    A step allocates and frees the same large tensors again and again, and a fresh page costs more than computing what
+    is in it: without this, a softmax over the vocabulary takes four times as long. One arena for all threads, since
+    others than the main one cannot hold large blocks. glibc only; elsewhere nothing happens.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_ARENA_MAX, 1)):
+            mallopt(option, value)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo.plan import plan_line
+from dapo.terminal import Terminal
 
 
 class Listener(Protocol):
@@ -63,7 +64,7 @@ class Listener(Protocol):
 
 def make_listener(quiet: bool = False, console: Console | None = None) -> Listener:
     """The listener that fits: live on a terminal, plain lines elsewhere, warnings only if ``quiet``."""
-    console = console or Console()
+    console = console or Terminal()
     if quiet:
         return QuietListener()
     return LiveListener(console) if console.is_terminal and not console.is_dumb_terminal else PlainListener(console)
@@ -137,7 +138,7 @@ class LiveListener:
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console()
         self._pace = Pace(clock)
-        self._spinner = Spinner("dots", Text(""))
+        self._spinner = Spinner("line" if self._console.options.ascii_only else "dots", Text(""))
         self._phase = ""
         self._bar: tuple[int, int, str] | None = None
         self._rows = 0
@@ -261,11 +262,17 @@ def _column(label: str, text: str) -> str:
 def evaluation_line(name: str, metrics: Mapping[str, Any]) -> str:
     """One evaluation in one line: accuracy and length first, whatever else there is after them."""
     short = {key.removeprefix("eval/"): value for key, value in metrics.items()}
+    bounds = [_number(short, key) for key in ("accuracy_low", "accuracy_high")]
+    short = {key: value for key, value in short.items() if key not in ("accuracy_low", "accuracy_high")}
     parts = []
     for key in sorted(short, key=lambda k: {"accuracy": 0, "response_length": 1}.get(k, 2)):
         value = _number(short, key)
         if value is not None:
-            parts.append(f"{key.replace('_', ' ')} {_by_kind(key, value)}")
+            text = f"{key.replace('_', ' ')} {_by_kind(key, value)}"
+            low, high = bounds
+            if key == "accuracy" and low is not None and high is not None:
+                text += f" ({_by_kind(key, low)} to {_by_kind(key, high)})"
+            parts.append(text)
     return f"evaluation {name}: {', '.join(parts)}"
 
 

@@ -4,10 +4,12 @@
 
     runs/NAME/
       config.yaml        the resolved recipe; `dapo train runs/NAME/config.yaml run.dir=...` runs it again
-      environment.json   versions, platform, git commit, command line
+      environment.json   versions, platform, git commit, command line; the same of every time it was resumed
+      fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
       samples/           step-00012.jsonl: one line per sample (observe/samples.py)
-      checkpoints/       step-00012/
+      tensorboard/       the same metrics as event files, if run.tensorboard asks for them
+      checkpoints/       step-00012/ (checkpoints.py)
       model-before/      weights before the first update, Hugging Face layout
       model-after/       weights after the last one
       summary.json       what the run came to
@@ -18,12 +20,14 @@ Secrets are never written: values under keys such as `api_key` or `token`, and p
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +39,11 @@ import dapo
 from dapo.config import Config
 from dapo.errors import UserError
 from dapo.files import write_atomic, write_json
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a run is not locked
+    fcntl = None  # type: ignore[assignment]
 
 BLANK = "(not recorded)"
 
@@ -64,12 +73,20 @@ class RunFolder:
         return self.root / "environment.json"
 
     @property
+    def fingerprint(self) -> Path:
+        return self.root / "fingerprint.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
     @property
     def samples(self) -> Path:
         return self.root / "samples"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
 
     @property
     def checkpoints(self) -> Path:
@@ -86,10 +103,6 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         return self.root / "summary.json"
-
-    def checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint written after ``step`` rollout steps."""
-        return self.checkpoints / f"step-{step:05d}"
 
     @classmethod
     def create(cls, config: Config, command: Sequence[str] | None = None) -> RunFolder:
@@ -117,6 +130,40 @@ class RunFolder:
                 f"run.dir: cannot write to {str(root)!r}: {reason}; set run.dir to another folder"
             ) from None
         return folder
+
+    def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
+        """Record that the run goes on, with the recipe that it has from now on.
+
+        Raises:
+            UserError: the folder cannot be written to.
+        """
+        again = describe_environment(config, sys.argv if command is None else command)
+        try:
+            environment = json.loads(self.environment.read_text(encoding="utf-8"))
+            environment["resumed"] = [*environment.get("resumed", []), again]
+            write_json(self.environment, environment)
+            write_atomic(self.config, config_yaml(config))
+            for folder in (self.samples, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.root}: cannot go on in this run folder: {error}") from None
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from writing to this run. Freed with the process, however that ends.
+
+        Raises:
+            UserError: another process is at it.
+        """
+        with (self.root / ".lock").open("a") as file:
+            try:
+                if fcntl is not None:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"{self.root}: another process is writing to this run; wait for it, or stop it"
+                ) from None
+            yield
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, whole or not at all."""
@@ -169,6 +216,7 @@ def describe_environment(config: Config, command: Sequence[str]) -> dict[str, An
         "dapo": dapo.__version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
+        "folder": str(Path.cwd()),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dapo.model.forward import Head
+from dapo.model.forward import Head, products_of
 from dapo.model.head import token_logprobs
 
 
@@ -168,3 +168,46 @@ def test_shapes_and_chunk_size_are_checked():
         token_logprobs(hidden, head, targets, 1.0, chunk_tokens=0)
     with pytest.raises(ValueError, match=r"targets \[R\]"):
         token_logprobs(hidden, head, targets[:1], 1.0)
+
+
+def test_bfloat16_products_round_their_inputs_and_nothing_else():
+    """Output and sums stay float32: the same numbers as from inputs that had been rounded before."""
+    hidden, head, targets = make(40, vocabulary=300, width=64, dtype=torch.float32, bias=True)
+
+    def rounded(tensor):
+        return tensor.detach().to(torch.bfloat16).float().requires_grad_()
+
+    narrow = token_logprobs(hidden, head, targets, 0.9, product_dtype=torch.bfloat16)
+    exact = Head(rounded(head.weight), head.bias)
+    wide = token_logprobs(rounded(hidden), exact, targets, 0.9)
+    for got, expected in zip(narrow, wide, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(narrow[0], token_logprobs(hidden, head, targets, 0.9)[0], atol=1e-4)  # it was rounded
+
+
+def test_gradients_of_bfloat16_products_are_close():
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, head, targets = make(40, vocabulary=300, width=64, dtype=torch.float32, bias=False)
+        token_logprobs(hidden, head, targets, 0.9, product_dtype=dtype)[0].sum().backward()
+        gradients.append((hidden.grad, head.weight.grad))
+    for wide, narrow in zip(*gradients, strict=True):
+        assert narrow.dtype == torch.float32
+        assert float((narrow - wide).norm() / wide.norm()) < 0.01
+
+
+def test_the_precision_of_other_products_is_as_it_was():
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with pytest.raises(ZeroDivisionError), products_of(torch.bfloat16):
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        1 / 0  # noqa: B018
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    with products_of(torch.float32):
+        assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_a_head_of_bfloat16_weights_loses_nothing_in_float32():
+    hidden, head, _ = make(5, vocabulary=30, width=16, dtype=torch.bfloat16)
+    assert torch.equal(head.in_float32().logits(hidden), head.logits(hidden))
+    assert head.logits(hidden).dtype == torch.float32

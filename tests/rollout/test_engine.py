@@ -171,6 +171,27 @@ def test_new_weights_are_used_and_tagged_at_once() -> None:
     asyncio.run(run())
 
 
+def test_new_weights_reach_the_head_that_is_held_in_float32() -> None:
+    """An engine in bfloat16 that is given weights samples as one that was made with them, log-probabilities and all."""
+    changed = load_model(random_model("qwen2", num_hidden_layers=1, seed=5))
+    request = Request(0, (5, 6), (1, 2, 3), PLAIN)
+
+    def engine(model) -> NativeEngine:
+        return NativeEngine(copy_model(model, torch.bfloat16), (), max_sequence_tokens=32, max_concurrent_samples=4)
+
+    async def updated() -> dict:
+        old = engine(MODEL)
+        await old.load_weights(1, changed.named_parameters())
+        found = {s.index: s async for s in old.generate([request])}
+        await old.close()
+        return found
+
+    expected, found = collect(engine(changed), [request]), asyncio.run(updated())
+    for index, sample in found.items():
+        assert sample.token_ids.tolist() == expected[0, index].token_ids.tolist()
+        assert sample.logprobs.tolist() == expected[0, index].logprobs.tolist()
+
+
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
 def test_weights_that_do_not_fit_are_refused(fault: str) -> None:
     tensors = dict(MODEL.named_parameters())

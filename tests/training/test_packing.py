@@ -206,3 +206,23 @@ def test_inputs_are_cut_by_token():
 def test_groups_per_update_is_checked():
     with pytest.raises(ValueError, match="at least 1"):
         list(pack(random_groups(SHAPE)).updates(0))
+
+
+def test_the_model_row_holds_a_shared_prompt_once():
+    """Draw 0: prompt of 3 with responses of 2 and 1; draw 1, whose samples lie apart, prompt of 2 with 1 and 1."""
+    shape = [(3, [2, 1]), (2, [1, 1])]
+    batch = pack(random_groups(shape)).select(np.array([2, 0, 3, 1])).batch
+    shared = batch.shared_prompts()
+    assert len(shared.kept) == (3 + 2 + 1) + (2 + 1 + 1)
+    row = batch.token_ids[shared.kept]
+    assert torch.equal(row[shared.place], batch.token_ids)  # every token finds itself
+    places = np.split(shared.place.numpy(), np.cumsum(batch.lengths)[:-1])
+    assert places[0][:2].tolist() == places[2][:2].tolist()  # the prompt of draw 1
+    assert places[1][:3].tolist() == places[3][:3].tolist()
+    responses = [p[n:] for p, n in zip(places, batch.prompt_lengths, strict=True)]
+    assert len(np.unique(np.concatenate(responses))) == batch.num_response_tokens
+
+
+def test_demonstrations_share_nothing():
+    batch = pack_demonstrations([((5, 6), (7,)), ((5, 6), (8,))])
+    assert batch.shared_prompts().place.tolist() == list(range(6))

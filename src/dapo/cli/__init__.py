@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 import dapo
-from dapo.cli import demo, train
+from dapo.cli import config, data, demo, evaluate, generate, inspect, train
 from dapo.cli.errors import EXIT_CODES
+from dapo.terminal import escape_what_cannot_be_written
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,6 +26,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the program."""
+    escape_what_cannot_be_written()
     app()
 
 
@@ -43,5 +45,6 @@ def _root(
     pass
 
 
-for _command in (train.train, demo.demo):
+for _command in (train.train, evaluate.evaluate, generate.generate, inspect.inspect, config.config, demo.demo):
     app.command(epilog=EXIT_CODES)(_command)
+app.add_typer(data.app, name="data")

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Callable
+from typing import Annotated, Any
 
+import typer
+
+from dapo.cli.completion import complete_override
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, Overrides, Quiet
+from dapo.cli.options import Debug, Quiet
+from dapo.errors import ConfigError
+from dapo.terminal import Terminal
+
+DEMOS = ("arithmetic", "word-problems")
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME] [SECTION.KEY=VALUE]...",
+        help="Which demo, arithmetic (the default) or word-problems; then keys of its recipe to change, such as seed=7.",
+        autocompletion=complete_override,
+    ),
+]
 
 
-def demo(overrides: Overrides = None, quiet: Quiet = False, debug: Debug = False) -> None:
-    """See a small model learn to think, on the CPU, in a few minutes. Needs no download.
+def demo(arguments: Arguments = None, quiet: Quiet = False, debug: Debug = False) -> None:
+    """See a model learn on the CPU.
 
-    Everything goes to runs/cpu-demo; an earlier run is kept under another name.
+    arithmetic: a small model made from nothing learns to think, in a few minutes. Needs no download.
+    word-problems: a pretrained model of 135 M parameters (from the hub) learns to solve word problems, in about ten.
+
+    Everything goes to runs/cpu-demo or runs/cpu-smollm2; an earlier run is kept under another name.
     """
     with errors_for_people(debug):
         from dapo.progress import make_listener
 
-        console = Console()
+        console = Terminal()
         listener = make_listener(quiet, console)
         try:
             listener.phase("loading")
-            from dapo.demo import run_demo
-
-            run_demo(overrides or [], listener, None if quiet else console)
+            run, overrides = _chosen(arguments or [])
+            run(overrides, listener, None if quiet else console)
         finally:
             listener.close()
+
+
+def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:
+    """The demo to run, and the overrides for it."""
+    named = arguments[:1] if arguments and "=" not in arguments[0] else []
+    name = named[0] if named else DEMOS[0]
+    if name not in DEMOS:
+        raise ConfigError(f"dapo demo {name}: there is no such demo; there are: {', '.join(DEMOS)}")
+    from dapo.demo import run_demo, run_word_problems
+
+    return run_demo if name == DEMOS[0] else run_word_problems, arguments[len(named) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dapo.errors import ConfigError, DataError, NumericalError, StarvedError, UserError
+from dapo.terminal import drop_output
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 another error of the input (model, reward function, run folder); 2 an error in the recipe, "
@@ -30,9 +32,13 @@ def exit_code(error: UserError) -> int:
 
 @contextmanager
 def errors_for_people(debug: bool) -> Iterator[None]:
-    """Turn what goes wrong inside into a message and an exit code."""
+    """Turn what goes wrong inside into a message and an exit code. A reader that went away is nothing wrong."""
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output()
+        raise typer.Exit from None
     except UserError as error:
         if debug:
             traceback.print_exc()
@@ -41,7 +47,7 @@ def errors_for_people(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         complain("interrupted")
         raise typer.Exit(130) from None
-    except (typer.Exit, BrokenPipeError):
+    except typer.Exit:
         raise
     except ExceptionGroup as group:  # of concurrent tasks: the user's error matters, the cancelled rest does not
         with errors_for_people(debug):
@@ -66,6 +72,7 @@ def _leaves(error: Exception) -> Iterator[Exception]:
 
 def complain(message: str) -> None:
     """Print an error."""
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     console: Any = Console(stderr=True)
     console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True, highlight=False)

@@ -6,20 +6,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from dapo.cli.completion import complete_recipe, complete_run
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, Overrides, Quiet
 from dapo.errors import ConfigError, DataError
+from dapo.run_folder import RunFolder
+from dapo.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.config import Config
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE")],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe),
+    ] = None,
     overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with the run in this folder, from its latest checkpoint. RECIPE may be left out.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe, print it with the numbers that follow, start nothing.")
     ] = False,
@@ -28,31 +41,46 @@ def train(
 ) -> None:
     """Train a model as RECIPE says."""
     with errors_for_people(debug):
-        from dapo.config import load_config
-
-        config = load_config(recipe, overrides or ())
+        changes = list(overrides or ())
+        if resume is not None and recipe is not None and "=" in recipe.name:  # no recipe: the first of the overrides
+            changes, recipe = [str(recipe), *changes], None
+        config = _config(recipe, changes, resume)
+        named = recipe or RunFolder(resume or Path()).config
         if dry_run:
             _dry_run(config)
             return
-        _require_data(config, recipe)
-        _train(config, recipe, quiet)
+        _require_data(config, named)
+        _train(config, named, resume, quiet)
 
 
-def _train(config: Config, recipe: Path, quiet: bool) -> None:
+def _config(recipe: Path | None, overrides: list[str], resume: Path | None) -> Config:
+    from dapo.config import load_config
+
+    if resume is not None:
+        from dapo.resume import resume_config
+
+        return resume_config(resume, recipe, overrides)
+    if recipe is None:
+        raise ConfigError("a recipe is needed: dapo train RECIPE; or dapo train --resume RUN to go on with a run")
+    return load_config(recipe, overrides)
+
+
+def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> None:
     from dapo.progress import make_listener
 
     listener = make_listener(quiet)
     try:
         listener.phase("loading")
-        from dapo.experiment import run_experiment
+        from dapo.inputs import Inputs
+        from dapo.launch import run_experiment
 
-        summary = run_experiment(config, listener)
+        summary = run_experiment(config, listener, Inputs(resume=RunFolder(resume) if resume else None))
         listener.finished(summary)
     finally:
         listener.close()
     if not quiet:
         for line in next_commands(recipe, summary.get("run_dir") or config.run.dir):
-            Console().print(line, markup=False, highlight=False, soft_wrap=True)
+            Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def next_commands(recipe: Path, run_dir: str | None) -> list[str]:
@@ -76,7 +104,7 @@ def _dry_run(config: Config) -> None:
     from dapo.plan import missing_files, plan_of
     from dapo.run_folder import config_yaml
 
-    console = Console()
+    console = Terminal()
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
     notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
     if console.is_terminal:
@@ -96,8 +124,10 @@ def _dry_run(config: Config) -> None:
 
 def _require_data(config: Config, recipe: Path) -> None:
     """What can be told before torch is loaded."""
+    from dapo.observe.trackers import check_trackers
     from dapo.plan import missing_files
 
+    check_trackers(config)
     if not config.data.train and config.training.steps:
         raise ConfigError(f"{recipe}: data.train: required but not given; files of prompts to train on (JSONL)")
     missing = missing_files(config)

@@ -94,6 +94,8 @@ def warnings_for(config: Config) -> list[str]:
         )
     if config.evaluation.every and not config.evaluation.data:
         found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
+    if config.evaluation.patience and not (config.evaluation.every and config.evaluation.data):
+        found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
     low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
     if high < low:
         found.append(f"algorithm.clip_ratio_high={high} is below clip_ratio_low={low}: the opposite of Clip-Higher")

@@ -28,7 +28,7 @@ def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
         if kind and key in all_keys():
             yield f"{place}: {key}: not a key of reward.kind={kind}; it belongs to {', '.join(_kinds_with(path[-1]))}"
         else:
-            yield f"{place}: {key}: unknown key; {_suggest(path)}"
+            yield f"{place}: {key}: unknown key; {nearest_key(key)}"
     elif item["type"] == "missing":
         yield f"{place}: {key}: required but not given"
     elif item["type"] == "union_tag_invalid":
@@ -62,10 +62,10 @@ def _place(key: str, source: str, where: Mapping[str, str]) -> str:
     return source
 
 
-def _suggest(path: list[str]) -> str:
-    """The nearest valid key: the same name elsewhere, else the most similar one (in the same section if possible)."""
+def nearest_key(key: str) -> str:
+    """What to say of an unknown key: the same name elsewhere, else the most similar (in its section if possible)."""
     known = all_keys()
-    *parents, last = path
+    *parents, last = key.split(".")
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"

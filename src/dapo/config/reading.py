@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from dapo.config.messages import _explain
-from dapo.config.sections import FunctionReward
+from dapo.config.sections import DataItem, FunctionReward
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
 
@@ -36,15 +36,32 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{str(path)!r}: cannot read the recipe: {error}") from None
     tree, lines = _parse_yaml(text, str(path))
     where = {key: f"{path}:{line}" for key, line in lines.items()}
-    for override in overrides:
-        key, value = _parse_override(override)
-        _assign(tree, key, value, override)
-        where[key] = f"override {override}"
+    _override(tree, overrides, where)
     if tree.get("run") is None:
         tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
         tree["run"]["dir"] = f"runs/{path.stem}"
     return _beside(build_config(tree, str(path), where), path.parent)
+
+
+def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    """The defaults with ``overrides``, and the required keys for which nothing was given (they hold a placeholder).
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    tree: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    _override(tree, overrides, where)
+    missing = []
+    for section, key in (("model", "path"), ("reward", "function")):
+        values = tree.setdefault(section, {}) or {}
+        if not isinstance(values, dict) or values.get(key) is not None:
+            continue
+        if section == "model" or values.get("kind") == "function":
+            tree[section] = values | {key: "(required)"}
+            missing.append(f"{section}.{key}")
+    return build_config(tree, "config", where), missing
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None) -> Config:
@@ -71,24 +88,64 @@ def _beside(config: Config, folder: Path) -> Config:
         # os.path.exists and not Path.exists: the latter raises for a name that is too long
         return str(candidate) if not Path(name).is_absolute() and os.path.exists(candidate) else name  # noqa: PTH110
 
+    def resolve_items(items: list[DataItem]) -> list[DataItem]:
+        return [item.model_copy(update={"path": resolve(item.path)}) for item in items]
+
     reward: Any = config.reward
     if isinstance(reward, FunctionReward) and ".py:" in reward.function:
         file, _, function = reward.function.rpartition(":")
         reward = reward.model_copy(update={"function": f"{resolve(file)}:{function}"})
     return config.model_copy(
         update={
-            "data": config.data.model_copy(update={"train": [resolve(f) for f in config.data.train]}),
-            "evaluation": config.evaluation.model_copy(update={"data": [resolve(f) for f in config.evaluation.data]}),
+            "data": config.data.model_copy(
+                update={
+                    "train": resolve_items(config.data.train),
+                    "chat_template": config.data.chat_template and resolve(config.data.chat_template),
+                }
+            ),
+            "evaluation": config.evaluation.model_copy(update={"data": resolve_items(config.evaluation.data)}),
             "reward": reward,
         }
     )
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as a recipe means it: dates and endless numbers stay text; a value that cannot be read has a line."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # the constructors let through whatever an impossible value raises
+            raise yaml.constructor.ConstructorError(None, None, _reason(error), node.start_mark) from None
+
+    def whole_number(self, node: yaml.ScalarNode) -> int | str:
+        """The number, or its text if it has more digits than Python prints."""
+        try:
+            value = int(self.construct_yaml_int(node))
+            str(value)
+        except ValueError:
+            return str(node.value)
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader: makes plain values only
+
+
 def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in ``text`` and, for each dotted key, its line."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        tree = _unshared(yaml.safe_load(text))
+        node = yaml.compose(text, Loader=_Loader)
+        tree = _unshared(_load_yaml(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -141,12 +198,20 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def _override(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
+    """Put every override into ``tree``, and into ``where`` that its key comes from there."""
+    for override in overrides:
+        key, value = _parse_override(override)
+        _assign(tree, key, value, override)
+        where[key] = f"override {override}"
+
+
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key.strip()):
         raise ConfigError(f"override {text!r}: expected section.key=value, such as training.steps=20")
     try:
-        return key.strip(), _unshared(yaml.safe_load(value))
+        return key.strip(), _unshared(_load_yaml(value))
     except Exception:  # not only YAMLError: see _parse_yaml
         raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
 

@@ -26,6 +26,9 @@ class Section(BaseModel):
 
 
 def _section_types(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that an annotation stands for; a list of mappings is a value like any other."""
+    if get_origin(annotation) is list:
+        return []
     if get_origin(annotation) is Annotated:
         return _section_types(get_args(annotation)[0])
     if isinstance(annotation, type):
@@ -47,6 +50,8 @@ def _meant(value: Any, annotation: Any) -> Any:
 
 def _leaves(annotation: Any) -> list[Any]:
     """The types and literal values that an annotation is made of, the element types of lists left out."""
-    if get_origin(annotation) in (Annotated, Union, types.UnionType, Literal):
+    if get_origin(annotation) is Annotated:
+        return _leaves(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType, Literal):
         return [leaf for arg in get_args(annotation) for leaf in _leaves(arg)]
     return [annotation]

@@ -2,25 +2,74 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from dapo.config.section import Section
 
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Name of a file or folder, or of something on the hub. A leading ``~`` is the home folder."""
 
-def _one_file_is_a_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+
+class DataItem(Section):
+    """One file or data set. In a recipe its path alone will do; otherwise a mapping with these keys."""
+
+    path: PathText
+    """File (JSON lines or JSON array, also .gz and .zst; Parquet), folder of a saved data set, or a name on the hub."""
+    name: str | None = None
+    """Which of several data sets under one name on the hub."""
+    split: str | None = None
+    """Split of a data set; by default `train`, or the only one."""
+    weight: float | None = Field(None, gt=0)
+    """Share of the draws, relative to the other items (for all items or for none)."""
+    prompt_key: str | None = None
+    """In place of data.prompt_key."""
+    answer_key: str | None = None
+    """In place of data.answer_key."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"path": value}
+        known = cls.model_fields
+        if not isinstance(value, dict):
+            raise ValueError("must be a file's name, or a mapping such as {path: rows.jsonl, weight: 2}")
+        unknown = [str(key) for key in value if key not in known]
+        if unknown:
+            raise ValueError(f"unknown key {', '.join(unknown)}; an item may have {', '.join(known)}")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _written_as_short_as_it_can_be(self, handler: SerializerFunctionWrapHandler) -> Any:
+        given = {key: value for key, value in handler(self).items() if value is not None}
+        return self.path if given.keys() == {"path"} else given
 
 
-Files = Annotated[list[str], BeforeValidator(_one_file_is_a_list)]
-"""Names of files; one alone may be written without brackets."""
+def _one_item_is_a_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict | DataItem) else value
+
+
+Files = Annotated[list[DataItem], BeforeValidator(_one_item_is_a_list)]
+"""Files and data sets; one alone may be written without brackets."""
 
 
 class ModelConfig(Section):
-    path: str
+    path: PathText
     """Folder in Hugging Face layout, or a name on the hub."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder or name of the tokenizer; by default the model's own."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of rollout and of matrix products in training. Master weights and the output head are always float32."""
@@ -30,24 +79,47 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     train: Files = Field(default_factory=list)
-    """Files to train on (JSONL). Relative paths are looked up beside the recipe first, then in the working folder."""
+    """What to train on: files (JSON lines or JSON arrays, plain, .gz or .zst; Parquet), folders of saved data sets, or
+    names on the hub. An item is a path, or a mapping with `path` and, as needed, `name` and `split` (of a data set),
+    `prompt_key`, `answer_key` and `weight`. With weights the items are a mixture, each drawn from in that proportion;
+    without, they follow one another. Relative paths are looked up beside the recipe, then in the working folder."""
     prompt_key: str = "prompt"
-    """Key of the prompt in a row: text, or a list of chat messages."""
+    """Key of the prompt in a row: text, or a list of chat messages. Dots lead into mappings."""
     answer_key: str = "answer"
-    """Key of the reference answer in a row."""
+    """Key of the reference answer in a row. Dots lead into mappings. Where a row has no `answer`, the
+    `reward_model.ground_truth` of verl's Parquet files is taken."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """A row that cannot be used (not JSON, no prompt, no answer): stop and name it, or name it and go on without it.
+    Rows to evaluate on are never skipped."""
+    max_bad_rows: float = Field(0.01, ge=0, le=1)
+    """Share of bad rows above which `skip` stops too."""
     template: Literal["plain", "chat", "dapo"] = "chat"
     """How a row becomes a prompt: `plain` (as it stands), `chat` (the tokenizer's chat template), `dapo` (the paper's
-    "Answer:" instruction around it, then the chat template)."""
+    "Answer:" instruction around it, then the chat template). For a tokenizer without a chat template (a base model)
+    `chat` is refused, and `dapo` writes plain text."""
+    chat_template: PathText | None = None
+    """File with a chat template (Jinja) to use in place of the tokenizer's own, beside the recipe."""
     instruction: str = ""
     """Text put after every prompt (templates `plain` and `chat`)."""
     system: str | None = None
     """System message (templates `chat` and `dapo`)."""
     max_prompt_length: int = Field(2048, ge=1)
-    """Longest prompt in tokens, template included. Longer ones are skipped and counted."""
+    """Longest prompt in tokens, template included. Longer ones are skipped and counted in training; an evaluation
+    leaves none out."""
     shuffle: bool = True
     """Draw rows in a seeded random order, another one each epoch. Off: in the order of the files."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
+
+    @field_validator("train")
+    @classmethod
+    def _all_weights_or_none(cls, value: list[DataItem]) -> list[DataItem]:
+        without = [item.path for item in value if item.weight is None]
+        if without and len(without) < len(value):
+            raise ValueError(
+                f"some items have a weight, but {', '.join(without)} has none; give all of them one, or none"
+            )
+        return value
 
 
 class RolloutConfig(Section):
@@ -120,10 +192,38 @@ class ExactReward(RewardBase):
 class FunctionReward(RewardBase):
     kind: Literal["function"]
     """The user's own function."""
-    function: str
+    function: PathText
     """`package.module:name`, or `file.py:name` with the file beside the recipe (or in the working folder)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments for the function."""
+
+    @field_validator("args")
+    @classmethod
+    def _args_can_be_written_down(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for problem in _not_json(value):
+            raise ValueError(problem)
+        return value
+
+
+def _not_json(value: Any, key: str = "") -> Iterator[str]:
+    """What in ``value`` a run folder cannot hold: all but text, numbers, true, false, null, lists and mappings."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                yield f"{key}: the key {name!r} must be text; put it in quotes"
+            yield from _not_json(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _not_json(item, f"{key}[{place}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{key}: must be a finite number"
+    elif isinstance(value, str) and not value.isprintable():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            yield f"{key}: holds half of a letter, which cannot be written as UTF-8"
+    elif not isinstance(value, str | int | float | None):
+        yield f"{key}: holds a {type(value).__name__}, where text, a number, a list or a mapping can stand"
 
 
 RewardConfig = Annotated[MathReward | ExactReward | FunctionReward, Field(discriminator="kind")]
@@ -248,13 +348,14 @@ class TrainingConfig(Section):
 
 class EvaluationConfig(Section):
     data: Files = Field(default_factory=list)
-    """Held-out files (JSONL); none: no evaluation."""
+    """Held-out files or data sets, written as in data.train but without weights; none: no evaluation. Exactly these
+    rows are evaluated, in their order."""
     every: int = Field(0, ge=0)
     """Evaluate after every so many rollout steps, beside before the first and after the last. 0: only those two."""
     rows: int | None = Field(None, ge=1)
     """Use the first so many rows; by default all."""
     samples_per_prompt: int = Field(1, ge=1)
-    """k of avg@k."""
+    """k: samples of each row, for avg@k, and for pass@k and maj@k if it is above 1."""
     temperature: float = Field(0.0, ge=0)
     """0 is greedy (the paper evaluates avg@32 at 1.0 with top_p 0.7)."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -263,6 +364,17 @@ class EvaluationConfig(Section):
     """Sample from the so many most likely tokens. 0: from all."""
     max_response_length: int | None = Field(None, ge=1)
     """By default that of the rollout."""
+    patience: int | None = Field(None, ge=1)
+    """Stop training when so many evaluations in a row brought no improvement. null: never."""
+    min_improvement: float = Field(0.0, ge=0)
+    """What the held-out metric has to rise by to count as an improvement."""
+
+    @field_validator("data")
+    @classmethod
+    def _no_weights(cls, value: list[DataItem]) -> list[DataItem]:
+        if any(item.weight is not None for item in value):
+            raise ValueError("has a weight, but every row is evaluated; leave it out")
+        return value
 
 
 class RuntimeConfig(Section):
@@ -278,11 +390,17 @@ class RuntimeConfig(Section):
 
 
 class RunConfig(Section):
-    dir: str | None = None
+    dir: PathText | None = None
     """Run folder; by default runs/<name of the recipe>."""
     if_exists: Literal["fail", "rename"] = "fail"
     """When the run folder exists: stop, or keep it under another name (with its date)."""
-    save_every: int = Field(0, ge=0)
+    save_every: int = Field(10, ge=0)
     """Write a checkpoint after every so many rollout steps; 0: only at the end (and when the run stops early)."""
+    keep_last: int | None = Field(2, ge=1)
+    """Checkpoints to keep, the newest ones. null: all."""
+    keep_best: bool = True
+    """Write and keep a checkpoint of the step with the best evaluation too."""
     save_samples: bool = True
     """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl."""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too, to tensorboard/ (needs `dapo[tensorboard]`)."""

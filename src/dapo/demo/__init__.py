@@ -1,9 +1,13 @@
-"""``dapo demo``: a small model learns to think, from nothing, on a laptop's CPU.
+"""``dapo demo``: a model learns on a laptop's CPU, as one may see and change.
 
-It makes its own data, tokenizer and model, warms the model up by imitation, hands it to the ordinary training loop
+``arithmetic`` (``run.py``): a small model learns to think, from nothing. It makes its own data, tokenizer and model, warms the model up by imitation, hands it to the ordinary training loop
 with the recipe ``cpu-demo.yaml``, and shows what changed.
+
+``word-problems`` (``pretrained.py``): a pretrained model of 135 M parameters learns to solve word problems, with the
+recipe ``cpu-smollm2.yaml``.
 """
 
+from dapo.demo.pretrained import run_word_problems
 from dapo.demo.run import run_demo
 
-__all__ = ["run_demo"]
+__all__ = ["run_demo", "run_word_problems"]

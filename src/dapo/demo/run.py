@@ -45,8 +45,9 @@ def run_demo(overrides: Sequence[str], listener: Listener, console: Console | No
     warmed = make_world(config, _world(config), listener)
     seconds_sft = time.perf_counter() - started
 
-    from dapo.experiment import Experiment, run_to_end  # torch is loaded by now
+    from dapo.experiment import Experiment  # torch is loaded by now
     from dapo.inputs import Inputs
+    from dapo.launch import run_to_end
 
     experiment = Experiment(config, listener, Inputs(folder=folder))
     summary = run_to_end(experiment)

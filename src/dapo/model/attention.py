@@ -9,6 +9,7 @@ travels through the model's keyword arguments, whose names change between releas
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ import torch
 import torch.nn.functional as F
 
 ATTENTION_NAME = "dapo"
+WRITTEN_OUT_TOKENS = 192
+"""Up to here the fused kernel's backward pass in bfloat16 on a CPU is slower than two products and a softmax, three
+times so at 90 tokens; beyond, it is faster and does not hold the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,24 +121,42 @@ def masked_attention(
     return out.view(batch, heads, queries, dim)
 
 
-def causal_visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """``[1, 1, length, length]``: which keys each position sees, itself and (within the window) the ones before."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
+def seen_keys(query_position: torch.Tensor, keys: int, window: int | None, device: torch.device | str) -> torch.Tensor:
+    """``[B, 1, Tq, keys]``: which keys (at 0, 1, ...) a query at each position ``[B, Tq]`` sees: its own and, within the
+    window, the ones before."""
+    distance = query_position[:, None, :, None] - torch.arange(keys, device=device)
     visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    return visible[None, None]
+    return visible if window is None else visible & (distance < window)
 
 
-def causal_attention(spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of whole sequences. Shapes as :func:`masked_attention` with ``Tq = Tk``."""
-    length = query.shape[2]
-    window = spec.window if spec.window is not None and spec.window < length else None
-    if spec.softcap is None and window is None:
-        grouped = query.shape[1] != key.shape[1]
+def causal_attention(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_position: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention. Shapes as :func:`masked_attention`.
+
+    Args:
+        query_position: ``[B, Tq]``, where in its sequence each query stands; None: every token is one, ``Tq = Tk``.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    window = spec.window if spec.window is not None and spec.window < keys else None
+    # chosen by shape and type alone, never by whether a gradient is wanted: both have to give the same bits
+    short = queries * keys <= WRITTEN_OUT_TOKENS**2 and query.device.type == "cpu"
+    fused = spec.softcap is None and not (short and (value.dtype == torch.bfloat16 or query_position is not None))
+    grouped = query.shape[1] != key.shape[1]
+    if fused and window is None and query_position is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scaling, enable_gqa=grouped)
-    return masked_attention(spec, query, key, value, causal_visible(length, window, query.device))
+    if query_position is None:
+        query_position = torch.arange(keys, device=query.device)[None]
+    visible = seen_keys(query_position, keys, window, query.device)
+    if fused and window is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=spec.scaling, enable_gqa=grouped
+        )
+    return masked_attention(spec, query, key, value, visible)
 
 
 class PackedAttention:
@@ -142,64 +164,102 @@ class PackedAttention:
 
     CPU has no variable-length kernel with a backward pass, so the sequences are padded here, inside the attention, and
     nowhere else. They are cut into blocks of similar length, so that little of the work is padding.
+
+    Sequences may share tokens of the row, such as the prompt of a group: then these are queries in one of them only.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._total = sum(lengths)
-        starts, offset = [], 0
-        for length in lengths:
-            starts.append(offset)
-            offset += length
-        blocks = [_Block(rows, starts, lengths, device) for rows in _similar_lengths(lengths)]
-        self._blocks = blocks
-        order = torch.cat([b.tokens for b in blocks]) if blocks else torch.empty(0, dtype=torch.long)
-        # where each token of the row lies in the concatenation of the blocks' outputs
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        place: torch.Tensor | None = None,
+        shared: Sequence[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            lengths: of the sequences, in tokens.
+            place: ``[sum(lengths)]``, where in the row each token of the sequences stands, these laid end to end; None:
+                in the same order.
+            shared: how many tokens at the start of each sequence are those of another one, in whose places they stand.
+        """
+        starts = list(itertools.accumulate(lengths, initial=0))
+        shared = [0] * len(lengths) if shared is None else shared
+        if place is None:
+            place = torch.arange(starts[-1], device=device)
+        self._total = starts[-1] - sum(shared)
+        asking = [i for i, length in enumerate(lengths) if length > shared[i]]  # sequences with a query of their own
+        whole, tails = ([i for i in asking if bool(shared[i]) == tail] for tail in (False, True))
+        self._blocks = [
+            _Block([(starts[i], lengths[i], shared[i]) for i in rows], place)
+            for some in (whole, tails)
+            for rows in _similar_lengths(lengths, some)
+        ]
+        order = torch.cat([b.places for b in self._blocks]) if self._blocks else torch.empty(0, dtype=torch.long)
+        # where each place of the row lies in the concatenation of the blocks' outputs
         self._back = torch.empty_like(order)
         self._back[order] = torch.arange(len(order), device=order.device)
 
     def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if query.shape[0] != 1 or query.shape[2] != self._total:
             raise ValueError(f"expected one row of {self._total} tokens, got {tuple(query.shape)}")
-        row = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, D] each
+        # under autocast, rotary embedding leaves queries and keys in float32
+        row = [x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value)]  # [T, heads, D] each
         outputs = [block.attend(spec, *row) for block in self._blocks]
         return torch.cat(outputs).index_select(0, self._back).unsqueeze(0)
 
 
 class _Block:
-    """Some sequences of a packed row, padded to the longest of them."""
+    """Some sequences of a packed row, padded to the longest of them: all tokens as keys, those not shared as queries."""
 
-    def __init__(
-        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], device: torch.device | str
-    ) -> None:
-        start = torch.tensor([starts[r] for r in rows], device=device)
-        length = torch.tensor([lengths[r] for r in rows], device=device)
-        column = torch.arange(int(length.max()), device=device)
-        real = column[None, :] < length[:, None]
-        # padding reads the sequence's first token: finite, and never seen by a real token, which looks back only
-        gather = torch.where(real, start[:, None] + column, start[:, None])
-        self.tokens = gather[real]
-        self._shape = gather.shape
-        self._gather = gather.reshape(-1)
-        # places of the real tokens in the padded block; None: there is no padding
-        self._real = None if bool(real.all()) else real.reshape(-1).nonzero()[:, 0]
+    def __init__(self, sequences: Sequence[tuple[int, int, int]], place: torch.Tensor) -> None:
+        """``sequences``: (start, length, shared) of each; either all of them share tokens or none does."""
+        start, length, shared = torch.tensor(sequences, device=place.device).T
+        self._keys = _Padded(start, length, place)
+        tails = bool(shared.any())
+        self._queries = _Padded(start + shared, length - shared, place) if tails else self._keys
+        self._position = shared[:, None] + self._queries.column if tails else None
+        self.places = self._queries.places
 
     def attend(self, spec: AttentionSpec, *row: torch.Tensor) -> torch.Tensor:
-        """``[T, heads, D]`` of the whole row in, ``[tokens of this block, H, D]`` out."""
-        # index_select and not x[index]: its backward pass is several times faster on CPU
-        query, key, value = (
-            x.index_select(0, self._gather).view(*self._shape, *x.shape[1:]).transpose(1, 2) for x in row
-        )
-        out = causal_attention(spec, query, key, value).transpose(1, 2).flatten(0, 1)
-        return out if self._real is None else out.index_select(0, self._real)
+        """``[T, heads, D]`` of the whole row in, ``[queries of this block, H, D]`` out."""
+        sources = (self._queries, self._keys, self._keys)
+        query, key, value = (part.gather(x) for part, x in zip(sources, row, strict=True))
+        return self._queries.scatter(causal_attention(spec, query, key, value, self._position))
 
 
-def _similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Cut the sequences (empty ones left out) into blocks whose shortest is at least 3/4 of the longest.
+class _Padded:
+    """Some stretches of tokens of a row as a padded block ``[B, heads, T, D]``, and back.
+
+    Padding reads a stretch's first token: finite, and never seen by a real one, which looks back only.
+    """
+
+    def __init__(self, start: torch.Tensor, length: torch.Tensor, place: torch.Tensor) -> None:
+        self.column = torch.arange(int(length.max()), device=place.device)
+        real = self.column < length[:, None]
+        tokens = torch.where(real, start[:, None] + self.column, start[:, None])
+        self.places = place[tokens[real]]
+        self._shape = tokens.shape
+        self._index = place[tokens.reshape(-1)]
+        self._real = None if bool(real.all()) else real.reshape(-1).nonzero()[:, 0]  # None: there is no padding
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """``[T, heads, D]`` of the row in."""
+        # index_select and not row[index]: its backward pass is several times faster on CPU
+        return row.index_select(0, self._index).view(*self._shape, *row.shape[1:]).transpose(1, 2)
+
+    def scatter(self, block: torch.Tensor) -> torch.Tensor:
+        """``[real tokens, heads, D]``."""
+        flat = block.transpose(1, 2).flatten(0, 1)
+        return flat if self._real is None else flat.index_select(0, self._real)
+
+
+def _similar_lengths(lengths: Sequence[int], some: Sequence[int]) -> list[list[int]]:
+    """Cut some of the sequences into blocks whose shortest is at least 3/4 of the longest.
 
     Fewer, larger blocks cost padding; more, smaller ones cost calls. Short sequences share a block whatever their
     lengths: there a call costs more than the padding.
     """
-    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
+    order = sorted(some, key=lambda i: -lengths[i])
     blocks: list[list[int]] = []
     for i in order:
         if blocks and lengths[i] >= 0.75 * lengths[blocks[-1][0]] - 8:

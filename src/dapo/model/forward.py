@@ -1,12 +1,14 @@
 """The two halves of a causal language model: the backbone (token ids to hidden states) and the output head.
 
-Engine and trainer call the same two halves, so that their log-probabilities agree: the head always computes in
-float32 (``model/head.py``), whatever type the backbone computes in.
+Engine and trainer call the same two halves, so that their log-probabilities agree. The head's output is float32
+(``model/head.py``), whatever type the backbone computes in; its one matrix product takes inputs of that type.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,12 +30,37 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[R, V]`` of hidden states ``[R, d]``."""
-        logits = hidden.float() @ self.weight.float().T
+        with products_of(hidden.dtype):
+            logits = hidden.float() @ self.weight.float().T
         if self.bias is not None:
             logits = logits + self.bias.float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def in_float32(self) -> Head:
+        """The same numbers, held in float32: for a head that is used often between two changes of the weights."""
+        return replace(self, weight=self.weight.float(), bias=None if self.bias is None else self.bias.float())
+
+
+@contextmanager
+def products_of(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, products of float32 matrices on a CPU need no more of their inputs than ``dtype`` can hold.
+
+    For inputs that are bfloat16 numbers this loses nothing: the products are exact and are summed in float32 as before.
+    Processors with bfloat16 units are then several times faster; others go on as they did. The setting is the
+    process's; a thread that multiplies something else meanwhile would be affected, so what is inside is kept short.
+    """
+    if dtype != torch.bfloat16:
+        yield
+        return
+    backend: Any = torch.backends.mkldnn  # its stub lacks this
+    matmul = backend.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def output_head(model: Any) -> Head:

@@ -5,8 +5,10 @@ time and recomputes a chunk's logits in the backward pass, so its memory is one 
 16k tokens over a vocabulary of 150k would otherwise hold 10 GB in float32 for the logits alone, and as much again for
 the log-softmax and its gradient.
 
-Everything is float32, also under autocast and for bfloat16 hidden states (bfloat16 logits alone cost 0.01 in
-log-probability): the engine samples from exactly the distribution that is computed here.
+Logits and everything after them are float32, also under autocast and for bfloat16 hidden states (bfloat16 logits alone
+cost 0.01 in log-probability): the engine samples from exactly the distribution that is computed here. With
+``product_dtype`` bfloat16 the *inputs* of the product are rounded to bfloat16, as those of every other product then
+are, and as the engine's weights are anyway; it is summed in float32. Rounding them here as well brings the two closer.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from dapo.model.forward import Head
+from dapo.model.forward import Head, products_of
 
 CHUNK_TOKENS = 1024
 """Rows at a time: at a vocabulary of 150k one buffer is 0.6 GB, at a tiny one it stays in the processor's cache."""
 
 
 def token_logprobs(
-    hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, chunk_tokens: int = CHUNK_TOKENS
+    hidden: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    temperature: float,
+    chunk_tokens: int = CHUNK_TOKENS,
+    product_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of one token per row, and the entropy of the row's distribution.
 
@@ -37,6 +44,8 @@ def token_logprobs(
         targets: ``[R]`` int64 token ids.
         temperature: above 0.
         chunk_tokens: rows whose logits exist at one time.
+        product_dtype: bfloat16 rounds hidden states, weights and, in the backward pass, the gradient of the logits to it
+            before they are multiplied; sums stay float32.
 
     Returns:
         ``(logprobs [R], entropy [R])``, float32, in nats.
@@ -52,7 +61,7 @@ def token_logprobs(
         raise ValueError(
             f"expected hidden [R, d] and targets [R], got {tuple(hidden.shape)} and {tuple(targets.shape)}"
         )
-    settings = _Settings(head.scale, head.softcap, temperature, chunk_tokens)
+    settings = _Settings(head.scale, head.softcap, temperature, chunk_tokens, product_dtype)
     apply: Any = _TokenLogprobs.apply  # untyped in torch
     logprobs, entropy = apply(hidden, head.weight, head.bias, targets, settings)
     return logprobs, entropy
@@ -63,6 +72,7 @@ class _Settings(NamedTuple):
     softcap: float | None
     temperature: float
     chunk_tokens: int
+    product_dtype: torch.dtype
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -82,10 +92,12 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = _compute_dtype(hidden)
         logprobs = hidden.new_empty(len(targets), dtype=dtype)
         entropy = torch.empty_like(logprobs)
-        wide_weight, wide_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
+        wide_weight, wide_bias = _input(weight, dtype, settings), None if bias is None else bias.to(dtype)
+        with torch.autocast(hidden.device.type, enabled=False), products_of(settings.product_dtype):
             for rows in _chunks(len(targets), settings.chunk_tokens):
-                log_p = _scaled_logits(hidden[rows].to(dtype), wide_weight, wide_bias, settings).log_softmax(1)
+                log_p = _scaled_logits(
+                    _input(hidden[rows], dtype, settings), wide_weight, wide_bias, settings
+                ).log_softmax(1)
                 logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
                 entropy[rows] = -log_p.exp().mul_(log_p).sum(1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
@@ -98,14 +110,14 @@ class _TokenLogprobs(torch.autograd.Function):
             return (None,) * 5
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         dtype = _compute_dtype(hidden)
-        wide_weight, wide_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        wide_weight, wide_bias = _input(weight, dtype, ctx.settings), None if bias is None else bias.to(dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(wide_weight) if need_weight else None
         grad_bias = torch.zeros_like(wide_bias) if need_bias and wide_bias is not None else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), products_of(ctx.settings.product_dtype):
             for rows in _chunks(len(targets), ctx.settings.chunk_tokens):
-                chunk = hidden[rows].to(dtype)
+                chunk = _input(hidden[rows], dtype, ctx.settings)
                 scaled = _scaled_logits(chunk, wide_weight, wide_bias, ctx.settings)
                 grad = _grad_scaled_logits(
                     scaled.log_softmax(1),
@@ -131,6 +143,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _input(tensor: torch.Tensor, dtype: torch.dtype, settings: _Settings) -> torch.Tensor:
+    """``tensor`` as it goes into a product: in ``dtype``, with no more digits than the product is to take."""
+    rounded = tensor.to(torch.bfloat16) if settings.product_dtype == torch.bfloat16 else tensor
+    return rounded.to(dtype)
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:

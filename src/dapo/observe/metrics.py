@@ -11,13 +11,16 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError
 from dapo.files import json_line, write_atomic
+
+if TYPE_CHECKING:
+    from dapo.observe.trackers import Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +108,16 @@ tokens_per_second/total    | tokens/s     | response tokens generated over time/
 samples_per_second         | samples/s    | samples trained on over time/step
 memory/rss                 | bytes        | most memory that the process has held
 epoch                      | epochs       | passes over the training rows so far
-eval/accuracy              | share        | correct samples on the evaluation rows (avg@k)
+eval/accuracy              | share        | correct samples on the evaluation rows, as the mean over rows (avg@k)
+eval/accuracy_low          | share        | lower bound of its 95% interval: percentile bootstrap over rows
+eval/accuracy_high         | share        | upper bound of the same
+eval/pass@{}               | share        | chance that so many samples of a row hold a correct one (unbiased), if k > 1
+eval/maj@{}                | share        | chance that the most frequent answer of so many samples is right, if k > 1
 eval/reward                | reward       | mean raw reward on the evaluation rows
 eval/response_length       | tokens       | mean length on the evaluation rows
 eval/truncated             | share        | truncated samples on the evaluation rows
 eval/no_answer             | share        | evaluation samples in which no final answer was found
+eval/part/{}               | reward       | mean of one part of the reward on the evaluation rows, by its name
 eval/rows                  | rows         | evaluation rows used
 eval/errors                | share        | evaluation samples whose score failed, if any; they count nowhere else
 """
@@ -136,14 +144,16 @@ class MetricsLog:
     the event is not lost.
     """
 
-    def __init__(self, path: Path, keep_until: int | None = None) -> None:
+    def __init__(self, path: Path, keep_until: int | None = None, trackers: Sequence[Tracker] = ()) -> None:
         """Open ``path`` for appending.
 
         Args:
             path: the file; made if missing.
             keep_until: on resume, the last step to keep: lines of later steps are removed.
+            trackers: where else the metrics of each step go. They are closed with the log.
         """
         self.path = path
+        self._trackers = trackers
         if path.exists():
             kept = [entry for entry in read_metrics(path) if keep_until is None or entry["step"] <= keep_until]
             write_atomic(path, map(json_line, kept))
@@ -174,6 +184,8 @@ class MetricsLog:
             self._file.flush()
         except OSError as error:
             raise UserError(f"{self.path}: cannot write the metrics of step {step}: {error.strerror}") from None
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
         return entry
 
     def read(self) -> list[dict[str, Any]]:
@@ -184,6 +196,9 @@ class MetricsLog:
         """Close the file. Every line was flushed when written, so there is nothing left that could fail to be."""
         with contextlib.suppress(OSError):
             self._file.close()
+        for tracker in self._trackers:
+            with contextlib.suppress(OSError):
+                tracker.close()
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -12,10 +12,13 @@ policy version of its tokens) and ``status``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dapo.errors import UserError
 from dapo.files import json_line, write_atomic
 from dapo.records import Group, Sample
 
@@ -44,10 +47,67 @@ def write_samples(folder: Path, step: int, groups: Iterable[tuple[Group, str]]) 
     return path
 
 
+def discard_samples(folder: Path, after: int) -> None:
+    """Remove the files of steps later than ``after``, which a resumed run makes again."""
+    for path in folder.glob("step-*.jsonl"):
+        number = path.stem.removeprefix("step-")
+        if number.isdigit() and int(number) > after:
+            path.unlink(missing_ok=True)
+
+
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one file."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """The samples of one file; a last line that was cut off while being written is left out.
+
+    Raises:
+        UserError: another line is not a sample.
+    """
+    samples = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                samples.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            if number == len(lines):  # without a line end
+                break
+            raise UserError(f"{path}:{number}: not a line of samples") from None
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFilter:
+    """Which samples to look at. None, or empty: no matter."""
+
+    statuses: tuple[str, ...] = ()
+    correct: bool | None = None
+    longer_than: int | None = None
+    shorter_than: int | None = None
+    truncated: bool = False
+    row: int | None = None
+    draw: int | None = None
+    contains: str = ""
+    """Text in prompt or response, whatever the case of its letters."""
+
+    def admits(self, sample: Mapping[str, Any]) -> bool:
+        """Whether the sample is one of those asked for."""
+        length = sample.get("length") or 0
+        text = f"{sample.get('prompt')}\n{sample.get('response')}"
+        return (
+            (not self.statuses or sample.get("status") in self.statuses)
+            and (self.correct is None or sample.get("correct") is self.correct)
+            and (self.longer_than is None or length > self.longer_than)
+            and (self.shorter_than is None or length < self.shorter_than)
+            and (not self.truncated or sample.get("finish_reason") == "length")
+            and (self.row is None or sample.get("row") == self.row)
+            and (self.draw is None or sample.get("draw") == self.draw)
+            and self.contains.casefold() in text.casefold()
+        )
+
+
+def steps_with_samples(folder: Path) -> list[int]:
+    """The steps that have a file of samples, in order."""
+    names = (re.fullmatch(r"step-(\d+)\.jsonl", path.name) for path in folder.glob("step-*.jsonl"))
+    return sorted(int(name.group(1)) for name in names if name)
 
 
 def _lines(group: Group, status: str) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from dapo.algorithm.shaping import overlong_penalty
@@ -72,6 +72,25 @@ def step_metrics(
         | mismatch_metrics(mismatch)
         | _speed(fill, reports, times)
     )
+
+
+def step_warnings(fill: Fill, reports: Sequence[UpdateReport], mismatch: Mismatch, config: Config) -> Iterator[str]:
+    """What a person should know of a step."""
+    if not fill.groups:
+        stats = fill.stats
+        yield (
+            f"nothing to train on: of {stats.drawn} prompts {stats.all_wrong} were all wrong, {stats.all_right} all "
+            f"right, {stats.flat} without spread in the reward; the weights stay"
+        )
+    for report in reports:
+        if report.skipped:
+            yield f"an update was skipped: {report.skipped}"
+    if mismatch.exceeds(config.training.mismatch_alarm):
+        yield (
+            f"log-probabilities of engine and trainer differ by {mismatch.mean:.3g} on average "
+            f"(training.mismatch_alarm={config.training.mismatch_alarm:g}): do both have the same weights, temperature "
+            "and type?"
+        )
 
 
 def _lengths(samples: Sequence[Sample], trained: Sequence[Group]) -> dict[str, float]:

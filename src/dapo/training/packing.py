@@ -4,6 +4,9 @@ Consumes: admitted :class:`~dapo.records.Group` records with their advantages. P
 sequences end to end without padding, which the trainer cuts into mini-batches of whole groups (``updates``) and those
 into micro-batches of whole sequences (``micro_batches``). Waits for nothing.
 
+Samples of one draw have one and the same prompt. The model computes it once for all of them that are in the same
+micro-batch (``shared_prompts``), forward and backward: a prompt attends to nothing but itself.
+
 Token ids and lengths are the engine's own: nothing is decoded, encoded or searched for a stop token.
 
 Worked example: prompt [5, 6] with response [7, 8] is the sequence 5 6 7 8. T = 4, R = 2; the response tokens 7 and 8
@@ -106,6 +109,19 @@ class PackedBatch:
         """``[R]``: number of each response token's group in this batch, 0 .. G - 1 by first appearance."""
         return self._tensor(np.repeat(self._group_numbers(), self.response_lengths))
 
+    def shared_prompts(self) -> SharedPrompts:
+        """The row that the model computes: the prompt of a group stands in it once, however many samples it has."""
+        starts = _starts(self.lengths)
+        _, firsts, inverse = np.unique(self.draws, return_index=True, return_inverse=True)
+        first = firsts[inverse]
+        shared = np.where(first == np.arange(self.num_samples), 0, self.prompt_lengths)
+        elsewhere = _ranges(starts, shared)
+        source, own = np.arange(self.num_tokens), np.ones(self.num_tokens, dtype=np.bool_)
+        source[elsewhere] = _ranges(starts[first], shared)
+        own[elsewhere] = False
+        place = (np.cumsum(own) - 1)[source]
+        return SharedPrompts(self._tensor(np.flatnonzero(own)), self._tensor(place), shared)
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on ``device``."""
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
@@ -166,6 +182,19 @@ class PackedBatch:
 
 
 _PER_SEQUENCE = ("lengths", "prompt_lengths", "draws", "indices")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrompts:
+    """Where the T tokens of a batch stand in the row of U tokens that the model computes.
+
+    ``kept`` ``[U]``: the tokens that are in the row. ``place`` ``[T]``: where in it each token stands. ``shared``
+    ``[S]``, on the host: how many tokens of each sequence, its prompt or none, stand in the place of another's.
+    """
+
+    kept: torch.Tensor
+    place: torch.Tensor
+    shared: IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,8 +18,9 @@ from dapo.training.packing import PackedBatch
 class Policy:
     """A causal language model from :func:`dapo.model.loading.load_model`, and the distribution it stands for.
 
-    ``temperature`` is that of the rollout. With ``compute_dtype`` bfloat16 the backbone runs under autocast; the output
-    head is float32 always. ``tokens_per_micro_batch`` bounds the tokens of one forward pass.
+    ``temperature`` is that of the rollout. With ``compute_dtype`` bfloat16 the backbone runs under autocast and the
+    head's product takes bfloat16 inputs; logits and what follows are float32 always. ``tokens_per_micro_batch`` bounds
+    the tokens of one forward pass.
     """
 
     model: Any
@@ -35,16 +36,22 @@ class Policy:
     def evaluate(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """One forward pass, with gradient if enabled: ``(logprobs [R], entropy [R])`` of the response tokens.
 
-        The head runs only where a response token is predicted.
+        The backbone runs once over a prompt that several sequences share; the head only where a response token is
+        predicted.
         """
         # Weights change between uses, and one pass uses each once: a cache of cast weights would only hold memory.
         narrow = self.compute_dtype != torch.float32
         with torch.autocast(self.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False):
-            context = PackedAttention(batch.lengths.tolist(), batch.token_ids.device)
-            hidden = hidden_states(self.model, batch.token_ids, batch.position_ids, context)
+            shared = batch.shared_prompts()
+            context = PackedAttention(
+                batch.lengths.tolist(), batch.token_ids.device, shared.place, shared.shared.tolist()
+            )
+            hidden = hidden_states(self.model, batch.token_ids[shared.kept], batch.position_ids[shared.kept], context)
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
-        rows = hidden.index_select(0, batch.predictors)
-        return token_logprobs(rows, output_head(self.model), batch.targets, self.temperature)
+        rows = hidden.index_select(0, shared.place[batch.predictors])
+        return token_logprobs(
+            rows, output_head(self.model), batch.targets, self.temperature, product_dtype=self.compute_dtype
+        )
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:

@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dapo.config import TrainingConfig
-from dapo.errors import NumericalError, UserError
+from dapo.errors import ModelError, NumericalError, UserError
+from dapo.model.loading import load_model
 from dapo.training.checkpoint import load_tensors, save_model, save_tensors
 from dapo.training.mismatch import Mismatch, measure_mismatch
 from dapo.training.packing import PackedBatch, select_tokens
@@ -212,6 +213,20 @@ class Trainer:
             FileExistsError: the folder exists and is not empty.
         """
         save_model(self.policy.model, folder)
+
+    def load(self, folder: Path) -> None:
+        """Continue from the weights that :meth:`save` wrote.
+
+        Raises:
+            ModelError: missing or damaged, or of another model.
+        """
+        saved = dict(load_model(folder).named_parameters())
+        parameters = dict(self.policy.model.named_parameters())
+        if {n: p.shape for n, p in saved.items()} != {n: p.shape for n, p in parameters.items()}:
+            raise ModelError(f"{folder}: holds the weights of another model")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])
 
     def save_state(self, folder: Path) -> None:
         """Write everything but the weights: Adam's moments and step counts, version, counters. Whole or not at all.

@@ -71,7 +71,7 @@ class Decoder:
         """
         self.model = model
         self.version = 0
-        self._head = output_head(model)
+        self.use_weights()
         self._vocabulary = self._head.weight.shape[0]
         self._stop = frozenset(stop_token_ids)
         self._max_sequence = max_sequence_tokens
@@ -82,6 +82,13 @@ class Decoder:
         self._waiting: deque[_Waiting] = deque()
         self._rows: list[_Row] = []
         self._finished: list[tuple[int, Sample]] = []
+
+    def use_weights(self) -> None:
+        """To be called when the model's weights have changed: the head is held in float32, which it computes in.
+
+        That saves widening it for every token. Costs as much memory as a float32 embedding where weights are narrower.
+        """
+        self._head = output_head(self.model).in_float32()
 
     @property
     def busy(self) -> bool:

@@ -106,6 +106,7 @@ class NativeEngine:
                 missing.discard(name)
         if missing:
             raise EngineError(f"weights: {len(missing)} parameters were not given, such as {min(missing)}")
+        self._decoder.use_weights()
         self._decoder.version = version
 
     async def sleep(self) -> None:
@@ -156,7 +157,7 @@ class NativeEngine:
         """The thread's life. However it ends, nobody is left waiting."""
         try:
             self._serve()
-        except Exception as fault:
+        except BaseException as fault:
             self._broken = EngineError(f"the engine broke down: {type(fault).__name__}: {fault}")
         error = self._broken or EngineError("the engine was closed")
         self._fail_streams(error)

@@ -15,7 +15,8 @@ import pytest
 
 from dapo.config import build_config, nested
 from dapo.errors import RewardError
-from dapo.evaluate import Evaluation, evaluate
+from dapo.evaluation.evaluate import evaluate
+from dapo.evaluation.result import Evaluation
 from dapo.records import Prompt, Reward, Sample
 from dapo.rollout.engine import EngineError, Request
 from dapo.rollout.seeds import sample_seed
@@ -131,12 +132,19 @@ def test_the_same_seed_draws_the_same_samples_again() -> None:
 
 
 def test_the_numbers_by_hand() -> None:
-    """Rows 4 and 2 are right at 3 of 4 lengths, row 9 never: 6 of 12 (entry 41: all shares within [0, 1])."""
+    """Rows 4 and 2 are right at 3 of 4 lengths, row 9 never: 6 of 12 (entry 41: all shares within [0, 1]).
+
+    Of the 27 ways to draw three rows with replacement, 8 draw no row 9 and 1 nothing else: both more than 2.5%, so
+    the interval reaches from 0 to 3/4.
+    """
     found, _, _ = run()
     assert found.accuracy == 0.5 and found.response_length == 2.5
     assert found.metrics() == {
         "eval/rows": 3,
         "eval/accuracy": 0.5,
+        "eval/accuracy_low": 0.0,
+        "eval/accuracy_high": 0.75,
+        "eval/pass@4": pytest.approx(2 / 3),
         "eval/reward": 0.0,
         "eval/response_length": 2.5,
         "eval/truncated": 0.25,
@@ -155,6 +163,47 @@ def test_failed_scores_are_reported_and_count_nowhere_else() -> None:
     assert found.accuracy == pytest.approx(6 / 9)
     nothing, _, _ = run(lambda row, length: Reward(None, 0.0, error="down"), reward__max_error_rate=1.0)
     assert nothing.accuracy is None and nothing.metrics()["eval/errors"] == 1
+
+
+def test_prompts_weigh_the_same_however_many_verdicts_they_have() -> None:
+    """Row 4: 1 of 1 right; row 2: 2 of 4; row 9: none has a verdict. The mean of rows is 3/4, of samples 3/5."""
+
+    def rule(row: int, length: int) -> Reward:
+        if row == 9 or (row == 4 and length > 1):
+            return Reward(None, 0.0, error="down")
+        return Reward(row == 4 or length > 2, 1.0)
+
+    found, _, _ = run(rule, reward__max_error_rate=0.9)
+    assert found.accuracy == 0.75
+    told = found.as_json()
+    assert told["metrics"]["avg@4"]["value"] == told["metrics"]["pass@1"]["value"] == 0.75
+    assert told["metrics"]["pass@2"]["value"] == pytest.approx((1 + 5 / 6) / 2)  # row 4 with the one it has
+    assert (told["prompts"], told["prompts_short"], told["prompts_unscored"]) == (3, 1, 1)
+    assert [(r["row"], r["verdicts"], r["correct"]) for r in told["rows"]] == [(4, 1, 1), (2, 4, 2), (9, 0, 0)]
+    assert told["shares"]["failed"] == pytest.approx(7 / 12)
+
+
+def test_a_majority_is_of_answers() -> None:
+    """Row 4: right twice, wrong twice alike but for spelling: by lot. Row 2: right once, three wrong ones apart: 1/4.
+    Row 9: right once, the others have no answer: won."""
+
+    def rule(row: int, length: int) -> Reward:
+        answers: dict[int, list[str | None]] = {
+            4: ["7", "7.0", r"\\dfrac 1 2", r"\\frac{1}{2}"],
+            2: ["7", "1", "2", "3"],
+            9: ["7", None, None, None],
+        }
+        answer = answers[row][length - 1]
+        correct = answer in ("7", "7.0")
+        return Reward(correct, 1.0, extracted=answer, parts={"answer_found": float(answer is not None)})
+
+    found, _, _ = run(rule)
+    assert found.metrics()["eval/maj@4"] == pytest.approx((1 / 2 + 1 / 4 + 1) / 3)
+    shares = found.shares()
+    assert (shares["correct"], shares["wrong"], shares["no_answer"]) == (4 / 12, 5 / 12, 3 / 12)
+    lines = list(found.sample_lines())
+    assert [line["extracted"] for line in lines[8:]] == ["7", None, None, None]
+    assert lines[0]["gold"] == "4" and lines[0]["correct"] is True and lines[0]["length"] == 1
 
 
 def test_too_many_failed_scores_end_an_evaluation() -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dapo.config import Config, EvaluationConfig
 from dapo.errors import RewardError
+from dapo.evaluation.result import Evaluation
 from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
@@ -18,52 +19,6 @@ from dapo.rollout.seeds import sample_seed
 
 # Evaluation draws are numbered apart from training's, so that the two never share a random stream.
 _FIRST_DRAW = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Scored samples of every prompt, in the order of the prompts."""
-
-    groups: tuple[Group, ...]
-
-    @property
-    def samples(self) -> list[Sample]:
-        """All samples that have a verdict."""
-        return [s for g in self.groups for s in g.scored]
-
-    @property
-    def accuracy(self) -> float | None:
-        """avg@k: the share of correct samples; None if the reward has no notion of right and wrong."""
-        verdicts = [s.verdict.correct for s in self.samples]
-        if not verdicts or any(v is None for v in verdicts):
-            return None
-        return sum(bool(v) for v in verdicts) / len(verdicts)
-
-    @property
-    def response_length(self) -> float:
-        """Mean response length in tokens."""
-        lengths = [s.length for g in self.groups for s in g.samples]
-        return sum(lengths) / max(len(lengths), 1)
-
-    def metrics(self) -> dict[str, float]:
-        """By the names of ``observe/metrics.py``."""
-        samples = [s for g in self.groups for s in g.samples]
-        scored = self.samples
-        found = {
-            "eval/rows": len(self.groups),
-            "eval/response_length": self.response_length,
-            "eval/truncated": sum(s.truncated for s in samples) / max(len(samples), 1),
-        }
-        if len(scored) < len(samples):
-            found["eval/errors"] = 1 - len(scored) / len(samples)
-        if scored:
-            found["eval/reward"] = sum(s.verdict.value for s in scored) / len(scored)
-            answered = [s.verdict.parts["answer_found"] for s in scored if "answer_found" in s.verdict.parts]
-            if answered:
-                found["eval/no_answer"] = 1 - sum(answered) / len(answered)
-        if self.accuracy is not None:
-            found["eval/accuracy"] = self.accuracy
-        return found
 
 
 async def evaluate(

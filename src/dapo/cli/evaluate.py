@@ -1,0 +1,225 @@
+"""``dapo evaluate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dapo.cli.errors import errors_for_people
+from dapo.cli.options import Debug, options_layer
+from dapo.errors import ConfigError, DataError, UserError
+from dapo.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.evaluation.standalone import FileResult
+
+
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo."),
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILES] [SECTION.KEY=VALUE]", help="Further data files, and keys of the config to change."
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one."),
+    ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Prompt, answer rule and sampling of gsm8k, math500, aime or amc."),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(metavar="K", help="Samples of each prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of this mass.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest response in tokens.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
+    ] = None,
+    save_samples: Annotated[
+        bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
+    ] = False,
+    average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
+
+    What counts is, from the weakest to the strongest: defaults, the recipe, the benchmark, options and keys.
+    """
+    with errors_for_people(debug):
+        from dapo.evaluation.benchmarks import benchmark_named
+        from dapo.inference import find_model, inference_config
+
+        files, overrides = _sorted_out(data, words)
+        preset = benchmark_named(benchmark) if benchmark else None
+        found = find_model(model)
+        given = {
+            "--samples": ("evaluation.samples_per_prompt", samples),
+            "--temperature": ("evaluation.temperature", temperature),
+            "--top-p": ("evaluation.top_p", top_p),
+            "--rows": ("evaluation.rows", rows),
+            "--max-tokens": ("evaluation.max_response_length", max_tokens),
+            "--data": ("evaluation.data", files or None),
+        }
+        options, where = options_layer(given)
+        layers = [preset.settings, options] if preset else [options]
+        config = inference_config(found, *layers, recipe=recipe, overrides=overrides, where=where)
+        _check_data(config)
+        places = _Output(output, save_samples)
+        trained = recipe or found.recipe
+        about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
+
+        from dapo.progress import make_listener
+
+        listener = make_listener(quiet, Console(stderr=True))
+        try:
+            for line in _picked(model, found.path, about):
+                listener.phase(line)
+            if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
+                listener.warning("at temperature 0 all samples of a prompt are alike; use --temperature 1")
+            from dapo.evaluation.standalone import average_of, evaluate_files, report
+
+            def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
+                told = report(config, results, about, sys.argv)
+                if average:
+                    told["average"] = average_of(results)
+                places.write(told, results)
+                return told
+
+            results, told = evaluate_files(config, listener, write)
+        finally:
+            listener.close()
+        _show(Terminal(), results, told)
+
+
+def _sorted_out(data: Sequence[str] | None, words: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Data files and overrides: ``--data a.jsonl b.jsonl seed=3`` names two files."""
+    words = words or []
+    return [*(data or []), *(w for w in words if "=" not in w)], [w for w in words if "=" in w]
+
+
+def _check_data(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: none are named, or one twice.
+        DataError: one does not exist.
+    """
+    from dapo.plan import missing_files
+
+    files = [item.path for item in config.evaluation.data]
+    if not files:
+        raise ConfigError("--data: required but not given: files of rows with a prompt and an answer each")
+    twice = [item.path for item in config.evaluation.data if config.evaluation.data.count(item) > 1]
+    if twice:
+        raise ConfigError(f"--data: {twice[0]} is named twice")
+    missing = missing_files(config)
+    if missing:
+        raise DataError("\n".join(missing))
+
+
+def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:
+    lines = [f"{model}: its model is {path}"] if str(path) != model else []
+    lines += [f"settings of the recipe {about['recipe']}"] if about["recipe"] else []
+    return lines + ([f"benchmark {about['benchmark']}"] if about["benchmark"] else [])
+
+
+class _Output:
+    """Where the results go. Made and tried before anything is computed."""
+
+    def __init__(self, output: Path | None, save_samples: bool) -> None:
+        """
+        Raises:
+            UserError: the place cannot be written to, or samples have none.
+        """
+        if save_samples and output is None:
+            raise ConfigError("--save-samples: needs a place; use --output FOLDER")
+        self.results: Path | None = None
+        self.save_samples = save_samples
+        if output is None:
+            return
+        is_file = output.suffix == ".json" and not output.is_dir()
+        self.results = output if is_file else output / "evaluation.json"
+        try:
+            self.results.parent.mkdir(parents=True, exist_ok=True)
+            probe = self.results.with_name(f".{self.results.name}.probe")
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"--output: cannot write to {str(output)!r}: {error.strerror or error}") from None
+
+    def write(self, report: Mapping[str, Any], results: Sequence[FileResult]) -> None:
+        """Write evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced."""
+        if self.results is None:
+            return
+        from dapo.files import json_line, write_atomic, write_json
+
+        try:
+            write_json(self.results, report)
+            for result in results if self.save_samples else ():
+                path = self.results.with_name(f"samples-{result.name}.jsonl")
+                write_atomic(path, map(json_line, result.evaluation.sample_lines()))
+        except OSError as error:
+            raise UserError(f"--output: cannot write {self.results}: {error.strerror or error}") from None
+
+
+def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:
+    """One table for each file."""
+    for result, found in zip(results, report["files"], strict=True):
+        table = Table("", "", "95% interval", title=f"{result.name}: {found['prompts']} prompts", title_justify="left")
+        for name, estimate in found["metrics"].items():
+            if name in ("pass@1", "maj@1"):  # the same as avg@k
+                continue
+            table.add_row(name, *_estimate(name, estimate))
+        for name, share in found["shares"].items():
+            if name in _SHARES and (share or name != "failed"):
+                table.add_row(_SHARES[name], f"{share:.1%}")
+        table.add_row("response length, tokens", f"{result.evaluation.response_length:.1f}")
+        console.print(table)
+        console.print(
+            f"{result.seconds:.1f} s, {found['tokens_per_second']:.0f} tokens/s", style="dim", highlight=False
+        )
+        for count, what in (
+            (found["prompts_unscored"], "without any verdict: left out"),
+            (found["prompts_short"], "with fewer verdicts than samples: pass@j and maj@j over those they have"),
+        ):
+            if count:
+                console.print(f"{count} prompts {what}", highlight=False)
+    if "average" in report:
+        value = report["average"]
+        console.print(f"mean over {len(results)} files: {'-' if value is None else f'{value:.1%}'}", highlight=False)
+
+
+_SHARES = {
+    "wrong": "answered, but wrong",
+    "no_answer": "no answer found",
+    "truncated": "cut at the limit",
+    "failed": "scores that failed",
+}
+"""What the table says of a share."""
+
+
+def _estimate(name: str, estimate: Mapping[str, float | None]) -> tuple[str, str]:
+    def text(value: float | None) -> str:
+        if value is None:
+            return "-"
+        return f"{value:+.3f}" if name == "reward" else f"{value:.1%}"
+
+    return text(estimate["value"]), f"{text(estimate['low'])} to {text(estimate['high'])}"

@@ -1,0 +1,133 @@
+"""``dapo generate``."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dapo.cli.errors import errors_for_people
+from dapo.cli.options import Debug, options_layer
+from dapo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from dapo.generation import Response
+
+
+class Template(enum.StrEnum):
+    """``auto``: that of the run the model comes from, else ``chat`` if the tokenizer has one, else ``plain``."""
+
+    AUTO = "auto"
+    PLAIN = "plain"
+    CHAT = "chat"
+    DAPO = "dapo"
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo."),
+    ],
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; - reads one from standard input.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Take the prompts from the rows of this file.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(metavar="N", help="Responses to each prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of this mass.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest response in tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
+    template: Annotated[
+        Template,
+        typer.Option(help="auto: the recipe's for a run of dapo, else chat if the tokenizer has one, else plain."),
+    ] = Template.AUTO,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the responses only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print what MODEL says to each PROMPT.
+
+    Sampling is greedy unless a temperature is given (or the recipe of the run names one for evaluation).
+    """
+    with errors_for_people(debug):
+        from dapo.inference import find_model, inference_config
+        from dapo.plan import missing_files
+        from dapo.progress import make_listener
+
+        texts = _texts(prompts or [], data)
+        found = find_model(model)
+        given = {
+            "--samples": ("evaluation.samples_per_prompt", samples),
+            "--temperature": ("evaluation.temperature", temperature),
+            "--top-p": ("evaluation.top_p", top_p),
+            "--max-tokens": ("evaluation.max_response_length", max_tokens),
+            "--seed": ("seed", seed),
+            "--system": ("data.system", system),
+            "--template": ("data.template", None if template is Template.AUTO else template.value),
+        }
+        asked = {"evaluation": {"samples_per_prompt": 1, "data": [data] if data else [], "rows": None}}
+        options, where = options_layer(given)
+        config = inference_config(found, asked, options, overrides=settings or [], where=where)
+        missing = missing_files(config)
+        if missing:
+            raise DataError("\n".join(missing))
+        listener = make_listener(quiet, Console(stderr=True))
+        try:
+            if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
+                listener.warning("at temperature 0 all samples of a prompt are alike; use --temperature 1")
+            from dapo.generation import generate_responses
+
+            show = _print_json if as_json else _printer(len(texts) + (data is not None), config)
+            generate_responses(config, texts, listener, show)
+        finally:
+            listener.close()
+
+
+def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
+    """
+    Raises:
+        ConfigError: there is nothing to generate from.
+        DataError: a prompt is empty.
+    """
+    if not prompts and data is None:
+        raise ConfigError("nothing to generate from: give a PROMPT, - for standard input, or --data FILE")
+    if prompts.count("-") > 1:
+        raise ConfigError("-: standard input can be read only once")
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    if not all(texts):
+        raise DataError("a prompt is empty" + ("; nothing came from standard input" if "-" in prompts else ""))
+    return texts
+
+
+def _print_json(response: Response) -> None:
+    from dapo.files import json_line
+
+    print(json_line(response.as_json()), end="", flush=True)
+
+
+def _printer(prompts: int, config: Any) -> Any:
+    """One response alone is printed as it is, so that it can be piped on; several get a line above each."""
+    several = prompts > 1 or config.evaluation.samples_per_prompt > 1
+
+    def show(response: Response) -> None:
+        if several:
+            cut = "" if response.finish_reason == "stop" else ", cut at the limit"
+            print(
+                f"--- prompt {response.prompt_number}, sample {response.sample_number}: {response.tokens} tokens{cut}"
+            )
+        print(response.text, flush=True)
+
+    return show

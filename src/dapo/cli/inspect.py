@@ -1,0 +1,184 @@
+"""``dapo inspect``: what a run did, in the terminal. Reads its folder only, so it can look at a run that is at work."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dapo.cli.completion import complete_metric, complete_run, complete_status
+from dapo.cli.errors import errors_for_people
+from dapo.cli.options import Debug
+from dapo.errors import ConfigError
+from dapo.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.observe.run_view import RunView
+    from dapo.observe.samples import SampleFilter
+
+_SAMPLES = "Options for --samples"
+
+
+class _Correct(StrEnum):
+    true = "true"
+    false = "false"
+
+
+class _Sort(StrEnum):
+    length = "length"
+    reward = "reward"
+    advantage = "advantage"
+
+
+def inspect(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.", autocompletion=complete_run)
+    ],
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Show these metrics of every step, such as accuracy,'clip/*'.",
+            autocompletion=complete_metric,
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option("--steps", "--step", metavar="N|A:B", help="Of these steps only.")
+    ] = None,
+    samples: Annotated[bool, typer.Option("--samples", help="Show samples; by default of the last step.")] = False,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STATUS,...",
+            help="Kept, or why not: kept, all_wrong, ...",
+            rich_help_panel=_SAMPLES,
+            autocompletion=complete_status,
+        ),
+    ] = None,
+    correct: Annotated[_Correct | None, typer.Option(help="Right or wrong ones.", rich_help_panel=_SAMPLES)] = None,
+    longer_than: Annotated[int | None, typer.Option(help="In tokens.", rich_help_panel=_SAMPLES)] = None,
+    shorter_than: Annotated[int | None, typer.Option(help="In tokens.", rich_help_panel=_SAMPLES)] = None,
+    truncated: Annotated[bool, typer.Option("--truncated", help="Cut at the limit.", rich_help_panel=_SAMPLES)] = False,
+    row: Annotated[int | None, typer.Option(help="Of this row of the data.", rich_help_panel=_SAMPLES)] = None,
+    draw: Annotated[int | None, typer.Option(help="Of this draw: one group.", rich_help_panel=_SAMPLES)] = None,
+    contains: Annotated[
+        str, typer.Option(metavar="TEXT", help="In prompt or response, in any case.", rich_help_panel=_SAMPLES)
+    ] = "",
+    sort: Annotated[
+        _Sort | None, typer.Option(help="Largest first; by default in the order of the file.", rich_help_panel=_SAMPLES)
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Show at most so many; 0: all.", rich_help_panel=_SAMPLES)] = 10,
+    full: Annotated[bool, typer.Option("--full", help="Do not cut long texts.", rich_help_panel=_SAMPLES)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs, as JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run did: its state, metrics, evaluations and checkpoints, or its samples.
+
+    Works while the run is at work, and on one that was killed. If RUN is a folder that holds runs, they are listed.
+    """
+    with errors_for_people(debug):
+        from dapo.cli.sample_report import statuses
+        from dapo.observe.run_view import RunView, is_run, runs_in
+        from dapo.observe.samples import SampleFilter
+
+        right = None if correct is None else correct is _Correct.true
+        wanted = SampleFilter(statuses(status), right, longer_than, shorter_than, truncated, row, draw, contains)
+        asks_for_samples = samples or wanted != SampleFilter() or sort is not None or full
+        if asks_for_samples and metrics is not None:
+            raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
+        span = _span(steps)
+        if not is_run(run) and (found := runs_in(run)):
+            _runs(found, as_json)
+        elif asks_for_samples:
+            _samples(RunView.read(run), span, wanted, sort, limit, full, as_json)
+        elif metrics is not None:
+            _metrics(RunView.read(run), metrics, span, as_json)
+        else:
+            _overview(RunView.read(run), span, as_json)
+
+
+def _runs(folders: Iterable[Path], as_json: bool) -> None:
+    from dapo.cli.run_report import run_as_json, runs_table
+    from dapo.observe.run_view import RunView
+
+    runs = [RunView.read(folder) for folder in folders]
+    if as_json:
+        _print_json([run_as_json(run) for run in runs])
+    else:
+        _print_lines(runs_table(runs, _width()))
+
+
+def _overview(run: RunView, span: tuple[int, int] | None, as_json: bool) -> None:
+    from dapo.cli.run_report import as_json as overview
+    from dapo.cli.run_report import report
+
+    if as_json:
+        _print_json(overview(run, span))
+    else:
+        _print_lines(report(run, span, _width(), Terminal().options.ascii_only))
+
+
+def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json: bool) -> None:
+    from dapo.cli.run_report import chosen, in_range, metrics_table, with_any
+
+    entries = in_range(run.metrics, span)
+    names = chosen(patterns, run.metrics)
+    if as_json:
+        _print_json([{name: e[name] for name in ["step", *names] if name in e} for e in with_any(entries, names)])
+    else:
+        _print_lines(metrics_table(entries, names, _width()))
+
+
+def _samples(
+    run: RunView,
+    span: tuple[int, int] | None,
+    wanted: SampleFilter,
+    sort: _Sort | None,
+    limit: int,
+    full: bool,
+    as_json: bool,
+) -> None:
+    from dapo.cli.sample_report import samples_of, select, show
+
+    there = samples_of(run, span)
+    found = select(there, wanted, None if sort is None else sort.value)
+    shown = found[: limit or None]
+    if as_json:
+        _print_json(shown)
+        return
+    lines = [line for sample in shown for line in [*show(sample, _width() or 100, full), ""]]
+    cut = f", {len(shown)} shown (--limit)" if len(shown) < len(found) else ""
+    _print_lines([*lines, f"{len(found)} of {len(there)} samples{cut}"])
+
+
+def _span(text: str | None) -> tuple[int, int] | None:
+    """First and last step of ``7``, ``3:9``, ``3:`` or ``:9``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{0,9})(:?)(\d{0,9})", text)
+    if found is None or not (found[1] or found[3]):
+        raise ConfigError(f"--steps {text}: expected a step, such as 7, or a range, such as 3:9, 3: or :9")
+    first, colon, last = found.groups()
+    if not colon:
+        return int(first), int(first)
+    return int(first or 0), int(last or 10**9)
+
+
+def _width() -> int | None:
+    """Cells in a line; None where there is no terminal, and lines may be of any length."""
+    console = Terminal()
+    return console.width if console.is_terminal else None
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))

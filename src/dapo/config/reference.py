@@ -1,0 +1,111 @@
+"""What there is to know of each key: type, default, choices and meaning. The configuration page, ``dapo config`` and
+shell completion all read it from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dapo.config.section import _leaves, _section_types
+from dapo.config.tree import Config
+
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything"}
+_BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the tree that holds a value.
+
+    ``type`` is said in words, bounds included; ``choices`` are the values allowed, if they can be listed; ``default``
+    means nothing where ``required``.
+    """
+
+    name: str
+    type: str
+    choices: tuple[Any, ...]
+    default: Any
+    required: bool
+    text: str
+
+    @property
+    def last(self) -> str:
+        """The name without its sections."""
+        return self.name.rpartition(".")[2]
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
+    """The keys of a section and of those inside it, in order.
+
+    Args:
+        section: a class of the tree. Where a section is one of several kinds, the keys of all of them are given.
+        prefix: what to put before each name, final dot included.
+    """
+    for name, info in section.model_fields.items():
+        kinds = _section_types(info.annotation)
+        for kind in kinds:
+            yield from keys_of(kind, f"{prefix}{name}.")
+        if not kinds:
+            yield key_of(f"{prefix}{name}", info)
+
+
+def key_of(name: str, info: FieldInfo) -> Key:
+    """What is to be known of one field, called ``name``."""
+    return Key(
+        name=name,
+        type=_type_in_words(info.annotation, list(info.metadata)),
+        choices=_choices(info.annotation),
+        default=info.get_default(call_default_factory=True, validated_data={}),
+        required=info.is_required(),
+        text=re.sub(r"\s+", " ", info.description or ""),
+    )
+
+
+def all_values() -> dict[str, list[Key]]:
+    """Every key that holds a value, by name; several where kinds of a section share a name."""
+    found: dict[str, list[Key]] = {}
+    for key in keys_of(Config):
+        found.setdefault(key.name, []).append(key)
+    return found
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    leaves = _leaves(annotation)
+    if get_origin(annotation) is Literal:
+        return tuple(leaves)
+    return (True, False) if leaves == [bool] else ()
+
+
+def _type_in_words(annotation: Any, metadata: list[Any]) -> str:
+    if get_origin(annotation) is Annotated:
+        return _type_in_words(get_args(annotation)[0], metadata)
+    leaves = _leaves(annotation)
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(map(str, leaves))}" if len(leaves) > 1 else str(leaves[0])
+    words = " or ".join(_leaf_in_words(leaf) for leaf in leaves if leaf is not NoneType)
+    limits = [f"{said} {getattr(m, field)}" for m in metadata for kind, field, said in _BOUNDS if type(m) is kind]
+    bounded = " ".join([words, " and ".join(limits)]).strip()
+    if NoneType not in leaves:
+        return bounded
+    return f"{bounded}, or null" if limits else f"{bounded} or null"
+
+
+def _leaf_in_words(leaf: Any) -> str:
+    inner = get_args(leaf)
+    if get_origin(leaf) is list:
+        return f"list of {_type_in_words(inner[0], []).removeprefix('one of ').replace(', ', ' or ')}"
+    if get_origin(leaf) is tuple:
+        return f"list: {', '.join(_type_in_words(kind, []) for kind in inner)}"
+    if _section_types(leaf):
+        return "items"
+    if leaf is dict or get_origin(leaf) is dict:
+        return "mapping"
+    return _TYPES.get(leaf, str(leaf))  # what is left are literal values

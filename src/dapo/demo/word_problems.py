@@ -1,0 +1,139 @@
+"""Easy word problems for a small pretrained model: one addition, subtraction or multiplication, told as a story.
+
+Which *numbers* belong together is split between training and held-out problems: a pair of numbers that occurs in one of
+them, in whatever order, story and operation, never occurs in the other. So a held-out problem cannot be answered by
+remembering the sum of a training problem.
+
+``score`` is the reward. It keeps format and reasoning apart: a response is right if it states the right number after
+"Answer:", and beside that it is noted whether there was such an answer at all and whether the last number of the
+response, wherever it stands, is the right one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapo.records import Reward
+from dapo.reward.convert import verdict
+
+NUMBERS = range(2, 21)
+SMALL = 9
+"""Products are of numbers up to here."""
+HELD_OUT_SHARE = 0.3
+"""Of the pairs of numbers."""
+
+NAMES = ("Ann", "Ben", "Carla", "Dan", "Emma", "Finn", "Grace", "Hugo", "Ivy", "Jack", "Lena", "Max", "Nora", "Tom")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "toys")
+STORIES = {
+    "+": (
+        "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
+        "{name} has {a} {things}. {other} has {b} {things}. How many {things} do they have together?",
+        "There are {a} {things} on the table and {b} {things} in a bag. How many {things} are there in all?",
+        "{name} found {a} {things} on Monday and {b} {things} on Tuesday. How many {things} did {name} find in all?",
+    ),
+    "-": (
+        "{name} has {a} {things} and gives {b} of them to {other}. How many {things} are left?",
+        "{name} had {a} {things} and lost {b} of them. How many {things} does {name} have now?",
+        "There are {a} {things} in a box. {name} takes {b} of them out. How many {things} are still in the box?",
+        "{name} has {a} {things}. {other} has {b} {things}. How many more {things} does {name} have than {other}?",
+    ),
+    "*": (
+        "There are {a} boxes with {b} {things} in each box. How many {things} are there in all?",
+        "{name} buys {a} bags. Each bag holds {b} {things}. How many {things} does {name} buy?",
+        "{name} has {a} rows of {b} {things}. How many {things} does {name} have?",
+    ),
+}
+
+SYSTEM = "You solve word problems. Write the calculation, then the answer."
+EXAMPLES = (
+    ("Sam has 31 pens and gets 25 more. How many pens does Sam have now?", "31 + 25 = 56\nAnswer: 56"),
+    ("There are 40 cups in a shop. Lea buys 26 of them. How many cups are left?", "40 - 26 = 14\nAnswer: 14"),
+    ("Kim has 22 bags of 3 nuts. How many nuts does Kim have?", "22 * 3 = 66\nAnswer: 66"),
+)
+"""Shown before every problem. Each has a number beyond :data:`NUMBERS`, so it gives no pair away."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WordProblem:
+    """A story with a question, and the number that answers it."""
+
+    text: str
+    operation: str
+    numbers: Pair
+    """In the order of the story."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The problem as a chat: the examples, each with its reply, and then the question."""
+        turns = [("system", SYSTEM)]
+        for question, reply in EXAMPLES:
+            turns += [("user", question), ("assistant", reply)]
+        return [{"role": role, "content": content} for role, content in (*turns, ("user", self.text))]
+
+    @property
+    def answer(self) -> str:
+        a, b = self.numbers
+        return str({"+": a + b, "-": a - b, "*": a * b}[self.operation])
+
+
+def split_pairs(rng: np.random.Generator) -> tuple[list[Pair], list[Pair]]:
+    """All pairs of different numbers, the smaller one first: ``(training, held out)``.
+
+    Pairs that may be multiplied are split on their own, so that each side has its share of them.
+    """
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a < b]
+    sides: tuple[list[Pair], list[Pair]] = ([], [])
+    for kind in ([p for p in pairs if p[1] <= SMALL], [p for p in pairs if p[1] > SMALL]):
+        held_out = set(rng.permutation(len(kind))[: round(HELD_OUT_SHARE * len(kind))].tolist())
+        for i, pair in enumerate(kind):
+            sides[i in held_out].append(pair)
+    return sides
+
+
+def draw_problems(rng: np.random.Generator, pairs: list[Pair], count: int) -> list[WordProblem]:
+    """``count`` different problems with numbers from ``pairs``, each operation as often as the others."""
+    operations = list(STORIES)
+    found: dict[str, WordProblem] = {}
+    while len(found) < count:
+        operation = operations[len(found) % len(operations)]
+        problem = _draw(rng, pairs, operation)
+        found.setdefault(problem.text, problem)
+    return list(found.values())
+
+
+def _draw(rng: np.random.Generator, pairs: list[Pair], operation: str) -> WordProblem:
+    usable = [p for p in pairs if p[1] <= SMALL] if operation == "*" else pairs
+    small, large = usable[rng.integers(len(usable))]
+    smaller_first = operation != "-" and rng.random() < 0.5
+    numbers = (small, large) if smaller_first else (large, small)
+    name, other = (NAMES[i] for i in rng.choice(len(NAMES), 2, replace=False))
+    story = STORIES[operation][rng.integers(len(STORIES[operation]))]
+    things = THINGS[rng.integers(len(THINGS))]
+    text = story.format(name=name, other=other, things=things, a=numbers[0], b=numbers[1])
+    return WordProblem(text, operation, numbers)
+
+
+# --- the reward ---------------------------------------------------------------------------------------------------
+
+_ANSWER = re.compile(r"answer:\s*\$?(-?\d[\d,]*)(?![\d.,]*\d)", re.IGNORECASE)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def score(response: str, answer: str) -> Reward:
+    """+1 if the number after the last "Answer:" is ``answer``, -1 otherwise (Eq. 7).
+
+    Parts, each 0 or 1: ``answer_found``, whether there is a whole number after an "Answer:" (the format);
+    ``last_number``, whether the last number of the response, however it is written there, is right (the reasoning).
+    """
+    stated = _ANSWER.findall(response)
+    extracted = stated[-1].replace(",", "") if stated else None
+    numbers = _NUMBER.findall(response)
+    last = numbers[-1].replace(",", "") if numbers else None
+    return verdict(
+        extracted == answer, extracted, answer_found=float(extracted is not None), last_number=float(last == answer)
+    )

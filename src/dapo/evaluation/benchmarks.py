@@ -1,0 +1,77 @@
+"""Presets for public benchmarks: what goes with the problems, where the answer stands, and how one samples.
+
+A preset is a layer of the config and nothing else, so each of its keys can be overridden. It names no data: the
+files are the user's. Add a benchmark by adding an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.errors import ConfigError
+
+STEP_BY_STEP = "\nReason step by step, and put the final answer in \\boxed{}."
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A preset. ``about`` says where it comes from; ``settings`` are sections and keys of the config."""
+
+    name: str
+    about: str
+    settings: Mapping[str, Any]
+
+
+def _boxed(max_response_length: int) -> dict[str, Any]:
+    """One greedy answer in a box, after the tokenizer's own chat template if it has one."""
+    return {
+        "data": {"instruction": STEP_BY_STEP, "system": None},
+        "reward": {"kind": "math", "extract": ["boxed", "answer_line"]},
+        "evaluation": {
+            "samples_per_prompt": 1,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "max_response_length": max_response_length,
+        },
+    }
+
+
+def _as_in_the_paper() -> dict[str, Any]:
+    """The DAPO paper's evaluation (section 4.1): its own template, avg@32 at temperature 1.0 with top-p 0.7."""
+    return {
+        "data": {"template": "dapo", "instruction": "", "system": None},
+        "reward": {"kind": "math", "extract": ["answer_line", "boxed"]},
+        "evaluation": {
+            "samples_per_prompt": 32,
+            "temperature": 1.0,
+            "top_p": 0.7,
+            "top_k": 0,
+            "max_response_length": 20480,
+        },
+    }
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark("gsm8k", "grade-school word problems: one greedy answer, boxed", _boxed(1024)),
+        Benchmark("math500", "500 competition problems of MATH: one greedy answer, boxed", _boxed(2048)),
+        Benchmark("aime", "AIME, integers 0 to 999: avg@32 as in the DAPO paper", _as_in_the_paper()),
+        Benchmark("amc", "AMC 10 and 12: avg@32 as in the DAPO paper", _as_in_the_paper()),
+    )
+}
+"""The presets by name."""
+
+
+def benchmark_named(name: str) -> Benchmark:
+    """
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    found = BENCHMARKS.get(name.lower().replace("-", ""))
+    if found is None:
+        raise ConfigError(f"--benchmark: there is no {name!r}; there are: {', '.join(BENCHMARKS)}")
+    return found

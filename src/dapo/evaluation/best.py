@@ -1,0 +1,59 @@
+"""The best evaluation of a run so far, and whether better ones are still to be expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.config import EvaluationConfig
+
+
+@dataclass(slots=True)
+class Best:
+    """Follows the held-out metric: ``eval/accuracy``, or ``eval/reward`` where the reward knows no right and wrong."""
+
+    config: EvaluationConfig
+    metric: str = ""
+    value: float = float("-inf")
+    step: int = -1
+    """Rollout steps done when it was reached; 0: before training."""
+    evaluations_since: int = 0
+    """Evaluations without an improvement."""
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Take in an evaluation; whether it is the best one so far, by more than ``evaluation.min_improvement``."""
+        self.metric = self.metric or next(m for m in ("eval/accuracy", "eval/reward", "eval/rows") if m in metrics)
+        value = metrics.get(self.metric)
+        if value is not None and value > self.value + (self.config.min_improvement if self.step >= 0 else 0):
+            self.value, self.step, self.evaluations_since = float(value), step, 0
+            return True
+        self.evaluations_since += 1
+        return False
+
+    @property
+    def converged(self) -> bool:
+        """``evaluation.patience`` evaluations in a row brought nothing better."""
+        return self.config.patience is not None and self.evaluations_since >= self.config.patience
+
+    def reason(self) -> str:
+        """Why training stops, for people."""
+        return (
+            f"converged: {self.metric} has not risen by more than evaluation.min_improvement="
+            f"{self.config.min_improvement:g} in {self.evaluations_since} evaluations (evaluation.patience); the best "
+            f"was {self.value:.4g} after step {self.step}"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {
+            "metric": self.metric,
+            "value": self.value,
+            "step": self.step,
+            "evaluations_since": self.evaluations_since,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        for name, value in state.items():
+            setattr(self, name, value)

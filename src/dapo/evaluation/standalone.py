@@ -1,0 +1,194 @@
+"""``dapo evaluate`` without its printing: a model on files of prompts, each file a benchmark of its own.
+
+Consumes: a config and files. Produces: a :class:`FileResult` for each, and all of them as one JSON-able report. Waits
+for the engine and the scorer, one file after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dapo.config import Config
+from dapo.config.sections import DataItem
+from dapo.data.source import read_prompts
+from dapo.errors import DataError
+from dapo.evaluation.evaluate import evaluate
+from dapo.evaluation.result import Evaluation
+from dapo.inference import Prompting, label_of, load_engine, load_prompting, settings_lines
+from dapo.inputs import report_unreadable
+from dapo.progress import Listener
+from dapo.records import Prompt
+from dapo.reward.build import MathScorer, make_scorer, needs_answer
+from dapo.reward.contract import Scorer
+from dapo.rollout.engine import Engine
+from dapo.run_folder import describe_environment, redact
+
+
+@dataclass(frozen=True, slots=True)
+class FileResult:
+    """What came of one file. ``name``: short and different from those of the other files."""
+
+    name: str
+    file: str
+    evaluation: Evaluation
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens."""
+        return sum(s.length for g in self.evaluation.groups for s in g.samples)
+
+    def as_json(self) -> dict[str, Any]:
+        """See :meth:`Evaluation.as_json`; with the file, its fingerprint and what it took."""
+        return {
+            "name": self.name,
+            "file": self.file,
+            "sha256": _fingerprint(Path(self.file)),
+            "seconds": round(self.seconds, 2),
+            "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else None,
+            **self.evaluation.as_json(),
+        }
+
+
+Report = TypeVar("Report")
+
+
+def evaluate_files(
+    config: Config, listener: Listener, write: Callable[[Config, Sequence[FileResult]], Report]
+) -> tuple[list[FileResult], Report]:
+    """Evaluate ``config.model`` on each item of ``evaluation.data``, exactly the rows given (the first
+    ``evaluation.rows`` of each).
+
+    Args:
+        config: of the whole.
+        listener: hears what happens.
+        write: called after each item with the results so far, so that nothing that goes wrong later can spoil them,
+            and with the config that has the picked template in it.
+
+    Returns:
+        The results in the order of the items, and what ``write`` last returned.
+
+    Raises:
+        UserError: something in model, data or reward is wrong; rows that are too long are among it.
+    """
+    listener.phase("loading tokenizer and data")
+    prompting = load_prompting(config)
+    prompts = {label_of(item): _prompts(prompting, item) for item in config.evaluation.data}
+    for line in settings_lines(prompting.config):
+        listener.phase(line)
+    first = next(iter(prompts.values()))[0]
+    listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}")
+    listener.phase("loading the model")
+    wanted = max(map(len, prompts.values())) * config.evaluation.samples_per_prompt
+    engine = load_engine(prompting, prompts, wanted, listener)
+
+    async def run() -> tuple[list[FileResult], Report]:
+        results = []
+        async with _running(prompting, engine) as scorer:
+            if isinstance(scorer, MathScorer):
+                for file, found in prompts.items():
+                    await report_unreadable(file, found, scorer, listener)
+            for (file, found), name in zip(prompts.items(), short_names(list(prompts)), strict=True):
+                listener.phase(f"evaluating on {name}: {len(found)} rows")
+                started = time.perf_counter()
+                evaluation = await evaluate(
+                    found, engine, scorer, prompting.template.decode, prompting.config, listener.advance
+                )
+                results.append(FileResult(name, file, evaluation, time.perf_counter() - started))
+                listener.evaluated(name, evaluation.metrics())
+                written = write(prompting.config, results)
+        return results, written
+
+    return asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def _running(prompting: Prompting, engine: Engine) -> AsyncIterator[Scorer]:
+    """The scorer, started; it and the engine are closed at the end, each whatever becomes of the other."""
+    scorer = make_scorer(prompting.config.reward)
+    async with contextlib.AsyncExitStack() as resources:
+        resources.push_async_callback(scorer.close)
+        resources.push_async_callback(engine.close)
+        await scorer.start()
+        yield scorer
+
+
+def _prompts(prompting: Prompting, item: DataItem) -> tuple[Prompt, ...]:
+    """
+    Raises:
+        DataError: a row is bad, or longer than ``data.max_prompt_length``.
+    """
+    config = prompting.config
+    limit = config.data.max_prompt_length
+    prompts = read_prompts(
+        config.data,
+        [item],
+        prompting.template,
+        answer_required=needs_answer(config.reward),
+        limit=config.evaluation.rows,
+    )
+    if not prompts:
+        raise DataError(f"{label_of(item)}: holds no rows")
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    if len(longest.token_ids) > limit:
+        raise DataError(
+            f"{label_of(item)}, row {longest.row + 1}: the prompt has {len(longest.token_ids)} tokens, more than "
+            f"data.max_prompt_length={limit}; an evaluation leaves no row out: use "
+            f"data.max_prompt_length={len(longest.token_ids)}"
+        )
+    return prompts
+
+
+def report(
+    config: Config, results: Sequence[FileResult], about: Mapping[str, Any], command: Sequence[str]
+) -> dict[str, Any]:
+    """Everything but the texts, for evaluation.json.
+
+    Args:
+        config: with the template in it.
+        results: of :func:`evaluate_files`.
+        about: what else was picked, such as recipe and benchmark.
+        command: the command line.
+    """
+    sections = ("seed", "model", "data", "reward", "evaluation", "runtime")
+    settings = redact({name: value for name, value in config.model_dump(mode="json").items() if name in sections})
+    return {
+        "model": config.model.path,
+        **about,
+        "settings": settings,
+        "environment": describe_environment(config, command),
+        "files": [result.as_json() for result in results],
+    }
+
+
+def average_of(results: Sequence[FileResult]) -> float | None:
+    """The unweighted mean of avg@k over the files; None where one of them has none."""
+    shares = [result.evaluation.accuracy for result in results]
+    return None if not shares or None in shares else sum(s for s in shares if s is not None) / len(shares)
+
+
+def short_names(files: Sequence[str]) -> list[str]:
+    """The files' names without folder and endings; numbered where several have the same."""
+    stems = [Path(file).name.partition(".")[0] or Path(file).name for file in files]
+    again, seen = Counter(stems), Counter[str]()
+    names: list[str] = []
+    for stem in stems:
+        seen[stem] += 1
+        names.append(f"{stem}-{seen[stem]}" if again[stem] > 1 else stem)
+    return names
+
+
+def _fingerprint(file: Path) -> str | None:
+    """Of the bytes; None for what is not a local file."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

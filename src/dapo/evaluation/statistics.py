@@ -1,0 +1,165 @@
+"""Estimates over k samples per prompt: avg@k, pass@j, maj@j, and how far each may be off. Numbers in, numbers out.
+
+All are means over prompts of a value per prompt, so that each prompt weighs the same however many of its samples have a
+verdict. A prompt with fewer verdicts n than the j asked for is taken with j = n, a lower bound for pass@j: leaving it
+out would choose prompts by how their scoring went. Prompts without any verdict are the caller's to leave out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float64]
+
+RESAMPLES = 2000
+"""Bootstrap resamples of an interval."""
+LARGEST_EXACT_VOTE = 256
+"""Votes of a prompt up to which the expectation over subsets is computed; its cost grows with their cube."""
+_CHUNK = 4_000_000  # numbers held at once by the bootstrap
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over prompts and its 95% bootstrap interval; without one for fewer than two prompts."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What the samples of one prompt say.
+
+    ``verdicts``: samples with a verdict (n). ``right``: those that are correct: one class, however each is written.
+    ``wrong``: the sizes of the classes of equal wrong answers. Samples without an answer are in ``verdicts`` alone.
+    """
+
+    verdicts: int
+    right: int
+    wrong: tuple[int, ...]
+
+
+def budgets(samples: int) -> list[int]:
+    """The j that pass@j and maj@j are reported for: powers of two below ``samples``, and ``samples``."""
+    return [*(2**e for e in range((samples - 1).bit_length())), samples] if samples > 0 else []
+
+
+def count_votes(correct: Sequence[bool], answers: Sequence[Hashable | None]) -> Votes:
+    """Votes from the verdicts of one prompt and, for each, the class of its answer (None: it has none)."""
+    wrong: dict[Hashable, int] = {}
+    for is_right, answer in zip(correct, answers, strict=True):
+        if not is_right and answer is not None:
+            wrong[answer] = wrong.get(answer, 0) + 1
+    return Votes(len(correct), sum(map(bool, correct)), tuple(sorted(wrong.values(), reverse=True)))
+
+
+def pass_at(verdicts: Counts, right: Counts, budget: int) -> Values:
+    """pass@j of each prompt, 1 - C(n - c, j) / C(n, j): the chance that j of its samples hold a correct one.
+
+    As the product of the chances that each of j samples drawn one after the other is wrong, all within [0, 1]: nothing
+    can overflow.
+
+    Args:
+        verdicts: n of each prompt, ``[P]``, at least 1.
+        right: c of each prompt, ``[P]``.
+        budget: j.
+
+    Returns:
+        ``[P]``, unbiased where n >= j.
+    """
+    drawn = np.arange(budget)[None, :]
+    left = np.maximum(verdicts[:, None] - drawn, 1)
+    wrong_left = np.clip(verdicts[:, None] - right[:, None] - drawn, 0, None)
+    wrong = np.where(drawn < verdicts[:, None], wrong_left / left, 1.0)
+    return np.asarray(1.0 - wrong.prod(axis=1), dtype=np.float64)
+
+
+def majority_at(votes: Votes, budget: int) -> float | None:
+    """maj@j of one prompt: the chance that the largest class of answers among j of its samples is the correct one.
+
+    The exact expectation over all subsets of j samples, and over ties: of t classes that are largest together each is
+    taken with chance 1/t. When no sample has an answer the vote is lost. None for subsets of more than
+    :data:`LARGEST_EXACT_VOTE` samples.
+    """
+    budget = min(budget, votes.verdicts)
+    if not votes.right:
+        return 0.0
+    if budget == votes.verdicts:
+        largest = max((votes.right, *votes.wrong))
+        return float(votes.right == largest) / (1 + votes.wrong.count(largest))
+    if votes.verdicts > LARGEST_EXACT_VOTE:
+        return None
+    return float(_expected_majority(votes)[budget])
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected_majority(votes: Votes) -> Values:
+    """maj@j for j = 0 .. n, by counting subsets.
+
+    With m correct samples in the subset, a class of w wrong ones may have i < m in it, in C(w, i) ways each, or m as a
+    tie. The ways are the coefficients of polynomials in x (samples taken) and y (ties), one for each class.
+    """
+    n, c = votes.verdicts, votes.right
+    silent = n - c - sum(votes.wrong)
+    subsets = np.array([float(math.comb(n, j)) for j in range(n + 1)])
+    won = np.zeros(n + 1)
+    for m in range(1, c + 1):
+        ties = sum(w >= m for w in votes.wrong)
+        ways = np.zeros((n + 1, ties + 1))  # [samples taken, ties]
+        ways[: silent + 1, 0] = [math.comb(silent, i) for i in range(silent + 1)]
+        for w in votes.wrong:
+            ways = _times_class(ways, w, m)
+        chance = ways @ (1.0 / (1.0 + np.arange(ties + 1)))
+        won[m:] += math.comb(c, m) * chance[: n + 1 - m]
+    return np.asarray(won / subsets, dtype=np.float64)
+
+
+def _times_class(ways: Values, size: int, limit: int) -> Values:
+    """``ways`` with a further class of ``size`` samples, at most ``limit`` of which are taken."""
+    out = np.zeros_like(ways)
+    for taken in range(min(size, limit) + 1):
+        shifted = math.comb(size, taken) * ways[: len(ways) - taken]
+        if taken < limit:
+            out[taken:] += shifted
+        else:
+            out[taken:, 1:] += shifted[:, :-1]
+    return out
+
+
+def estimate_means(values: Values, seed: int = 0, resamples: int = RESAMPLES) -> list[Estimate]:
+    """Mean over prompts of each column and its 95% percentile bootstrap interval: prompts are drawn with replacement,
+    the same ones for all columns.
+
+    Where all prompts have the same value the interval has no width: the sample then says nothing of the spread.
+
+    Args:
+        values: ``[P, M]``, a row for each prompt, at least one.
+        seed: of the resampling.
+        resamples: how often.
+    """
+    prompts, columns = values.shape
+    means = values.mean(axis=0)
+    if prompts < 2:
+        return [Estimate(float(mean)) for mean in means]
+    rng = np.random.default_rng(seed)
+    drawn = np.empty((resamples, columns))
+    step = max(1, _CHUNK // prompts)
+    for start in range(0, resamples, step):
+        rows = min(step, resamples - start)
+        picks = rng.integers(0, prompts, (rows, prompts)) + np.arange(rows)[:, None] * prompts
+        times = np.bincount(picks.ravel(), minlength=rows * prompts).reshape(rows, prompts)
+        drawn[start : start + rows] = times @ values / prompts
+    low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
+    return [
+        # rounding in the sums must not put a mean outside of its own interval
+        Estimate(float(mean), float(min(lower, mean)), float(max(upper, mean)))
+        for mean, lower, upper in zip(means, low, high, strict=True)
+    ]

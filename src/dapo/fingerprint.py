@@ -1,0 +1,97 @@
+"""What a run started from, in a few numbers, so that a resumed run can tell whether it is still the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.config import Config, FunctionReward
+from dapo.errors import UserError
+from dapo.files import plain
+from dapo.progress import Listener
+from dapo.records import Prompt
+
+_ALL_UP_TO = 2**28
+"""Weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds."""
+
+
+def fingerprint_model(model: Any) -> dict[str, Any]:
+    """Architecture, number of weights and a hash over them."""
+    parameters = list(model.named_parameters())
+    total = sum(p.numel() for _, p in parameters)
+    stride = max(1, -(-total // _ALL_UP_TO))
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        values = parameter.detach().reshape(-1)[::stride].to("cpu", torch.float32).contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    return {"type": model.config.model_type, "parameters": total, "weights": digest.hexdigest()[:16]}
+
+
+def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Number of tokens and a hash over vocabulary and chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    template = getattr(tokenizer, "chat_template", None)
+    return {"tokens": len(vocabulary), "hash": _hash([vocabulary, template])}
+
+
+def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Number of rows and a hash over texts and answers."""
+    return {"rows": len(prompts), "hash": _hash([[p.text, p.answer] for p in prompts])}
+
+
+def fingerprint_reward(config: Config) -> dict[str, Any]:
+    """Kind, and for a user's file a hash over it."""
+    reward = config.reward
+    found: dict[str, Any] = {"kind": reward.kind}
+    if isinstance(reward, FunctionReward) and ".py:" in reward.function:
+        try:
+            found["file"] = hashlib.sha256(Path(reward.function.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
+        except OSError:
+            found["file"] = None  # said with its reason when the function is loaded
+    return found
+
+
+def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener) -> None:
+    """Compare with what a run started from. Another reward is said aloud; anything else is refused.
+
+    Raises:
+        UserError: the run started from another model, tokenizer or other data.
+    """
+    try:
+        then = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # killed before it was written: nothing has been trained on
+    changed = list(differences(then, json.loads(json.dumps(plain(now)))))
+    refused = [line for line in changed if not line.startswith("reward.")]
+    if refused:
+        raise UserError(
+            f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
+            + "\n".join(refused)
+        )
+    for line in changed:
+        listener.warning(f"the reward is not the one that the run started with: {line}")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """What is not the same, as ``key: was ..., is now ...``."""
+    for key in [*old, *(key for key in new if key not in old)]:
+        was, now = old.get(key), new.get(key)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            yield from differences(was, now, f"{prefix}{key}.")
+        elif was != now:
+            yield f"{prefix}{key}: was {_shown(was)}, is now {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode("utf-8", "surrogatepass")).hexdigest()[:16]

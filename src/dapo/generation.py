@@ -1,0 +1,128 @@
+"""``dapo generate`` without its printing: prompts in, responses out in the order they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.config import Config
+from dapo.data.source import read_prompts
+from dapo.errors import DataError
+from dapo.inference import Prompting, label_of, load_engine, load_prompting, response_limit, settings_lines
+from dapo.progress import Listener
+from dapo.records import Prompt, Sample
+from dapo.rollout.engine import Engine, Request, Sampling
+from dapo.rollout.seeds import sample_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response. Numbers count from 1; ``logprob`` is the sum over the response's tokens, in nats."""
+
+    prompt_number: int
+    sample_number: int
+    prompt: str
+    prompt_tokens: int
+    text: str
+    finish_reason: str
+    tokens: int
+    logprob: float
+
+    def as_json(self) -> dict[str, Any]:
+        """By the names that users of JSON see."""
+        return {
+            "prompt_number": self.prompt_number,
+            "sample_number": self.sample_number,
+            "prompt": self.prompt,
+            "response": self.text,
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "tokens": self.tokens,
+            "logprob": self.logprob,
+        }
+
+
+def generate_responses(
+    config: Config, texts: Sequence[str], listener: Listener, show: Callable[[Response], None]
+) -> None:
+    """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of
+    ``evaluation.data``, whose answers are not needed.
+
+    Args:
+        config: ``evaluation`` holds the sampling and the files.
+        texts: prompts.
+        listener: hears what happens.
+        show: called with each response as soon as all before it are there.
+
+    Raises:
+        UserError: something in model or data is wrong.
+    """
+    listener.phase("loading the tokenizer")
+    prompting = load_prompting(config)
+    prompts = _prompts(prompting, texts)
+    for line in settings_lines(prompting.config):
+        if not line.startswith("reward"):
+            listener.phase(line)
+    listener.phase("loading the model")
+    samples = sum(map(len, prompts.values())) * config.evaluation.samples_per_prompt
+    engine = load_engine(prompting, prompts, samples, listener)
+    everything = [prompt for several in prompts.values() for prompt in several]
+    asyncio.run(_generate(prompting, engine, everything, show))
+
+
+def _prompts(prompting: Prompting, texts: Sequence[str]) -> dict[str, tuple[Prompt, ...]]:
+    """By where they come from.
+
+    Raises:
+        DataError: a row is bad, or there is nothing in a prompt that the tokenizer knows.
+    """
+    found: dict[str, tuple[Prompt, ...]] = {}
+    if texts:
+        found["PROMPT"] = tuple(Prompt(k, t, tuple(prompting.template.encode(t))) for k, t in enumerate(texts))
+    for prompt in found.get("PROMPT", ()):
+        if not prompt.token_ids:
+            raise DataError(f"PROMPT: the tokenizer makes no tokens of {prompt.text[:60]!r}")
+    config = prompting.config
+    for item in config.evaluation.data:
+        found[label_of(item)] = read_prompts(
+            config.data, [item], prompting.template, answer_required=False, limit=config.evaluation.rows
+        )
+    return found
+
+
+async def _generate(
+    prompting: Prompting, engine: Engine, prompts: Sequence[Prompt], show: Callable[[Response], None]
+) -> None:
+    config = prompting.config
+    settings, each = config.evaluation, config.evaluation.samples_per_prompt
+    sampling = Sampling(settings.temperature, response_limit(config), settings.top_p, settings.top_k)
+    requests = [
+        Request(place, p.token_ids, tuple(sample_seed(config.seed, place, 0, i) for i in range(each)), sampling)
+        for place, p in enumerate(prompts)
+    ]
+    waiting: dict[tuple[int, int], Sample] = {}
+    order = iter([(place, index) for place in range(len(prompts)) for index in range(each)])
+    awaited = next(order, None)
+    try:
+        async for sample in engine.generate(requests):
+            waiting[sample.request_id, sample.index] = sample
+            while awaited in waiting:
+                show(_response(prompting, prompts[awaited[0]], awaited, waiting.pop(awaited)))
+                awaited = next(order, None)
+    finally:
+        await engine.close()
+
+
+def _response(prompting: Prompting, prompt: Prompt, place: tuple[int, int], sample: Sample) -> Response:
+    return Response(
+        prompt_number=place[0] + 1,
+        sample_number=place[1] + 1,
+        prompt=prompt.text,
+        prompt_tokens=len(prompt.token_ids),
+        text=prompting.template.decode(sample.token_ids.tolist()),
+        finish_reason=sample.finish_reason,
+        tokens=sample.length,
+        logprob=float(sample.logprobs.sum(dtype="float64")),
+    )

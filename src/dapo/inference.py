@@ -1,0 +1,242 @@
+"""What ``dapo evaluate`` and ``dapo generate`` share: a model by any of its names, settings in layers, and an engine.
+
+The first part is light, so that mistakes in names and settings show at once; torch is loaded by the second one. No
+trainer and no float32 master weights are made: the model is loaded in ``model.compute_dtype``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo.config import Config, load_config
+from dapo.config.layers import layered_config
+from dapo.config.sections import DataItem
+from dapo.errors import ConfigError, DataError, ModelError
+from dapo.progress import Listener
+
+if TYPE_CHECKING:
+    from dapo.data.template import PromptTemplate
+    from dapo.records import Prompt
+    from dapo.rollout.native.engine import NativeEngine
+
+# --- names and settings -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """``path``: folder in Hugging Face layout, or a name on the hub. ``recipe``: of the run that it comes from."""
+
+    path: str
+    recipe: Path | None = None
+
+
+def find_model(name: str) -> FoundModel:
+    """The model that ``name`` stands for: a folder in Hugging Face layout, a run folder (its last weights, which are
+    model-after/ or else those of the last checkpoint), a checkpoint folder, or a name on the hub.
+
+    Raises:
+        ModelError: there is such a folder, but no model in it; or a path that leads nowhere.
+    """
+    folder = Path(name).expanduser()
+    if os.path.isfile(folder):  # noqa: PTH113  (the methods of Path raise for a name that is too long)
+        raise ModelError(f"model {name}: is a file; name the folder that holds config.json and the weights")
+    if not name or not os.path.isdir(folder):  # noqa: PTH112
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+            raise ModelError(f"model {name!r}: no such folder")
+        return FoundModel(name)  # whether the hub has it shows when it is loaded
+    places = [folder, folder / "model", folder / "model-after", *_checkpoints(folder)]
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is None:
+        raise ModelError(
+            f"model {name}: the folder holds no model: neither config.json (Hugging Face layout), nor model/ (a "
+            "checkpoint), nor model-after/ or checkpoints/ (a run folder)"
+        )
+    return FoundModel(str(found), _recipe_of(found))
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Models of a run's checkpoints, the furthest one first; their names are in the order of the run."""
+    return [folder / "model" for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True)]
+
+
+def _recipe_of(model: Path) -> Path | None:
+    """The resolved recipe of the run whose folder a model lies in: RUN/model-after or RUN/checkpoints/NAME/model."""
+    for run in list(model.resolve().parents)[:3:2]:
+        if (run / "config.yaml").is_file() and (run / "environment.json").is_file():
+            return run / "config.yaml"
+    return None
+
+
+_OPEN: Mapping[str, Any] = {
+    "rollout": {"max_response_length": 1024},
+    # what concerns training alone must not stand in the way
+    "algorithm": {"overlong_buffer": {"enable": False}},
+    "training": {"tokens_per_micro_batch": 2**40},
+}
+"""Where nobody says otherwise."""
+_FROM_RECIPE = {
+    "seed": True,
+    "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
+    "data": {"prompt_key", "answer_key", "template", "chat_template", "instruction", "system", "max_prompt_length"},
+    "rollout": {"max_response_length", "stop_token_ids", "max_concurrent_samples"},
+    "reward": True,
+    "evaluation": {
+        *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "max_response_length"),
+    },
+    "runtime": True,
+}
+"""What a recipe says that concerns inference."""
+
+
+def inference_config(
+    model: FoundModel,
+    *layers: Mapping[str, Any],
+    recipe: Path | None = None,
+    overrides: Sequence[str] = (),
+    where: Mapping[str, str] | None = None,
+) -> Config:
+    """Settings for a model: defaults, then the recipe it was trained by, then ``layers``, then ``overrides``.
+
+    Args:
+        model: of :func:`find_model`.
+        layers: nested settings, such as a benchmark's and those of options.
+        recipe: in place of the model's own.
+        overrides: ``section.key=value``.
+        where: places of keys for messages.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    trained = recipe or model.recipe
+    from_recipe = load_config(trained).model_dump(include=_FROM_RECIPE, exclude_unset=True) if trained else {}  # type: ignore[arg-type]
+    named = {"model": {"path": model.path}}
+    return layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
+
+
+def label_of(item: DataItem) -> str:
+    """What people call an item of data: its path, and what it takes to tell it from others of this path."""
+    return ":".join(part for part in (item.path, item.name, item.split) if part)
+
+
+def response_limit(config: Config) -> int:
+    """Longest response in tokens."""
+    return config.evaluation.max_response_length or config.rollout.max_response_length
+
+
+def settings_lines(config: Config) -> list[str]:
+    """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
+    data, reward, sampling = config.data, config.reward, config.evaluation
+    prompt = f"template {data.template}"
+    for name, text in (("instruction", data.instruction), ("system", data.system)):
+        prompt += f", {name} {text!r}" if text else ""
+    judged = {key: value for key, value in reward.model_dump(include={"extract", "after", "function"}).items() if value}
+    said = "".join(f", {key} {', '.join(v) if isinstance(v, list) else repr(v)}" for key, v in judged.items())
+    drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    drawn += f", top_p {sampling.top_p:g}" if sampling.top_p < 1 else ""
+    drawn += f", top_k {sampling.top_k}" if sampling.top_k else ""
+    return [
+        f"model {config.model.path} in {config.model.compute_dtype}",
+        f"prompts: {prompt}",
+        f"reward: {reward.kind}{said}",
+        f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {response_limit(config)} tokens, "
+        f"seed {config.seed}",
+    ]
+
+
+# --- model and engine ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """A tokenizer, the template it makes prompts with, and the config with that template in it."""
+
+    config: Config
+    tokenizer: Any
+    template: PromptTemplate
+
+
+def load_prompting(config: Config) -> Prompting:
+    """Load the tokenizer. Where neither recipe nor user names a template it is ``chat`` if the tokenizer has one, else
+    ``plain``.
+
+    Raises:
+        ModelError: there is no such tokenizer.
+        ConfigError: a template was asked for that it does not have.
+    """
+    from dapo.data.template import PromptTemplate
+    from dapo.model.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.trust_remote_code)
+    if "template" not in config.data.model_fields_set:
+        template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
+        config = config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer))
+
+
+def load_engine(
+    prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]], samples: int, listener: Listener
+) -> NativeEngine:
+    """The model in an engine that is just large enough.
+
+    Args:
+        prompting: of :func:`load_prompting`.
+        prompts: all that will be asked, by the name of where they come from.
+        samples: most of them at once, to size the cache.
+        listener: hears warnings.
+
+    Raises:
+        ModelError: not found, damaged or not supported.
+        DataError: a prompt and its response do not fit into the model's positions; names the row.
+    """
+    import torch
+
+    from dapo.inputs import check_vocabulary, set_threads
+    from dapo.model.loading import context_limit, load_model, stop_token_ids
+    from dapo.rollout.native.engine import NativeEngine
+
+    config = prompting.config
+    dtype = getattr(torch, config.model.compute_dtype)
+    model = load_model(config.model.path, dtype, config.model.trust_remote_code).requires_grad_(False)
+    limit = response_limit(config)
+    check_positions(prompts, limit, context_limit(model))
+    set_threads(config, model)
+    stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
+    check_vocabulary(model, prompting.tokenizer, stop_ids, listener)
+    return NativeEngine(
+        model,
+        stop_ids,
+        max_sequence_tokens=max(len(p.token_ids) for several in prompts.values() for p in several) + limit,
+        max_concurrent_samples=min(config.rollout.max_concurrent_samples, max(samples, 1)),
+        deterministic=config.runtime.deterministic,
+        threads=torch.get_num_threads(),
+    )
+
+
+def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, positions: int | None) -> None:
+    """
+    Raises:
+        DataError: the longest prompt and its response do not fit into the model's positions.
+        ConfigError: no response of that length does, whatever the prompt.
+    """
+    longest, name = max(((p, name) for name, several in prompts.items() for p in several), key=_length)
+    size = len(longest.token_ids)
+    if positions is None or size + limit <= positions:
+        return
+    if size >= positions:
+        raise DataError(
+            f"{name}, row {longest.row + 1}: the prompt has {size} tokens, but the model was made for {positions} "
+            "positions; leave this row out"
+        )
+    error = ConfigError if limit >= positions else DataError
+    raise error(
+        f"{name}, row {longest.row + 1}: {size} prompt tokens and up to {limit} response tokens are more than the "
+        f"{positions} positions that the model was made for; use --max-tokens {positions - size} or less"
+    )
+
+
+def _length(item: tuple[Prompt, str]) -> int:
+    return len(item[0].token_ids)

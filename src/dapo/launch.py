@@ -1,0 +1,67 @@
+"""Running an experiment to its end, from code that knows nothing of event loops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from dapo.config import Config
+from dapo.experiment import Experiment
+from dapo.inputs import Inputs
+from dapo.progress import Listener
+
+
+def run_experiment(config: Config, listener: Listener, inputs: Inputs | None = None) -> dict[str, Any]:
+    """Train as ``config`` says and return the summary, which is also written to the run folder.
+
+    Raises:
+        UserError: something in recipe, data, model or reward is wrong, or training had to stop; what had been learned
+            is in the run folder.
+    """
+    return run_to_end(Experiment(config, listener, inputs or Inputs()))
+
+
+def run_to_end(experiment: Experiment) -> dict[str, Any]:
+    """Run an experiment from code that is not asynchronous, inside of a notebook's event loop too."""
+
+    stop: list[Callable[[], object]] = []
+
+    async def run() -> dict[str, Any]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        try:
+            summary = await experiment.run()
+        except BaseException as error:
+            try:
+                await experiment.close()
+            except Exception as fault:  # must not stand before what went wrong first
+                error.add_note(f"and closing failed: {fault}")
+            raise
+        await experiment.close()
+        return summary
+
+    if not _in_event_loop():
+        return asyncio.run(run())
+    outer = asyncio.current_task()
+    with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
+        running = thread.submit(asyncio.run, run())
+        try:
+            while not wait([running], timeout=0.5).done:
+                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
+                    raise KeyboardInterrupt
+            return running.result()
+        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
+            for cancel in stop:
+                cancel()
+            raise
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""A run as it lies on the disk: finished, stopped, still running or killed. Reads a run folder, writes nothing.
+
+What is missing, or half written, because the run is young or was killed is None or empty.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dapo.errors import UserError
+from dapo.observe.metrics import read_metrics
+from dapo.observe.samples import steps_with_samples
+from dapo.run_folder import RunFolder
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a run is not locked
+    fcntl = None  # type: ignore[assignment]
+
+_ENDS = ("all steps are done", "converged")
+"""How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run folder, read once. ``metrics`` holds the lines of metrics.jsonl, step 0 included."""
+
+    folder: RunFolder
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    metrics: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, root: Path) -> RunView:
+        """Read a run folder.
+
+        Raises:
+            UserError: it is none, or a line of its metrics is spoilt.
+        """
+        if not is_run(root):
+            what = "is not a run folder: it has no config.yaml" if root.is_dir() else "is not a folder"
+            raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
+        folder = RunFolder(root)
+        metrics = list(read_metrics(folder.metrics)) if folder.metrics.is_file() else []
+        recorded = (_mapping(folder.config), _mapping(folder.environment), _mapping(folder.summary))
+        return cls(folder, *recorded, metrics)
+
+    @cached_property
+    def steps_done(self) -> int:
+        """Rollout steps with a line of metrics."""
+        return max((entry.get("step", 0) for entry in self.metrics), default=0)
+
+    @property
+    def steps_planned(self) -> int | None:
+        """``training.steps`` of the recipe."""
+        steps = _section(self.config, "training").get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time of the run so far."""
+        elapsed = next((e["time/elapsed"] for e in reversed(self.metrics) if e.get("time/elapsed") is not None), None)
+        return self.summary.get("seconds_total", elapsed) if self.state in ("finished", "stopped") else elapsed
+
+    @cached_property
+    def state(self) -> str:
+        """``running``, ``finished``, ``stopped`` (it said why) or ``killed`` (it said nothing)."""
+        if _in_use(self.folder.root):
+            return "running"
+        if not self.summary or self.summary.get("steps", 0) < self.steps_done:  # the summary of an earlier part
+            return "killed"
+        return "finished" if str(self.summary.get("stopped")).startswith(_ENDS) else "stopped"
+
+    @property
+    def why(self) -> str:
+        """The state in words."""
+        if self.state in ("finished", "stopped"):
+            return f"{self.state}: {self.summary.get('stopped') or 'it does not say why'}"
+        files = (self.folder.config, self.folder.metrics, self.folder.samples, self.folder.checkpoints)
+        silence = time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+        ago = f"last written {_ago(max(0.0, silence))} ago"
+        return f"running, {ago}" if self.state == "running" else f"killed, it seems: no end was recorded, {ago}"
+
+    @property
+    def accuracies(self) -> tuple[float | None, float | None]:
+        """On the evaluation rows, before training and at the last evaluation after it began."""
+        found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
+        before = next((value for step, value in found if step == 0), self.summary.get("accuracy_before"))
+        return before, next((value for step, value in reversed(found) if step), self.summary.get("accuracy_after"))
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Names of the checkpoints; unfinished ones are hidden folders and not among them."""
+        if not self.folder.checkpoints.is_dir():
+            return []
+        return sorted(
+            path.name for path in self.folder.checkpoints.iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
+
+    @property
+    def best(self) -> Mapping[str, Any]:
+        """``step``, ``metric``, ``value`` and ``checkpoint`` of the best evaluation, as the run recorded it."""
+        return _mapping(self.folder.checkpoints / "best.json")
+
+    @property
+    def steps_with_samples(self) -> list[int]:
+        """The steps whose samples were written."""
+        return steps_with_samples(self.folder.samples)
+
+    @property
+    def saves_samples(self) -> bool:
+        """``run.save_samples`` of the recipe."""
+        return _section(self.config, "run").get("save_samples") is not False
+
+    def warnings(self) -> list[str]:
+        """What in the metrics a person should know, each with how many steps it concerns and which was the last."""
+        alarm = _section(self.config, "training").get("mismatch_alarm") or float("inf")
+        signs: dict[str, Callable[[dict[str, Any]], bool]] = {
+            "a number was not finite": lambda e: bool(e.get("non_finite")),
+            "an update was skipped": lambda e: (e.get("updates/skipped") or 0) > 0,
+            "nothing to train on": lambda e: e.get("groups/kept") == 0,
+            "scores failed": lambda e: (e.get("reward/errors") or 0) > 0,
+            "evaluation scores failed": lambda e: (e.get("eval/errors") or 0) > 0,
+            "more than half of the responses were truncated": lambda e: (e.get("response_length/truncated") or 0) > 0.5,
+            f"engine and trainer differed by more than {alarm:g}": lambda e: (e.get("mismatch/mean") or 0) > alarm,
+        }
+        found = []
+        for what, sign in signs.items():
+            steps = [e["step"] for e in self.metrics if sign(e)]
+            if steps:
+                found.append(f"{what}: in {len(steps)} of {len(self.metrics)} steps, last in step {steps[-1]}")
+        return found
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written its recipe and something else into this folder."""
+    others = ("environment.json", "metrics.jsonl", "samples")
+    return (folder / "config.yaml").is_file() and any((folder / name).exists() for name in others)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The run folders directly inside ``folder``, by name."""
+    return sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
+
+
+def _in_use(root: Path) -> bool:
+    """Whether a process of this machine holds the lock of the run."""
+    try:
+        with (root / ".lock").open() as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock: the run is of another machine, or was just made
+        return False
+    return False
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

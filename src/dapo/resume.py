@@ -1,0 +1,88 @@
+"""Going on with a run: which recipe it has, and what may be another one than before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dapo.config import Config, load_config
+from dapo.errors import ConfigError
+from dapo.fingerprint import differences
+from dapo.run_folder import BLANK, RunFolder, redact
+
+MAY_CHANGE = (
+    *("training.steps", "training.max_skipped_updates", "training.mismatch_alarm"),
+    *("evaluation.every", "evaluation.patience", "evaluation.min_improvement"),
+    *("reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.max_error_rate"),
+    "run",
+)
+"""Keys, and sections with all of their keys, that do not change what is learned."""
+
+MAY_CHANGE_UNLESS_DETERMINISTIC = (
+    *("runtime.threads", "rollout.max_concurrent_samples", "training.tokens_per_micro_batch"),
+)
+"""Keys that change the order of additions, and so the last bits."""
+
+BY_CONTENT = ("model.path", "model.tokenizer", "data.train", "evaluation.data", "reward.function", "data.chat_template")
+"""Names of files and folders: they may lie elsewhere now, as long as what is in them is the same."""
+
+
+def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The recipe of a run that goes on: its own, or ``recipe`` if that is the same but for keys that may change.
+
+    Raises:
+        ConfigError: ``run`` is no run, or a key differs that may not.
+    """
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
+    config = load_config(recipe or folder.config, [*overrides, f"run.dir={run}"])
+    hidden = list(_blanks(config.model_dump(mode="json")))
+    if hidden:
+        raise ConfigError(
+            f"--resume {run}: secrets are not kept in the run folder: give {', '.join(hidden)} again, as "
+            "section.key=value or by naming the recipe: dapo train RECIPE --resume RUN"
+        )
+    check_resumable(folder, config)
+    return config
+
+
+def check_resumable(folder: RunFolder, config: Config) -> None:
+    """
+    Raises:
+        ConfigError: ``folder`` is no run's, or ``config`` would make it another run.
+    """
+    try:
+        stored = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{folder.config}: cannot be read: {error}") from None
+    refused = list(_refused(stored, redact(config.model_dump(mode="json"))))
+    if refused:
+        lines = "\n".join(refused)
+        raise ConfigError(
+            f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
+            f"To train on with other settings, start a new run from its weights (model.path)"
+        )
+
+
+def _refused(stored: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    deterministic = bool(new["runtime"]["deterministic"])
+    allowed = (*MAY_CHANGE, *BY_CONTENT, *(() if deterministic else MAY_CHANGE_UNLESS_DETERMINISTIC))
+    for line in differences(stored, new):
+        key = line.partition(":")[0]
+        if not any(key == name or key.startswith(f"{name}.") for name in allowed):
+            yield line
+
+
+def _blanks(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _blanks(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _blanks(item, key)
+    elif isinstance(value, str) and BLANK in value:
+        yield key

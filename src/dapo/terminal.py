@@ -1,0 +1,33 @@
+"""Standard output as it really is: its reader may go away (``| head``), and it may know no other letters than ASCII."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+
+from rich.console import Console
+
+
+class Terminal(Console):
+    """A console whose reader may go away: what is printed after that is dropped, and is no error."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        drop_output()
+
+
+def drop_output() -> None:
+    """Let standard output lead nowhere, so that neither a later print nor the flush at the end fails."""
+    with contextlib.suppress(OSError, io.UnsupportedOperation):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def escape_what_cannot_be_written() -> None:
+    """Write letters that the terminal's encoding lacks as escapes, such as ``\\u03c0``, in place of failing on them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

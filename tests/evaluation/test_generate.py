@@ -1,0 +1,116 @@
+"""``dapo generate``: the responses alone on standard output, in order, the same ones that evaluation would get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_cases import dapo, save_model, write_rows
+
+from run_cases import TOKENIZER
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    save_model(folder / "model")
+    save_model(folder / "chat", chat_template="{% for m in messages %}{{ m['content'] }}={% endfor %}")
+    write_rows(folder / "rows.jsonl", [{"prompt": f"{k}+1="} for k in range(3)])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _here(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(shared)
+    yield
+
+
+def generate(*arguments: Any, stdin: str | None = None, code: int = 0) -> Any:
+    result = dapo("generate", *arguments, stdin=stdin)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def lines(*arguments: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in generate(*arguments, "--json", **kwargs).stdout.splitlines()]
+
+
+def greedy(prompt: str, tokens: int, model: str = "model") -> tuple[str, float]:
+    """By Transformers' own generate."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    ids = TOKENIZER(prompt, return_tensors="pt").input_ids
+    out = loaded.generate(ids, do_sample=False, max_new_tokens=tokens, output_scores=True, return_dict_in_generate=True)
+    new = out.sequences[0, ids.shape[1] :]
+    logprob = sum(torch.log_softmax(s[0], -1)[t].item() for s, t in zip(out.scores, new, strict=True))
+    return TOKENIZER.decode(new, skip_special_tokens=True), logprob
+
+
+def test_a_response_is_printed_as_it_is() -> None:
+    result = generate("model", "1+2=", "--max-tokens", 8)
+    assert result.stdout == greedy("1+2=", 8)[0] + "\n"
+    assert "sampling: 1 per prompt, greedy" in result.stderr and "reward" not in result.stderr
+    assert generate("model", "1+2=", "--max-tokens", 8, "--quiet").stderr == ""
+
+
+def test_json_lines_in_the_order_of_the_prompts() -> None:
+    found = lines("model", "3*3=", "1+2=", "--max-tokens", 6)
+    assert [f["prompt"] for f in found] == ["3*3=", "1+2="]
+    for f in found:
+        text, logprob = greedy(f["prompt"], 6)
+        assert f["response"] == text and f["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert f["finish_reason"] == ("length" if f["tokens"] == 6 else "stop") and f["prompt_tokens"] == 4
+
+
+def test_samples_differ_and_the_seed_brings_them_back() -> None:
+    options = ["model", "1+2=", "4+4=", "--samples", 4, "--temperature", 1, "--max-tokens", 8]
+    found = lines(*options, "--seed", 3)
+    assert [(f["prompt_number"], f["sample_number"]) for f in found] == [(p, s) for p in (1, 2) for s in (1, 2, 3, 4)]
+    assert len({f["response"] for f in found}) > 2
+    assert lines(*options, "--seed", 3) == found != lines(*options, "--seed", 4)
+    text = generate(*options, "--seed", 3).stdout
+    assert text.count("--- prompt") == 8 and found[5]["response"] in text
+
+
+def test_all_samples_alike_is_said() -> None:
+    assert "at temperature 0 all samples" in generate("model", "1+1=", "--samples", 2, "--max-tokens", 2).stderr
+
+
+def test_prompts_come_from_files_and_standard_input() -> None:
+    assert [f["prompt"] for f in lines("model", "--data", "rows.jsonl", "--max-tokens", 2)] == ["0+1=", "1+1=", "2+1="]
+    assert [f["prompt"] for f in lines("model", "-", "5=", "--max-tokens", 2, stdin="1+\n1=")] == ["1+\n1=", "5="]
+    set_rows = ["--set", "evaluation.rows=1", "--set", "data.template=plain"]
+    assert len(lines("model", "--data", "rows.jsonl", "--max-tokens", 2, *set_rows)) == 1
+
+
+def test_auto_is_chat_where_the_tokenizer_has_a_template() -> None:
+    assert "template plain" in generate("model", "1=", "--max-tokens", 1).stderr
+    assert "template chat" in generate("chat", "1=", "--max-tokens", 1).stderr
+    assert "template plain" in generate("chat", "1=", "--max-tokens", 1, "--template", "plain").stderr
+    with_system = lines("chat", "1", "--max-tokens", 1, "--system", "23")
+    assert with_system[0]["prompt_tokens"] == len("23=1=")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["model"], 2, "nothing to generate from"),
+        (["model", "-", "-"], 2, "can be read only once"),
+        (["model", "-"], 2, "nothing came from standard input"),
+        (["model", "--data", "gone.jsonl"], 2, "'gone.jsonl' does not exist"),
+        (["model", "x"], 2, "makes no tokens of 'x'"),
+        (["./gone", "1="], 1, "no such folder"),
+        (["model", "1=", "--template", "chat"], 2, "no chat template"),
+        (["model", "1=", "--set", "sed=1"], 2, "did you mean seed?"),
+        (["model", "1=", "--temperature", "-1"], 2, "--temperature: evaluation.temperature"),
+        (["model", "1=", "--max-tokens", "500"], 2, "use --max-tokens 254 or less"),
+    ],
+)
+def test_a_mistake_is_told_with_a_way_out(arguments: list[str], code: int, expected: str) -> None:
+    result = generate(*arguments, stdin="", code=code)
+    assert expected in result.stderr and result.stdout == ""

@@ -1,0 +1,98 @@
+"""Which model a name stands for, and which of several settings counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo.config import build_config
+from dapo.config.layers import layered_config, merged
+from dapo.errors import ConfigError, ModelError
+from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
+from dapo.inference import FoundModel, find_model, inference_config
+from dapo.reward.extract import final_answer
+
+
+def a_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    return folder
+
+
+def test_a_run_folder_is_its_last_weights(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("step-00002", "step-00010", "step-00010-update-00003"):
+        a_model(run / "checkpoints" / name / "model")
+    (run / "checkpoints/step-00011").mkdir()  # without a model
+    for name in ("config.yaml", "environment.json"):
+        (run / name).touch()
+    last = run / "checkpoints/step-00010-update-00003/model"
+    assert find_model(str(run)) == FoundModel(str(last), run / "config.yaml")
+    earlier = run / "checkpoints/step-00002"
+    assert find_model(str(earlier)) == FoundModel(str(earlier / "model"), run / "config.yaml")
+    after = a_model(run / "model-after")
+    assert find_model(str(run)) == find_model(str(after)) == FoundModel(str(after), run / "config.yaml")
+
+
+def test_other_folders_and_names_stand_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_model(tmp_path / "parent/m")
+    (tmp_path / "parent/config.yaml").touch()  # of something else: a run has an environment, too
+    assert find_model(str(tmp_path / "parent/m")) == FoundModel(str(tmp_path / "parent/m"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_model("~/parent/m").path == str(tmp_path / "parent/m")
+    assert find_model("owner/name") == FoundModel("owner/name")
+    for name in ("", "./x", "/x", "a/b/c", "/" + "x" * 5000):
+        with pytest.raises(ModelError, match="no such folder"):
+            find_model(name)
+
+
+def test_a_later_layer_counts_more_and_another_kind_starts_anew() -> None:
+    base: dict[str, Any] = {"seed": 1, "reward": {"kind": "math", "extract": ["boxed"], "workers": 3}}
+    assert merged(base, {"reward": {"workers": 1}})["reward"] == {**base["reward"], "workers": 1}
+    assert merged(base, {"reward": {"kind": "exact"}}) == {"seed": 1, "reward": {"kind": "exact"}}
+    assert base["reward"]["workers"] == 3
+    config = layered_config([{"model": {"path": "m"}}, base, {"seed": 2}], ["reward.kind=exact", "seed=3"])
+    assert (config.seed, config.reward.kind) == (3, "exact")
+
+
+def test_a_message_names_the_option() -> None:
+    with pytest.raises(ConfigError, match=r"^--rows: evaluation\.rows: .* got 0"):
+        layered_config(
+            [{"model": {"path": "m"}, "evaluation": {"rows": 0}}], source="x", where={"evaluation.rows": "--rows"}
+        )
+
+
+def test_what_concerns_training_alone_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    """A prompt length that the recipe's micro-batches could not hold, and a response as long."""
+    (tmp_path / "r.yaml").write_text(
+        "model: {path: x, compute_dtype: bfloat16}\nrollout: {max_response_length: 100, samples_per_prompt: 4}\n"
+        "data: {max_prompt_length: 20, train: gone.jsonl}\nalgorithm: {overlong_buffer: {len: 100}}\n"
+        "training: {tokens_per_micro_batch: 200}\nevaluation: {every: 5, patience: 2, temperature: 0.6}\n"
+    )
+    config = inference_config(
+        FoundModel("m", tmp_path / "r.yaml"),
+        overrides=["data.max_prompt_length=90000", "rollout.max_response_length=5"],
+    )
+    assert (config.model.path, config.model.compute_dtype, config.evaluation.temperature) == ("m", "bfloat16", 0.6)
+    assert (config.data.max_prompt_length, config.data.train, config.evaluation.patience) == (90000, [], None)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_preset_says_what_decides_a_result(name: str) -> None:
+    settings = BENCHMARKS[name].settings
+    assert {"samples_per_prompt", "temperature", "top_p", "top_k", "max_response_length"} == set(settings["evaluation"])
+    assert "instruction" in settings["data"] and settings["reward"]["extract"]
+    config = inference_config(FoundModel("m"), settings)
+    assert config.evaluation.samples_per_prompt == settings["evaluation"]["samples_per_prompt"]
+    assert not config.data.train and not config.evaluation.data
+    build_config(config.model_dump())
+
+
+def test_a_preset_finds_the_answer_it_asks_for() -> None:
+    """The box comes first where a box is asked for, the line where a line is."""
+    response = "So \\boxed{3}.\nAnswer: 4"
+    found = {name: final_answer(response, b.settings["reward"]["extract"]) for name, b in BENCHMARKS.items()}
+    assert found == {"gsm8k": "3", "math500": "3", "aime": "4", "amc": "4"}
+    assert benchmark_named("MATH-500").name == "math500"

@@ -1,0 +1,193 @@
+"""avg@k, pass@j, maj@j and their intervals: values by hand, every subset counted one by one, and properties."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo.evaluation.statistics import (
+    LARGEST_EXACT_VOTE,
+    Votes,
+    budgets,
+    count_votes,
+    estimate_means,
+    majority_at,
+    pass_at,
+)
+
+# R is right, a letter an answer, None no answer
+SAMPLES = st.lists(st.sampled_from(["R", "R", "a", "b", "c", None]), min_size=1, max_size=8)
+
+
+def votes_of(samples: list[str | None]) -> Votes:
+    return count_votes([s == "R" for s in samples], samples)
+
+
+def pass_of(n: int, c: int, j: int) -> float:
+    return float(pass_at(np.array([n]), np.array([c]), j)[0])
+
+
+def won(subset: tuple[str | None, ...]) -> Fraction:
+    """A vote by its definition: who among the most frequent ones is taken is drawn by lot."""
+    counts = Counter(s for s in subset if s is not None)
+    leaders = [s for s, count in counts.items() if count == max(counts.values())]
+    return Fraction(int("R" in leaders), max(len(leaders), 1))
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (32, [1, 2, 4, 8, 16, 32]), (5, [1, 2, 4, 5])],
+)
+def test_budgets_are_powers_of_two_and_k(samples: int, expected: list[int]) -> None:
+    assert budgets(samples) == expected
+
+
+def test_pass_by_hand() -> None:
+    """1 right of 4: two draws miss it in 3 of 6 pairs. 2 right of 5: three draws are all wrong in 1 of 10 triples."""
+    assert pass_of(4, 1, 2) == 0.5
+    assert pass_of(5, 2, 3) == pytest.approx(0.9)
+    assert pass_of(4, 0, 4) == 0.0 and pass_of(4, 4, 1) == 1.0
+    assert pass_of(4, 1, 4) == 1.0
+
+
+def test_pass_does_not_overflow() -> None:
+    """The binomials have 1,500 digits; the chance that 2,500 of 5,000 samples miss the only right one is one half."""
+    assert pass_of(5000, 1, 2500) == pytest.approx(0.5, rel=1e-12)
+    assert pass_of(5000, 1, 1) == pytest.approx(1 / 5000, rel=1e-9)
+
+
+@given(st.integers(1, 40), st.data())
+def test_pass_is_the_formula(n: int, data: st.DataObject) -> None:
+    c, j = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    assert pass_of(n, c, j) == pytest.approx(float(1 - Fraction(math.comb(n - c, j), math.comb(n, j))), abs=1e-12)
+    assert pass_of(n, c, 1) == pytest.approx(c / n)
+    assert pass_of(n, c, j) >= pass_of(n, c, max(j - 1, 1))
+
+
+def test_fewer_verdicts_than_asked_for_are_taken_as_they_are() -> None:
+    """3 verdicts, 1 right: pass@8 is pass@3, a lower bound, and the prompt stays in."""
+    assert pass_of(3, 1, 8) == 1.0 and pass_of(3, 0, 8) == 0.0
+    assert majority_at(Votes(3, 1, (1,)), 8) == majority_at(Votes(3, 1, (1,)), 3) == 0.5
+    both = pass_at(np.array([3, 8]), np.array([0, 1]), 4)
+    assert both.tolist() == pytest.approx([0.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ("RRa", 1.0),
+        ("Raa", 0.0),
+        ("Raab", 0.0),
+        ("Rab", 1 / 3),  # three classes of one: by lot
+        ("RRaab", 1 / 2),
+        ("RRaabb", 1 / 3),
+        ("aab", 0.0),
+    ],
+)
+def test_a_vote_by_hand(samples: str, expected: float) -> None:
+    assert majority_at(votes_of(list(samples)), len(samples)) == pytest.approx(expected)
+
+
+def test_samples_without_an_answer_do_not_vote() -> None:
+    assert majority_at(votes_of(["R", None, None, None]), 4) == 1.0
+    assert majority_at(votes_of([None, None]), 2) == 0.0
+    # a pair from one right and three silent ones holds the right one in 3 of 6 cases, and then it wins
+    assert majority_at(votes_of(["R", None, None, None]), 2) == pytest.approx(0.5)
+
+
+def test_right_samples_are_one_class() -> None:
+    """However each of them is written."""
+    assert majority_at(count_votes([True, True, False, False], ["1/2", "0.5", "2", "3"]), 4) == 1.0
+
+
+def test_a_vote_of_some_samples_by_hand() -> None:
+    """R R a: of the three pairs, RR wins and the two Ra are a draw of lots: (1 + 1/2 + 1/2) / 3."""
+    assert majority_at(votes_of(["R", "R", "a"]), 2) == pytest.approx(2 / 3)
+
+
+@given(SAMPLES, st.data())
+def test_votes_are_the_mean_over_all_subsets(samples: list[str | None], data: st.DataObject) -> None:
+    j = data.draw(st.integers(1, len(samples)))
+    subsets = list(itertools.combinations(samples, j))
+    expected = sum(map(won, subsets), Fraction(0)) / len(subsets)
+    assert majority_at(votes_of(samples), j) == pytest.approx(float(expected), abs=1e-12)
+    passed = Fraction(sum("R" in subset for subset in subsets), len(subsets))
+    assert pass_of(len(samples), samples.count("R"), j) == pytest.approx(float(passed), abs=1e-12)
+
+
+@given(SAMPLES, st.randoms())
+def test_the_order_of_samples_does_not_matter(samples: list[str | None], random: object) -> None:
+    shuffled = list(samples)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert votes_of(shuffled) == votes_of(samples)
+
+
+@given(SAMPLES, st.integers(1, 8))
+def test_a_vote_is_never_better_than_a_pass(samples: list[str | None], j: int) -> None:
+    majority = majority_at(votes_of(samples), j)
+    assert majority is not None
+    assert -1e-12 <= majority <= pass_of(len(samples), samples.count("R"), j) + 1e-12
+    assert majority_at(votes_of(samples), 1) == pytest.approx(samples.count("R") / len(samples))
+
+
+def test_votes_too_many_to_count_are_left_out_but_for_all_of_them() -> None:
+    n = LARGEST_EXACT_VOTE + 2
+    assert majority_at(Votes(n, n // 2, (n // 2,)), 4) is None
+    assert majority_at(Votes(n, n // 2, (n // 2,)), n) == 0.5
+
+
+# --- intervals ----------------------------------------------------------------------------------------------------
+
+
+def test_an_interval_by_hand() -> None:
+    """Prompts of value 0 and 1: a resample's mean is 0, 1/2 or 1 with chance 1/4, 1/2, 1/4."""
+    (estimate,) = estimate_means(np.array([[0.0], [1.0]]))
+    assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
+
+
+def test_an_interval_is_as_wide_as_the_normal_one() -> None:
+    """1,000 prompts, half of them right: 1/2 +- 1.96 sqrt(1/4 / 1000)."""
+    (estimate,) = estimate_means(np.repeat([[0.0], [1.0]], 500, axis=0), resamples=4000)
+    assert estimate.low == pytest.approx(0.5 - 0.031, abs=0.003)
+    assert estimate.high == pytest.approx(0.5 + 0.031, abs=0.003)
+
+
+def test_95_percent_of_intervals_hold_the_truth() -> None:
+    """Of 300 samples of 100 prompts with a true mean of 0.3; a binomial of 300 x 0.95 stays within 4 deviations."""
+    rng = np.random.default_rng(3)
+    held = 0
+    for _ in range(300):
+        (estimate,) = estimate_means((rng.random((100, 1)) < 0.3).astype(float), resamples=400)
+        assert estimate.low is not None and estimate.high is not None
+        held += estimate.low <= 0.3 <= estimate.high
+    assert 0.95 * 300 - 4 * math.sqrt(300 * 0.95 * 0.05) <= held <= 300
+
+
+def test_one_prompt_has_no_interval() -> None:
+    (estimate,) = estimate_means(np.array([[0.25]]))
+    assert (estimate.value, estimate.low, estimate.high) == (0.25, None, None)
+
+
+def test_resampling_in_pieces_draws_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two resamples at once: the pieces must not repeat each other."""
+    monkeypatch.setattr("dapo.evaluation.statistics._CHUNK", 200)
+    values = np.repeat([[0.0], [1.0]], 50, axis=0)
+    (estimate,) = estimate_means(values, resamples=2000)
+    assert estimate.low == pytest.approx(0.4, abs=0.02) and estimate.high == pytest.approx(0.6, abs=0.02)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(-5, 5)), min_size=2, max_size=30))
+def test_an_interval_holds_its_estimate(rows: list[tuple[float, float]]) -> None:
+    values = np.array(rows)
+    estimates = estimate_means(values, resamples=200)
+    for column, estimate in zip(values.T, estimates, strict=True):
+        assert estimate.low is not None and estimate.high is not None
+        assert column.min() - 1e-9 <= estimate.low <= estimate.value <= estimate.high <= column.max() + 1e-9
+    assert estimate_means(values, resamples=200) == estimates

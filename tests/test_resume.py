@@ -1,0 +1,517 @@
+"""A run that was stopped anywhere and resumed is the run that was not stopped: same samples, same weights, to the bit.
+
+The number of an entry is that of the public failure cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dapo.checkpoints import Checkpoints, Place
+from dapo.cli import app
+from dapo.errors import StarvedError, UserError
+from dapo.files import json_line
+from dapo.inputs import Inputs
+from dapo.launch import run_experiment
+from dapo.observe.metrics import read_metrics
+from dapo.rollout.engine import EngineError
+from dapo.rollout.native.decoder import Decoder
+from dapo.run_folder import RunFolder
+from dapo.training.checkpoint import load_tensors
+from dapo.training.trainer import Trainer
+from run_cases import (
+    PROMPTS,
+    TOKENIZER,
+    Recorder,
+    config_for,
+    last_checkpoint,
+    loads_whole,
+    run,
+    steps_of,
+    text_sum,
+    tiny_model,
+    weights_hash,
+    without_times,
+)
+
+LONG = {"training.steps": 4, "run.save_every": 1, "evaluation.every": 2, "training.warmup_steps": 3}
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several epochs": {"training.epochs_per_rollout": 2},
+    "adaptive KL": {"algorithm.kl": {"mode": "loss", "target": 0.01, "horizon": 200}},
+    "recomputed proximal policy, KL in the reward": {
+        "algorithm.proximal": "recompute",
+        "algorithm.correction": {"kind": "truncate"},
+        "algorithm.kl": {"mode": "reward"},
+    },
+    "carried groups": {"rollout.max_staleness": 1, "training.steps": 5},
+}
+
+
+class Stopped(Exception):
+    """What stops a run in these tests."""
+
+
+def resume(folder: Path, changes: Mapping[str, Any] | None = None, listener: Any = None, **inputs: Any) -> Any:
+    given = {"model": tiny_model(), "tokenizer": TOKENIZER, "rows": PROMPTS, "reward": text_sum} | inputs
+    given |= {"heldout": PROMPTS[:4]} if "heldout" not in inputs else {}
+    config = config_for(folder, LONG | dict(changes or {}))
+    return run_experiment(config, listener or Recorder(), Inputs(**given, resume=RunFolder(folder)))
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that a run leaves but for times and places."""
+    paths = RunFolder(folder)
+    summary = json.loads(paths.summary.read_text())
+    return {
+        "weights": weights_hash(paths.model_after),
+        "samples": {path.name: path.read_bytes() for path in sorted(paths.samples.iterdir())},
+        "metrics": [without_times(entry) for entry in read_metrics(paths.metrics)],
+        "summary": {k: v for k, v in summary.items() if not k.startswith(("seconds", "run_dir"))},
+        "best": Checkpoints(paths.checkpoints).best,
+        "checkpoints": [p.name for p in sorted(paths.checkpoints.iterdir())][-3:],
+    }
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, number: int) -> None:
+    """Raise at the ``number``-th call of a method, before it does anything."""
+    original, calls = getattr(owner, method), []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == number:
+            raise Stopped
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, method, counted)
+
+
+# --- the same bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(
+    ("owner", "method", "numbers"),
+    [(Trainer, "update", (1, 4)), (Decoder, "step", (57,)), (Trainer, "publish", (3,))],
+)
+def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, technique: str, owner: type, method: str, numbers: tuple[int, ...], wholes: dict[str, Any]
+) -> None:
+    """Entries 35, 85, 86, 87, 88: between two updates, inside of a rollout, before the weights are handed over."""
+    changes = LONG | TECHNIQUES[technique]
+    if technique not in wholes:
+        run(tmp_path / "whole", changes, heldout=PROMPTS[:4])
+        wholes[technique] = outcome(tmp_path / "whole")
+    for number in numbers:
+        folder = tmp_path / f"{number}"
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, owner, method, number)
+            with pytest.raises((Stopped, EngineError)):
+                run(folder, changes, heldout=PROMPTS[:4])
+        resume(folder, changes)
+        assert outcome(folder) == wholes[technique], number
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[str, Any]:
+    """What the runs come to that are not stopped, one for each technique."""
+    return {}
+
+
+def test_a_checkpoint_inside_of_a_step_knows_how_far_it_was(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, Trainer, "update", 4)  # two updates a step: the second one of step 2
+        with pytest.raises(Stopped):
+            run(tmp_path, LONG, heldout=PROMPTS[:4])
+    assert last_checkpoint(tmp_path).name == "step-00001-update-00001"
+    loads_whole(last_checkpoint(tmp_path) / "model")
+
+
+def test_stopped_again_and_again(tmp_path: Path) -> None:
+    """Each process gets a little further; the numbers add up all the same."""
+    run(tmp_path / "whole", LONG, heldout=PROMPTS[:4])
+    folder = tmp_path / "parts"
+    for attempt in range(12):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, Trainer, "update", 2)
+            try:
+                if attempt == 0:
+                    run(folder, LONG, heldout=PROMPTS[:4])
+                else:
+                    resume(folder)
+                break
+            except Stopped:
+                continue
+    assert attempt == 7  # eight updates: one in each process, and the last one finishes
+    assert outcome(folder) == outcome(tmp_path / "whole")
+    resumed = json.loads(RunFolder(folder).environment.read_text())["resumed"]
+    assert len(resumed) == 7 and all(entry["started"] for entry in resumed)
+
+
+def test_stopped_before_the_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    run(tmp_path / "whole", LONG, heldout=PROMPTS[:4])
+    folder = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, Decoder, "step", 3)  # in the evaluation before training
+        with pytest.raises((Stopped, EngineError)):
+            run(folder, LONG, heldout=PROMPTS[:4])
+    assert Checkpoints(RunFolder(folder).checkpoints).latest() is None
+    listener = Recorder()
+    resume(folder, listener=listener)
+    assert "no checkpoint yet: from the start" in listener.phases
+    assert outcome(folder) == outcome(tmp_path / "whole")
+
+
+def test_a_run_that_is_done_goes_on_with_more_steps(tmp_path: Path) -> None:
+    run(tmp_path / "whole", LONG | {"evaluation.every": 1}, heldout=PROMPTS[:4])
+    changes = {"evaluation.every": 1}
+    run(tmp_path / "short", LONG | changes | {"training.steps": 2}, heldout=PROMPTS[:4])
+    assert resume(tmp_path / "short", changes | {"training.steps": 2})["steps"] == 2  # nothing to do
+    resume(tmp_path / "short", changes)
+    assert outcome(tmp_path / "short") == outcome(tmp_path / "whole")
+
+
+def test_starved_and_resumed_with_what_was_kept(tmp_path: Path) -> None:
+    """Entry 23: the groups that were found wait in the checkpoint for a larger budget or better luck."""
+    hard = {"on": True}
+
+    def reward(prompt: str, response: str) -> Any:
+        return False if hard["on"] and prompt[0] not in "01" else text_sum(prompt, response)
+
+    changes = {"algorithm.filter_groups.max_num_gen_batches": 2, "data.shuffle": False}
+    with pytest.raises(StarvedError):
+        run(tmp_path, LONG | changes | {"rollout.prompts_per_step": 16}, heldout=PROMPTS[:4], reward=reward)
+    hard["on"] = False
+    summary = resume(tmp_path, changes | {"rollout.prompts_per_step": 16}, reward=reward)
+    assert summary["steps"] == 4
+    assert steps_of(tmp_path)[0]["groups/drawn"] < 32
+
+
+# --- not deterministic --------------------------------------------------------------------------------------------
+
+
+def test_finished_samples_of_an_interrupted_rollout_are_kept(tmp_path: Path) -> None:
+    """Without pinned shapes: the same prompts, versions, learning rates and optimizer, and no sample twice."""
+    free = {"runtime.deterministic": False, "run.save_every": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, Decoder, "step", 52)
+        with pytest.raises((Stopped, EngineError)):
+            run(tmp_path, LONG | free | {"rollout.max_concurrent_samples": 8}, heldout=PROMPTS[:4])
+    saved = last_checkpoint(tmp_path)
+    assert saved.name.endswith("-rollout")
+    state = json.loads((saved / "state.json").read_text())
+    kept = [len(group["samples"]["$tuple"]) for group in state["buffer"]["under_way"]["$tuple"]]
+    assert sum(kept) > 0
+    scored: list[str] = []
+
+    def counting(prompt: str, response: str) -> Any:
+        scored.append(prompt)
+        return text_sum(prompt, response)
+
+    resume(tmp_path, free | {"rollout.max_concurrent_samples": 8}, reward=counting)
+    entries = steps_of(tmp_path)
+    assert [e["version"] for e in entries] == [1, 2, 3, 4]
+    assert [e["lr"] for e in entries] == pytest.approx([1e-3, 2e-3, 3e-3, 3e-3])
+    draws = [json.loads(line)["draw"] for p in sorted(RunFolder(tmp_path).samples.iterdir()) for line in p.open()]
+    assert all(draws.count(draw) == 4 for draw in set(draws))
+    assert load_tensors(last_checkpoint(tmp_path) / "optimizer")[1]["updates"] == 8
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """The folder of a recipe on disk with a run that was stopped after one step."""
+    write_recipe(tmp_path)
+    done = CliRunner().invoke(app, ["train", str(tmp_path / "r.yaml"), "training.steps=1", f"run.dir={tmp_path}/run"])
+    assert done.exit_code == 0, done.output
+    return tmp_path
+
+
+def write_recipe(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
+    tiny_model().save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    (folder / "train.jsonl").write_text("".join(map(json_line, PROMPTS)))
+    (folder / "heldout.jsonl").write_text("".join(map(json_line, PROMPTS[:4])))
+    (folder / "reward.py").write_text(
+        "def reward(prompt, response, answer):\n    return sum(map(ord, response)) % 4 == 0\n"
+    )
+    places = {
+        "model.path": str(folder / "model"),
+        "data.train": "train.jsonl",
+        "evaluation.data": "heldout.jsonl",
+        "reward.kind": "function",
+        "reward.function": "reward.py:reward",
+    }
+    config = config_for(folder / "run", LONG | {"training.steps": 3} | places | dict(changes or {}))
+    (folder / "r.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+
+def go_on(folder: Path, *overrides: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["train", "--resume", str(folder / "run"), *overrides])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_line_goes_on(stopped: Path) -> None:
+    assert "going on from" in go_on(stopped, "training.steps=2")
+    assert len(steps_of(stopped / "run")) == 2
+    assert yaml.safe_load((stopped / "run" / "config.yaml").read_text())["training"]["steps"] == 2
+    recipe = CliRunner().invoke(app, ["train", str(stopped / "r.yaml"), "--resume", str(stopped / "run")])
+    assert recipe.exit_code == 0 and len(steps_of(stopped / "run")) == 3
+
+
+def test_a_changed_data_file_is_refused_with_the_difference(stopped: Path) -> None:
+    """Entry 89."""
+    with (stopped / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "9+9=", "answer": "8"}\n')
+    output = go_on(stopped, "training.steps=2", code=1)
+    assert "what it started from has changed" in output and "data.train" in output and "train.jsonl" in output
+
+
+def test_a_changed_model_is_refused(stopped: Path) -> None:
+    tiny_model(seed=1).save_pretrained(stopped / "model")
+    output = go_on(stopped, "training.steps=2", code=1)
+    assert re.search(r'model\.weights: was "\w+", is now "\w+"', output)
+
+
+def test_changed_held_out_rows_are_refused(stopped: Path) -> None:
+    (stopped / "heldout.jsonl").write_text("".join(map(json_line, PROMPTS[1:5])))
+    assert "evaluation.data.hash" in go_on(stopped, "training.steps=2", code=1)
+
+
+def test_a_changed_reward_file_is_said_aloud(stopped: Path) -> None:
+    with (stopped / "reward.py").open("a") as file:
+        file.write("# mended\n")
+    assert "the reward is not the one that the run started with" in go_on(stopped, "training.steps=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("training.learning_rate=1e-4", "training.learning_rate: was 0.003, is now 0.0001"),
+        ("seed=6", "seed: was 9, is now 6"),
+        ("algorithm.kl.mode=measure", 'algorithm.kl.mode: was "off", is now "measure"'),
+        ("runtime.threads=3", "runtime.threads: was null, is now 3"),  # deterministic: another order of additions
+    ],
+)
+def test_a_setting_that_would_make_it_another_run_is_refused(stopped: Path, override: str, named: str) -> None:
+    output = go_on(stopped, "training.steps=2", override, code=2)
+    assert named in output and "model.path" in output
+
+
+def test_files_may_lie_elsewhere_if_they_hold_the_same(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stopped / "moved").mkdir()
+    for name in ("train.jsonl", "model"):
+        (stopped / name).rename(stopped / "moved" / name)
+    moved = [f"data.train={stopped}/moved/train.jsonl", f"model.path={stopped}/moved/model"]
+    go_on(stopped, "training.steps=2", *moved)
+    assert len(steps_of(stopped / "run")) == 2
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path)])
+    assert result.exit_code == 2 and "not a run folder" in result.output
+    assert CliRunner().invoke(app, ["train"]).exit_code == 2
+
+
+def test_two_processes_cannot_write_to_one_run(stopped: Path) -> None:
+    with RunFolder(stopped / "run").lock():
+        assert "another process" in go_on(stopped, "training.steps=2", code=1)
+
+
+def test_secrets_have_to_be_given_again(tmp_path: Path) -> None:
+    write_recipe(tmp_path, {"reward.args": {"api_key": "sk-1"}, "training.steps": 1})
+    (tmp_path / "reward.py").write_text(
+        "def reward(prompt, response, answer, api_key):\n    return sum(map(ord, response)) % 4 == 0\n"
+    )
+    assert CliRunner().invoke(app, ["train", str(tmp_path / "r.yaml")]).exit_code == 0
+    assert "reward.args.api_key" in go_on(tmp_path, "training.steps=2", code=2)
+    go_on(tmp_path, "training.steps=2", "reward.args.api_key=sk-1")
+    assert "sk-1" not in (tmp_path / "run" / "config.yaml").read_text()
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Entry 83: also after a resume."""
+    changes = {"training.steps": 6, "run.keep_last": 2, "evaluation.every": 1}
+    run(tmp_path, LONG | changes, heldout=PROMPTS[:4])
+    best = Checkpoints(RunFolder(tmp_path).checkpoints).best
+    kept = {place.steps for place in Checkpoints(RunFolder(tmp_path).checkpoints).places()}
+    assert best and kept == {5, 6} | ({best["step"]} - {0})
+    for _ in range(2):
+        changes["training.steps"] += 2
+        resume(tmp_path, changes)
+    best = Checkpoints(RunFolder(tmp_path).checkpoints).best
+    kept = {place.steps for place in Checkpoints(RunFolder(tmp_path).checkpoints).places()}
+    assert best and kept == {9, 10} | ({best["step"]} - {0})
+
+
+def test_a_failed_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry 80: keep 1, and the disk fills up: the run stops with a message, and what there was is there."""
+    original = Trainer.save_state
+
+    def full(self: Trainer, folder: Path) -> None:
+        if self.version >= 2:
+            raise OSError(28, "No space left on device")
+        original(self, folder)
+
+    monkeypatch.setattr(Trainer, "save_state", full)
+    with pytest.raises(UserError, match="cannot write the checkpoint: No space left on device"):
+        run(tmp_path, LONG | {"run.keep_last": 1}, heldout=PROMPTS[:4])
+    assert [p.name for p in RunFolder(tmp_path).checkpoints.glob("*step*")] == ["step-00001"]
+    monkeypatch.undo()
+    assert resume(tmp_path, {"run.keep_last": 1})["steps"] == 4
+
+
+def test_half_written_checkpoints_are_not_seen_and_go_away(tmp_path: Path) -> None:
+    """Entry 81."""
+    run(tmp_path, LONG | {"training.steps": 2}, heldout=PROMPTS[:4])
+    half = RunFolder(tmp_path).checkpoints / ".step-00009.123.tmp"
+    (half / "model").mkdir(parents=True)
+    assert last_checkpoint(tmp_path).name == "step-00002"
+    resume(tmp_path)
+    assert not half.exists()
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    run(tmp_path, LONG | {"training.steps": 2}, heldout=PROMPTS[:4])
+    (last_checkpoint(tmp_path) / "state.json").write_text('{"steps_done": ')
+    with pytest.raises(UserError, match=r"step-00002: the state of the run cannot be read"):
+        resume(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        (Place(12), "step-00012"),
+        (Place(12, sampling=True), "step-00012-rollout"),
+        (Place(12, 3), "step-00012-update-00003"),
+        (Place(12, sampling=True, repeat=2), "step-00012-rollout.2"),
+    ],
+)
+def test_names_of_checkpoints(place: Place, name: str) -> None:
+    assert place.name == name and Place.parse(name) == place
+    assert Place(12) < Place(12, sampling=True) < Place(12, sampling=True, repeat=2) < Place(12, 1) < Place(13)
+    assert Place.parse("best.json") is None and Place.parse(".step-00001.tmp") is None
+
+
+def test_checkpoints_hold_nothing_that_unpickles(tmp_path: Path) -> None:
+    run(tmp_path, LONG | {"training.steps": 1}, heldout=PROMPTS[:4])
+    kinds = {path.suffix for path in last_checkpoint(tmp_path).rglob("*") if path.is_file()}
+    assert kinds <= {".json", ".safetensors", ".jinja", ".txt"}
+
+
+# --- when to stop -------------------------------------------------------------------------------------------------
+
+
+def test_training_stops_when_the_held_out_metric_no_longer_rises(tmp_path: Path) -> None:
+    changes = LONG | {"evaluation.every": 1, "evaluation.patience": 2, "training.steps": 50, "run.keep_last": 1}
+    summary = run(tmp_path, changes | {"evaluation.min_improvement": 1.0}, heldout=PROMPTS[:4])
+    assert summary["steps"] == 2 and summary["stopped"].startswith("converged: eval/accuracy has not risen")
+    assert summary["best"]["step"] == 0
+    again = resume(tmp_path, changes | {"evaluation.min_improvement": 1.0})
+    assert again["steps"] == 2
+    more = resume(tmp_path, changes | {"evaluation.min_improvement": 1.0, "evaluation.patience": 3})
+    assert more["steps"] == 3
+
+
+# --- kill -9 ------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "dapo", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+
+
+def kill_and_resume(
+    start: list[str], folder: Path, points: list[Callable[[Path], bool]], limit: float = 120
+) -> tuple[int, list[str]]:
+    """Start a run, kill it at each point in turn, resume; the last process is left to finish. Returns its exit code."""
+    words, log = start, []
+    for point in [*points, None]:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
+        deadline = time.monotonic() + limit
+        while point is not None and process.poll() is None and not point(folder) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if point is not None:
+            process.send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=limit)
+        log.append(output.decode())
+        if (folder / "config.yaml").exists():
+            words = command("train", "--resume", str(folder))
+    assert process.returncode == 0, log[-1]
+    return process.returncode, log
+
+
+def at_step(number: int, pause: float) -> Callable[[Path], bool]:
+    """So many seconds after a run has written the metrics of a step."""
+    reached: list[float] = []
+
+    def there(folder: Path) -> bool:
+        metrics = folder / "metrics.jsonl"
+        if not reached and metrics.exists() and metrics.read_bytes().count(b"\n") > number:
+            reached.append(time.monotonic())
+        return bool(reached) and time.monotonic() >= reached[0] + pause
+
+    return there
+
+
+def killed_equals_whole(tmp_path: Path, count: int, seed: int) -> None:
+    steps = 30
+    changes = {"algorithm.filter_groups.on_starved": "train", "training.learning_rate": 1e-4}
+    write_recipe(tmp_path, changes | {"training.steps": steps, "run.save_every": 2, "evaluation.every": 10})
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    recipe = str(tmp_path / "r.yaml")
+    subprocess.run(command("train", recipe, f"run.dir={whole}"), check=True, env=environment(), capture_output=True)
+    rng = random.Random(seed)
+    numbers = sorted(rng.sample(range(steps - 1), count))
+    points = [at_step(number, rng.uniform(0, 0.3)) for number in numbers]
+    kill_and_resume(command("train", recipe, f"run.dir={parts}"), parts, points)
+    assert outcome(parts) == outcome(whole)
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    killed_equals_whole(tmp_path, 2, seed=int(time.time()))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_ten_times_and_resumed_equals_uninterrupted(tmp_path: Path, seed: int) -> None:
+    killed_equals_whole(tmp_path, 10, seed)
+
+
+@pytest.mark.nightly
+def test_the_demo_killed_ten_times_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    settings = ["seed=7", "runtime.deterministic=true", "run.save_every=3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    words = command("demo", *settings, f"run.dir={whole}")
+    subprocess.run(words, check=True, env=environment(), capture_output=True)
+    points = [at_step(number, rng.uniform(0, 0.7)) for number in sorted(rng.sample(range(49), 10))]
+    kill_and_resume(command("demo", *settings, f"run.dir={parts}"), parts, points, limit=600)
+    found, wanted = outcome(parts), outcome(whole)
+    for of in (found, wanted):
+        for name in ("greedy_before", "greedy_after", "sft_steps", "sft_skill"):
+            of["summary"].pop(name, None)  # the demo's own, which a resumed run does not know
+    assert found == wanted

@@ -1,0 +1,70 @@
+"""Standard output whose reader goes away, or that knows ASCII only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def bash(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+        check=False,
+    )
+
+
+def test_a_run_goes_on_when_the_reader_of_its_lines_goes_away(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, time
+from dapo.cli.errors import errors_for_people
+from dapo.progress import make_listener
+with errors_for_people(False):
+    listener = make_listener()
+    for step in range(3000):
+        listener.phase("x" * 100)
+    listener.finished(dict(run_dir="r"))
+    print("the end")
+    pathlib.Path({str(tmp_path / "done")!r}).touch()
+"""
+    done = bash(f"$PYTHON -c '{code.replace(chr(39), chr(34))}' | head -n 1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == b"" and done.stdout == b"x" * 100 + b"\n"
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("command", ["config", "config --json"])
+def test_commands_may_be_piped_to_head(command: str) -> None:
+    done = bash(f"$PYTHON -m dapo {command} | head -n 1; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_progress_on_an_ascii_terminal() -> None:
+    code = """
+import sys, time
+from rich.text import Text
+from dapo.progress import LiveListener
+from dapo.terminal import Terminal, escape_what_cannot_be_written
+escape_what_cannot_be_written()
+listener = LiveListener(Terminal(force_terminal=True, width=80))
+listener.phase("loading")
+time.sleep(0.3)
+listener.advance(1, 3, "a note: é")
+time.sleep(0.3)
+listener.warning("π")
+listener.finished({"accuracy_before": 0.1, "accuracy_after": 0.9})
+"""
+    environment = {"PYTHONIOENCODING": "ascii", "TERM": "xterm", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, env={**os.environ, **environment}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(done.stdout) < 128
+    assert b"loading" in done.stdout and b"\\u280b" not in done.stdout and b"\\u03c0" in done.stdout
+    assert b"+---" in done.stdout or b"|" in done.stdout
