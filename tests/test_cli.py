@@ -55,6 +55,7 @@ def replace_run(monkeypatch: pytest.MonkeyPatch, effect: Any) -> list[Any]:
     for name, function in (("dapo.launch", "run_experiment"), ("dapo.demo", "run_demo")):
         module = ModuleType(name)
         setattr(module, function, stand_in)
+        setattr(module, "run_word_problems", stand_in)
         monkeypatch.setitem(sys.modules, name, module)
     return calls
 
@@ -242,4 +243,4 @@ def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
     (workplace / "samples").mkdir()
     for step in (2, 1):
         (workplace / "samples" / f"step-{step:05d}.jsonl").write_text(json.dumps({}))
-    assert next_commands(Path("r.yaml"), str(workplace))[0].endswith("samples/step-00001.jsonl")
+    assert next_commands(Path("r.yaml"), str(workplace))[0].endswith(f"dapo inspect {workplace} --samples")

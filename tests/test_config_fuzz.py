@@ -112,7 +112,7 @@ def key_given_twice(text: str, rng: random.Random) -> Mutant:
 
 
 def foreign_tag(text: str, rng: random.Random) -> Mutant:
-    tags = ["!!python/object/apply:os.system [x]", "!!python/name:os.system", "!mine 3", "!!int x[", "!!float", "!!set"]
+    tags = ["!!python/object/apply:os.system [x]", "!!python/name:os.system", "!mine 3", "!!float", "!!set"]
     return with_value(text, rng, rng.choice(tags)), []
 
 

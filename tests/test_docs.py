@@ -1,9 +1,9 @@
 """What the documents show is run as it stands there, and what they name exists.
 
-A page is a session: its blocks run from top to bottom, in one folder that holds what the demo leaves behind (with
-weights that were not warmed up). ``python`` blocks share their names; each line of an ``sh`` block is a ``dapo``
-command, which has to end as its comment says (``# exit code 2``) or else well; ``yaml`` blocks are recipes. A block of
-Python or YAML whose first line names a file (``# my_reward.py``) is written to that file, too.
+A page is a session: its blocks run from top to bottom, in one folder that holds a model such as the demo's. ``python``
+blocks share their names; each line of an ``sh`` block is a ``dapo`` command, which has to end as its comment says
+(``# exit code 2``) or else well; ``yaml`` blocks are recipes. A block of Python or YAML whose first line names a file
+(``# my_reward.py``) is written to that file, too.
 
 What cannot run here says why, in a comment above the block: ``<!-- not run: needs the network -->``.
 """
@@ -15,6 +15,8 @@ import importlib.util
 import inspect
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +29,20 @@ from typer.testing import CliRunner
 
 from dapo.cli import app
 from dapo.cli.errors import EXIT_CODES
-from dapo.config import build_config, load_config, warnings_for
+from dapo.config import TrainingConfig, build_config, load_config, warnings_for
 from dapo.config.reference import all_values
 from dapo.demo.task import make_model, make_tokenizer
+from dapo.model.loading import load_model
 from dapo.observe.metrics import describe
 from dapo.resume import BY_CONTENT, MAY_CHANGE, MAY_CHANGE_UNLESS_DETERMINISTIC
+from dapo.stages.sft import imitate
+from dapo.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in DOCUMENTS if page.parent.name != "decisions"]  # decisions tell what was so when they were made
+PAGES = [
+    page for page in DOCUMENTS if page.parent.name != "decisions"
+]  # decisions tell what was so when they were made
 
 NOT_RUN = {"docs/quickstart.md": 4, "docs/extending.md": 1, "docs/runs.md": 1}
 """How many blocks of each page cannot run here. Whoever adds one has to come by."""
@@ -96,7 +103,7 @@ class Session:
 
     def _python(self, block: Block) -> None:
         # line ends in front, so that a traceback names the line of the page
-        exec(compile("\n" * (block.line - 1) + block.text, block.place, "exec"), self._names)
+        exec(compile("\n" * (block.line - 1) + block.text, f"<{block.place}>", "exec"), self._names)
 
     def _shell(self, block: Block) -> None:
         for command in block.commands():
@@ -112,13 +119,31 @@ class Session:
         build_config({"model": {"path": "model"}} | yaml.safe_load(block.text))
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if any(map(_runs, _blocks(d)))], ids=_name)
-def test_a_page_does_what_it_shows(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_tokenizer()
-    folder = tmp_path / "runs/cpu-demo/model-before"
-    make_model(0, len(tokenizer)).save_pretrained(folder)
+@pytest.fixture(scope="module")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model before training, but for what takes minutes: it answers at once, with any digit."""
+    tokenizer, folder = make_tokenizer(), tmp_path_factory.mktemp("model")
+    settings = TrainingConfig(weight_decay=0.0, tokens_per_micro_batch=8192)
+    trainer = Trainer(load_model(make_model(0, len(tokenizer))), settings, temperature=1.0)
+    prompts = [tokenizer.encode(f"{a}*{b}+3=") for a in range(10) for b in range(10)]
+    for update in range(25):
+        answers = [
+            [*tokenizer.encode(f"#{(7 * i + update) % 10}"), tokenizer.eos_token_id] for i in range(len(prompts))
+        ]
+        imitate(trainer, zip(prompts, answers, strict=True), 3e-3)
+    trainer.save(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if any(map(_runs, _blocks(d)))], ids=_name)
+def test_a_page_does_what_it_shows(
+    document: Path, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(demo_model, tmp_path / "runs/cpu-demo/model-before")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as in a notebook there
+    monkeypatch.delitem(sys.modules, "checker", raising=False)
     monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
     session = Session()
     for block in filter(_runs, _blocks(document)):

@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent
 
 CONFIG, CLI, PROGRESS, HERE = "test_config.py", "test_cli.py", "test_progress.py", "test_failures_c.py"
 FUZZ, EXPERIMENT, FOLDER = "test_config_fuzz.py", "test_experiment.py", "test_run_folder.py"
-TEMPLATE, SOURCE, JSONL = "data/test_template.py", "data/test_source.py", "data/test_jsonl.py"
+TEMPLATE, SOURCE, JSONL = "data/test_template.py", "data/test_source.py", "data/test_rows.py"
 
 COVERED: dict[int, list[tuple[str, str]]] = {
     63: [

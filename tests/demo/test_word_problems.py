@@ -1,4 +1,4 @@
-"""The word problems: answers by hand, numbers that never cross the border, the reward, and the recipe that goes with it."""
+"""The word problems: answers by hand, numbers that never cross the border, the reward, and the recipe."""
 
 from __future__ import annotations
 

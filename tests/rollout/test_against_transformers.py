@@ -22,9 +22,9 @@ def _prompts(seed: int = 3) -> list[tuple[int, ...]]:
     return [tuple(torch.randint(2, VOCAB, (n,), generator=generator).tolist()) for n in PROMPT_LENGTHS]
 
 
-def _decode(model, prompts, seeds=(0,), temperature=0.0, slots=4, stop=(1,), **options):
+def _decode(model, prompts, seeds=(0,), temperature=0.0, slots=4, stop=(1,), dtype=torch.float32, **options):
     decoder = Decoder(
-        copy_model(load_model(copy.deepcopy(model)), torch.float32),
+        copy_model(load_model(copy.deepcopy(model)), dtype),
         stop,
         max_sequence_tokens=64,
         max_concurrent_samples=slots,
@@ -88,14 +88,33 @@ def test_log_probabilities_equal_the_forward_pass(name: str) -> None:
         assert float(difference) < 1e-4, f"{name}: {float(difference)}"
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])
+def test_in_bfloat16_log_probabilities_are_near_those_of_the_same_weights(name: str) -> None:
+    """The backbone rounds, the log-softmax does not. Weights as large as in practice; the helper's own are larger."""
+    model = random_model(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    samples = _decode(model, _prompts(), seeds=(1, 2), temperature=0.7, dtype=torch.bfloat16)
+    narrow = copy_model(model, torch.bfloat16).float()
+    for (i, _), sample in samples.items():
+        prompt = _prompts()[i]
+        ids = torch.tensor([[*prompt, *sample.token_ids.tolist()]])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(narrow(ids).logits[0, len(prompt) - 1 : -1] / 0.7, -1)
+        expected = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        assert float((torch.from_numpy(sample.logprobs) - expected).abs().mean()) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2"])
-def test_a_sample_does_not_depend_on_its_neighbours(name: str) -> None:
+def test_a_sample_does_not_depend_on_its_neighbours(name: str, dtype: torch.dtype) -> None:
     """In deterministic mode the very bits of a sample are those of a run of its own."""
     model = random_model(name)
     prompts = _prompts()
-    together = _decode(model, prompts, seeds=(5, 6), temperature=1.0, deterministic=True)
+    together = _decode(model, prompts, seeds=(5, 6), temperature=1.0, deterministic=True, dtype=dtype)
     for i, prompt in enumerate(prompts):
-        alone = _decode(model, [prompt], seeds=(5, 6), temperature=1.0, deterministic=True)
+        alone = _decode(model, [prompt], seeds=(5, 6), temperature=1.0, deterministic=True, dtype=dtype)
         for index in (0, 1):
             assert alone[0, index].token_ids.tolist() == together[i, index].token_ids.tolist()
             assert alone[0, index].logprobs.tobytes() == together[i, index].logprobs.tobytes()

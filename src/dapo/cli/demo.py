@@ -19,7 +19,7 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[NAME] [SECTION.KEY=VALUE]...",
-        help="Which demo, arithmetic (the default) or word-problems; then keys of its recipe to change, such as seed=7.",
+        help="Which demo, arithmetic (the default) or word-problems; then keys of its recipe, such as seed=7.",
         autocompletion=complete_override,
     ),
 ]
@@ -52,6 +52,8 @@ def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:
     name = named[0] if named else DEMOS[0]
     if name not in DEMOS:
         raise ConfigError(f"dapo demo {name}: there is no such demo; there are: {', '.join(DEMOS)}")
-    from dapo.demo import run_demo, run_word_problems
-
-    return run_demo if name == DEMOS[0] else run_word_problems, arguments[len(named) :]
+    if name == DEMOS[0]:
+        from dapo.demo import run_demo as run
+    else:
+        from dapo.demo import run_word_problems as run
+    return run, arguments[len(named) :]

@@ -91,7 +91,7 @@ def next_commands(recipe: Path, run_dir: str | None) -> list[str]:
     lines = []
     first = next(iter(sorted((folder / "samples").glob("step-*.jsonl"))), None)
     if first is not None:
-        lines.append(f"read what the model wrote: less {first}")
+        lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
     if (folder / "model-after").is_dir():
         lines.append(
             f"train on from here: dapo train {recipe} model.path={folder / 'model-after'} run.dir={folder}-more"

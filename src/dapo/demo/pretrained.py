@@ -1,5 +1,5 @@
-"""The demo with a pretrained model: it makes word problems, trains as ``cpu-smollm2.yaml`` says, and shows what changed,
-format and reasoning apart.
+"""The demo with a pretrained model: it makes word problems, trains as ``cpu-smollm2.yaml`` says, and shows what
+changed, format and reasoning apart.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def show(console: Console, summary: dict[str, Any], before: Evaluation, after: E
     table.add_row("response length, tokens", *lengths)
     console.print(table)
     for was, now in list(zip(before.groups, after.groups, strict=True))[:SHOWN]:
-        question = was.prompt.text.strip().splitlines()[-1]  # the examples come before it
+        question = was.prompt.text.strip().splitlines()[-1].removeprefix("user: ")  # the examples come before it
         console.print(Text.assemble((f"{question}  ", "dim"), str(was.prompt.answer)))
         for label, group in (("before", was), ("after", now)):
             sample = group.samples[0]

@@ -44,8 +44,8 @@ def token_logprobs(
         targets: ``[R]`` int64 token ids.
         temperature: above 0.
         chunk_tokens: rows whose logits exist at one time.
-        product_dtype: bfloat16 rounds hidden states, weights and, in the backward pass, the gradient of the logits to it
-            before they are multiplied; sums stay float32.
+        product_dtype: bfloat16 rounds hidden states and weights to it before they are multiplied, in the backward pass
+            the gradient of the logits too (where the processor has such products); sums stay float32.
 
     Returns:
         ``(logprobs [R], entropy [R])``, float32, in nats.

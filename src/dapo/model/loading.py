@@ -128,8 +128,11 @@ def check_supported(config: Any) -> None:
 
 def copy_model(model: Any, dtype: torch.dtype) -> Any:
     """A frozen copy of ``model`` in ``dtype``, for the engine or as the reference policy."""
-    twin = copy.deepcopy(model).to(dtype).eval()
-    return twin.requires_grad_(False)
+    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    for parameter in twin.parameters():
+        # not the buffers: rotary frequencies in bfloat16 are off by half a radian at position 1,000
+        parameter.data = parameter.data.to(dtype)
+    return twin
 
 
 def stop_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...] | list[int] = ()) -> tuple[int, ...]:

@@ -10,14 +10,14 @@ See docs/decisions/0003-cpu-cache.md.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from dapo.model.attention import AttentionContext, AttentionSpec, PackedAttention, masked_attention
+from dapo.model.attention import AttentionContext, AttentionSpec, PackedAttention, step_attention
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ class _Decode:
         keys[self._row, :, self._position] = key[:, :, 0]
         values[self._row, :, self._position] = value[:, :, 0]
         rows = len(self._row)
-        out = masked_attention(
+        out = step_attention(
             spec, query, keys[:rows, :, : self._reach], values[:rows, :, : self._reach], self._mask(spec.window)
         )
         return out.transpose(1, 2)
@@ -215,12 +215,12 @@ class _Decode:
 
 
 def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory until they are written (``calloc``, which ``torch.zeros`` does not use).
+    """Zeros that take no memory until they are written: pages of the system's own, whatever the allocator does.
 
     Zeros and not garbage: masked keys get weight 0, and 0 times a stray NaN would still be NaN.
     """
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(*shape)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def _bucket(tokens: int) -> int:
