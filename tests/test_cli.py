@@ -55,7 +55,7 @@ def replace_run(monkeypatch: pytest.MonkeyPatch, effect: Any) -> list[Any]:
     for name, function in (("dapo.launch", "run_experiment"), ("dapo.demo", "run_demo")):
         module = ModuleType(name)
         setattr(module, function, stand_in)
-        setattr(module, "run_word_problems", stand_in)
+        module.run_word_problems = stand_in
         monkeypatch.setitem(sys.modules, name, module)
     return calls
 

@@ -24,10 +24,12 @@ from typer.testing import CliRunner
 from dapo.checkpoints import Checkpoints, Place
 from dapo.cli import app
 from dapo.errors import StarvedError, UserError
+from dapo.evaluation.best import Best
 from dapo.files import json_line
 from dapo.inputs import Inputs
 from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
+from dapo.prepare import Preparer
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
 from dapo.run_folder import RunFolder
@@ -515,3 +517,68 @@ def test_the_demo_killed_ten_times_and_resumed_equals_uninterrupted(tmp_path: Pa
         for name in ("greedy_before", "greedy_after", "sft_steps", "sft_skill"):
             of["summary"].pop(name, None)  # the demo's own, which a resumed run does not know
     assert found == wanted
+
+
+# --- stopped by hand ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "number"),
+    [
+        (Trainer, "update", 1),
+        (Trainer, "update", 3),
+        (Trainer, "publish", 2),
+        (Trainer, "save", 3),
+        (Preparer, "batch", 2),
+        (Best, "observe", 2),
+    ],
+)
+def test_an_interrupt_while_something_is_done_is_neither_lost_nor_made_twice(
+    tmp_path: Path, owner: type, method: str, number: int
+) -> None:
+    """Ctrl-C inside of a call, most of which run in a thread that nothing can stop."""
+    run(tmp_path / "whole", LONG, heldout=PROMPTS[:4])
+    folder, calls = tmp_path / "run", []
+    original = getattr(owner, method)
+
+    def interrupting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.2)  # so that the cancellation comes before the end of the call
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, interrupting)
+        with pytest.raises((KeyboardInterrupt, UserError)):
+            run(folder, LONG, heldout=PROMPTS[:4])
+    resume(folder)
+    found, wanted = outcome(folder), outcome(tmp_path / "whole")
+    assert found == wanted
+
+
+def test_starved_where_there_is_a_checkpoint_already_is_saved_all_the_same(tmp_path: Path) -> None:
+    done: list[int] = []
+
+    def reward(prompt: str, response: str) -> Any:
+        return False if len(done) == 1 else text_sum(prompt, response)
+
+    changes = {"algorithm.filter_groups.max_num_gen_batches": 2}
+    with pytest.raises(StarvedError, match="step-00001-rollout"):
+        run(tmp_path, LONG | changes, Recorder(on_step=done.append), heldout=PROMPTS[:4], reward=reward)
+    done.append(2)
+    assert resume(tmp_path, changes, reward=text_sum)["steps"] == 4
+    assert steps_of(tmp_path)[1]["groups/drawn"] > 0
+
+
+def test_a_run_that_is_going_on_keeps_its_folder(tmp_path: Path) -> None:
+    run(tmp_path / "run", {"run.if_exists": "rename"})
+    with RunFolder(tmp_path / "run").lock(), pytest.raises(UserError, match="another process"):
+        run(tmp_path / "run", {"run.if_exists": "rename"})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_model_with_another_config_is_refused(stopped: Path) -> None:
+    config = json.loads((stopped / "model" / "config.json").read_text())
+    (stopped / "model" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    assert "model.config: was" in go_on(stopped, "training.steps=2", code=1)

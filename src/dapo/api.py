@@ -95,8 +95,8 @@ def train(
     if resume is not None:
         check_resumable(RunFolder(Path(resume)), config)
 
-    from dapo.launch import run_experiment
     from dapo.inputs import Inputs
+    from dapo.launch import run_experiment
 
     inputs = Inputs(
         model=None if by_name else model,

@@ -75,6 +75,8 @@ class ExperienceBuffer:
         self._carried: tuple[Group, ...] = ()
         self._under_way: tuple[Group, ...] = ()
         self._rounds = 0
+        self.unsettled = False
+        """Whether the last fill did not come to its end, so that there is more here than between two steps."""
         self._before: _Position | None = None
 
     async def fill(self, step: int, train_version: int | None = None) -> Fill:
@@ -124,12 +126,13 @@ class ExperienceBuffer:
             self._keep_rate.learn(*filling.settled_draws(admission))
             fill = filling.result(admission, self._keep_rate.value())
             self._carried = fill.groups if stop else tuple(g for g, status in fill.rejected if status == "carried")
-            self._under_way, self._rounds = (), 0
+            self._under_way, self._rounds, self.unsettled = (), 0, stop
         except BaseException:
             if self._config.runtime.deterministic or filling is None:
                 self._restore(self._before)
             else:  # what is finished is finished: the next fill goes on from there
                 self._under_way, self._rounds = filling.under_way(), filling.rounds
+                self.unsettled = bool(self._under_way)
             raise
         finally:
             self._before = None

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from dapo.errors import UserError
-from dapo.files import write_json
-from dapo.training.checkpoint import new_folder
+from dapo.files import new_folder, write_json
 
 _NAME = re.compile(r"step-(\d+)(?:-(?:(rollout)|update-(\d+)))?(?:\.(\d+))?")
 
@@ -99,15 +100,11 @@ class Checkpoints:
         try:
             with new_folder(target) as staging:
                 write(staging)
-        except OSError as error:
-            raise UserError(f"{target}: cannot write the checkpoint: {error.strerror or error}") from None
+        except (OSError, SafetensorError) as error:  # the latter is what a full disk is to safetensors
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{target}: cannot write the checkpoint: {reason}") from None
         self._prune()
         return target
-
-    def clear_unfinished(self) -> None:
-        """Remove what a killed process left half-written. Only for who holds the run's lock."""
-        for path in self._folder.glob(".*.tmp"):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     @property
     def best(self) -> dict[str, Any] | None:

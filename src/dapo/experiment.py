@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dapo.algorithm.objective import DapoObjective
 from dapo.buffer import ExperienceBuffer, Fill
 from dapo.checkpoints import Checkpoints, Place
 from dapo.config import Config, warnings_for
@@ -25,7 +26,7 @@ from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
-from dapo.files import write_json
+from dapo.files import new_folder, write_json
 from dapo.fingerprint import (
     check_fingerprint,
     fingerprint_model,
@@ -49,7 +50,7 @@ from dapo.observe.samples import discard_samples, write_samples
 from dapo.observe.step import step_metrics, step_warnings
 from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.plan import plan_of
-from dapo.prepare import Batch, Preparer
+from dapo.prepare import Batch, Preparer, Update
 from dapo.process import Clock, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.reward.build import make_scorer
@@ -143,8 +144,7 @@ class Experiment:
             updates = self.preparer.updates(self._step.batch.packed, done=len(self._step.reports))
             objective = self.preparer.objective
             while update := await in_thread(next, updates, None):
-                report = await in_thread(self.trainer.update, update.batch, update.inputs, objective)
-                self._step.reports.append(report)
+                await in_thread(self._step.apply, self.trainer, update, objective)
                 clock.lap("update")
             await self.engine.load_weights(*self.trainer.publish())
             clock.lap("sync")
@@ -192,11 +192,12 @@ class Experiment:
         if resumed is not None:
             check_fingerprint(folder.fingerprint, self.fingerprint, self.listener)
             folder.reopen(self.config)
-            self.checkpoints.clear_unfinished()
             latest = self.checkpoints.latest()
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
             if latest is not None:
                 await self._load_checkpoint(latest)
+            if self.steps_done < self.config.training.steps:  # those that a shorter run ended with
+                shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
         write_json(folder.fingerprint, self.fingerprint)
@@ -232,18 +233,18 @@ class Experiment:
 
     def save_model(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face layout."""
-        self.trainer.save(folder)
-        self.tokenizer.save_pretrained(folder)
+        with new_folder(folder) as staging:
+            self.trainer.save(staging)
+            self.tokenizer.save_pretrained(staging)
 
     def _save_model_after(self) -> None:
-        if self.folder.model_after.exists():  # of a run that was done, and goes on with more steps
-            shutil.rmtree(self.folder.model_after)
+        shutil.rmtree(self.folder.model_after, ignore_errors=True)  # of a run that was done, and was resumed
         self.save_model(self.folder.model_after)
 
     def save_checkpoint(self) -> Path:
         """Weights, optimizer and the position of everything, between two optimizer updates or inside of a rollout."""
         updates = len(self._step.reports) if self._step else 0
-        sampling = not updates and (self._step is not None or bool(self.buffer.state()["under_way"]))
+        sampling = not updates and (self._step is not None or self.buffer.unsettled)
         return self.checkpoints.save(Place(self.steps_done, updates, sampling), self._write_checkpoint)
 
     def _write_checkpoint(self, folder: Path) -> None:
@@ -372,6 +373,10 @@ class StepUnderWay:
     """None: it is still to be prepared."""
     reports: list[UpdateReport] = field(default_factory=list)
     """Of the optimizer updates so far."""
+
+    def apply(self, trainer: Trainer, update: Update, objective: DapoObjective) -> None:
+        """Make an update and take note of it, both or neither: the program may be stopped at any time."""
+        self.reports.append(trainer.update(update.batch, update.inputs, objective))
 
 
 def _scores(found: Evaluation) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,37 @@ def write_atomic(path: Path, pieces: str | Iterable[str]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside ``target`` that becomes ``target`` once the block ends without an error.
+
+    Raises:
+        FileExistsError: ``target`` is a file or a folder with something in it.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} exists and is not overwritten")
+    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)  # of a killed process that had the same number
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        for path in [*staging.rglob("*"), staging]:
+            _flush(path)
+        staging.replace(target)
+        _flush(target.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or a folder (its list of names)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

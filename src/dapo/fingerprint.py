@@ -30,14 +30,29 @@ def fingerprint_model(model: Any) -> dict[str, Any]:
         values = parameter.detach().reshape(-1)[::stride].to("cpu", torch.float32).contiguous()
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(values.numpy().tobytes())
-    return {"type": model.config.model_type, "parameters": total, "weights": digest.hexdigest()[:16]}
+    stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return {
+        "type": model.config.model_type,
+        "parameters": total,
+        "weights": digest.hexdigest()[:16],
+        "config": _hash([_config_of(model), stop]),
+    }
+
+
+def _config_of(model: Any) -> list[tuple[str, str]]:
+    """What changes the numbers that a model computes."""
+    ignored = ("transformers_version", "dtype", "torch_dtype", "architectures")
+    settings = model.config.to_diff_dict().items()
+    return sorted((key, str(value)) for key, value in settings if not key.startswith("_") and key not in ignored)
 
 
 def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any]:
     """Number of tokens and a hash over vocabulary and chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    template = getattr(tokenizer, "chat_template", None)
-    return {"tokens": len(vocabulary), "hash": _hash([vocabulary, template])}
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # merges, normalizer and all
+    known = vocabulary if backend is None else backend.to_str()
+    parts = [known, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
+    return {"tokens": len(vocabulary), "hash": _hash(parts)}
 
 
 def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -49,6 +64,9 @@ def fingerprint_reward(config: Config) -> dict[str, Any]:
     """Kind, and for a user's file a hash over it."""
     reward = config.reward
     found: dict[str, Any] = {"kind": reward.kind}
+    if isinstance(reward, FunctionReward):
+        in_file = ".py:" in reward.function
+        found["function"] = reward.function.rpartition(":")[2] if in_file else reward.function
     if isinstance(reward, FunctionReward) and ".py:" in reward.function:
         try:
             found["file"] = hashlib.sha256(Path(reward.function.rpartition(":")[0]).read_bytes()).hexdigest()[:16]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo.checkpoints import Checkpoints
 from dapo.config import Config, load_config
 from dapo.config.layers import layered_config
 from dapo.config.sections import DataItem
@@ -59,8 +60,10 @@ def find_model(name: str) -> FoundModel:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Models of a run's checkpoints, the furthest one first; their names are in the order of the run."""
-    return [folder / "model" for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True)]
+    """The model of a run's furthest checkpoint, if it has one."""
+    folder = run / "checkpoints"
+    latest = Checkpoints(folder).latest() if folder.is_dir() else None
+    return [latest / "model"] if latest else []
 
 
 def _recipe_of(model: Path) -> Path | None:

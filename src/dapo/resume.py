@@ -16,15 +16,16 @@ from dapo.run_folder import BLANK, RunFolder, redact
 MAY_CHANGE = (
     *("training.steps", "training.max_skipped_updates", "training.mismatch_alarm"),
     *("evaluation.every", "evaluation.patience", "evaluation.min_improvement"),
-    *("reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.max_error_rate"),
+    *("reward.workers", "reward.max_error_rate"),
     "run",
 )
 """Keys, and sections with all of their keys, that do not change what is learned."""
 
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
     *("runtime.threads", "rollout.max_concurrent_samples", "training.tokens_per_micro_batch"),
+    *("reward.timeout_s", "reward.memory_mb"),
 )
-"""Keys that change the order of additions, and so the last bits."""
+"""Keys that change the order of additions, and so the last bits, or which scores fail."""
 
 BY_CONTENT = ("model.path", "model.tokenizer", "data.train", "evaluation.data", "reward.function", "data.chat_template")
 """Names of files and folders: they may lie elsewhere now, as long as what is in them is the same."""

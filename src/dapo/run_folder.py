@@ -19,19 +19,22 @@ Secrets are never written: values under keys such as `api_key` or `token`, and p
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -39,11 +42,6 @@ import dapo
 from dapo.config import Config
 from dapo.errors import UserError
 from dapo.files import write_atomic, write_json
-
-try:
-    import fcntl
-except ImportError:  # Windows, where a run is not locked
-    fcntl = None  # type: ignore[assignment]
 
 BLANK = "(not recorded)"
 
@@ -139,14 +137,22 @@ class RunFolder:
         """
         again = describe_environment(config, sys.argv if command is None else command)
         try:
-            environment = json.loads(self.environment.read_text(encoding="utf-8"))
+            known = self.environment.exists()  # as it does not where the run was killed in its first moment
+            environment = json.loads(self.environment.read_text(encoding="utf-8")) if known else {}
             environment["resumed"] = [*environment.get("resumed", []), again]
             write_json(self.environment, environment)
             write_atomic(self.config, config_yaml(config))
             for folder in (self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
+            self._clear_unfinished()
         except (OSError, ValueError) as error:
             raise UserError(f"{self.root}: cannot go on in this run folder: {error}") from None
+
+    def _clear_unfinished(self) -> None:
+        """Remove what a killed process left half-written. Only for who holds the lock."""
+        for folder in (self.root, self.samples, self.checkpoints):
+            for path in folder.glob(".*.tmp"):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -157,8 +163,7 @@ class RunFolder:
         """
         with (self.root / ".lock").open("a") as file:
             try:
-                if fcntl is not None:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file)
             except OSError:
                 raise UserError(
                     f"{self.root}: another process is writing to this run; wait for it, or stop it"
@@ -249,6 +254,18 @@ def _git_state() -> dict[str, Any] | None:
         return None
 
 
+def _lock(file: IO[str], patience: float = 1.0) -> None:
+    """Take the lock; who only looks whether it is held lets go of it at once, so that is waited for."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
 def _make_way(root: Path, if_exists: str) -> None:
     if not os.path.lexists(root):
         return
@@ -263,7 +280,8 @@ def _make_way(root: Path, if_exists: str) -> None:
         )
     if not (root / "config.yaml").is_file() or root.resolve() == Path.cwd():
         raise UserError(f"run.dir: {root} holds files that are not a run's and is not renamed; set run.dir to another")
-    root.rename(_name_for_old(root))
+    with RunFolder(root).lock():  # a run that is still going is not taken its folder
+        root.rename(_name_for_old(root))
 
 
 def _name_for_old(root: Path) -> Path:

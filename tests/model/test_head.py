@@ -211,3 +211,16 @@ def test_a_head_of_bfloat16_weights_loses_nothing_in_float32():
     hidden, head, _ = make(5, vocabulary=30, width=16, dtype=torch.bfloat16)
     assert torch.equal(head.in_float32().logits(hidden), head.logits(hidden))
     assert head.logits(hidden).dtype == torch.float32
+
+
+def test_the_precision_of_other_products_is_as_it_was_whoever_comes_last() -> None:
+    """Engine and trainer may be inside at once, and leave in either order."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    first, second = products_of(torch.bfloat16), products_of(torch.bfloat16)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert matmul.fp32_precision == "bf16"
+    second.__exit__(None, None, None)
+    assert matmul.fp32_precision == before

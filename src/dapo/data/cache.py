@@ -40,7 +40,7 @@ def file_key(path: Path, *parts: Any) -> str:
     """As :func:`key_of`, for what follows from a file too: by place, size, time of change and inode."""
     found = path.stat()
     place = str(path.resolve())
-    return key_of(place, found.st_size, found.st_mtime_ns, found.st_ino, *parts)
+    return key_of(place, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, *parts)
 
 
 def cached(kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:

@@ -20,9 +20,14 @@ class Best:
     """Rollout steps done when it was reached; 0: before training."""
     evaluations_since: int = 0
     """Evaluations without an improvement."""
+    observed: int = -1
+    """Steps at the last evaluation. One that is made again, since a run was stopped after it, counts once."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Take in an evaluation; whether it is the best one so far, by more than ``evaluation.min_improvement``."""
+        if step <= self.observed:
+            return step == self.step
+        self.observed = step
         self.metric = self.metric or next(m for m in ("eval/accuracy", "eval/reward", "eval/rows") if m in metrics)
         value = metrics.get(self.metric)
         if value is not None and value > self.value + (self.config.min_improvement if self.step >= 0 else 0):
@@ -51,6 +56,7 @@ class Best:
             "value": self.value,
             "step": self.step,
             "evaluations_since": self.evaluations_since,
+            "observed": self.observed,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:

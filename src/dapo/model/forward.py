@@ -6,6 +6,7 @@ Engine and trainer call the same two halves, so that their log-probabilities agr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,13 +55,23 @@ def products_of(dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.bfloat16:
         yield
         return
-    backend: Any = torch.backends.mkldnn  # its stub lacks this
-    matmul = backend.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    with _lock:  # engine and trainer may be in here at once: the first one in sets it, the last one out puts it back
+        _before.append(_before[0] if _before else _MATMUL.fp32_precision)
+        _MATMUL.fp32_precision = "bf16"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        with _lock:
+            before = _before.pop()
+            if not _before:
+                _MATMUL.fp32_precision = before
+
+
+_BACKEND: Any = torch.backends.mkldnn  # its stub lacks the setting
+_MATMUL = _BACKEND.matmul
+_lock = threading.Lock()
+_before: list[str] = []
+"""The setting as it was, once for each thread that is inside."""
 
 
 def output_head(model: Any) -> Head:

@@ -7,10 +7,7 @@ disk and renamed: it is there whole or not at all.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dapo.errors import UserError
-from dapo.files import write_json
+from dapo.files import new_folder, write_json
 
 TENSORS, METADATA = "trainer.safetensors", "trainer.json"
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that becomes ``target`` once the block ends without an error.
-
-    Raises:
-        FileExistsError: ``target`` is a file or a folder with something in it.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not overwritten")
-    staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        for path in [*staging.rglob("*"), staging]:
-            _flush(path)
-        staging.replace(target)
-        _flush(target.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder (its list of names)."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def save_model(model: Any, folder: Path) -> None:
