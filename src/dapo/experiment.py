@@ -51,7 +51,7 @@ from dapo.observe.step import step_metrics, step_warnings
 from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.plan import plan_of
 from dapo.prepare import Batch, Preparer, Update
-from dapo.process import Clock, in_thread, peak_memory
+from dapo.process import Clock, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
@@ -145,6 +145,7 @@ class Experiment:
             objective = self.preparer.objective
             while update := await in_thread(next, updates, None):
                 await in_thread(self._step.apply, self.trainer, update, objective)
+                give_back_memory()
                 clock.lap("update")
             await self.engine.load_weights(*self.trainer.publish())
             clock.lap("sync")
@@ -205,6 +206,8 @@ class Experiment:
         self.metrics = self._resources.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:
             await self._begin()
+        if self.steps_done and self.steps_done >= self.config.training.steps:
+            self.listener.phase(f"all {self.steps_done} steps are done; to go on: training.steps={2 * self.steps_done}")
         self.listener.started(plan_of(self.config))
 
     async def _begin(self) -> None:

@@ -60,10 +60,10 @@ def find_model(name: str) -> FoundModel:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """The model of a run's furthest checkpoint, if it has one."""
+    """Models of a run's checkpoints, the furthest one first."""
     folder = run / "checkpoints"
-    latest = Checkpoints(folder).latest() if folder.is_dir() else None
-    return [latest / "model"] if latest else []
+    places = Checkpoints(folder).places() if folder.is_dir() else []
+    return [folder / place.name / "model" for place in reversed(places)]
 
 
 def _recipe_of(model: Path) -> Path | None:

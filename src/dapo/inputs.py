@@ -79,6 +79,11 @@ def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, l
     ):
         if count:
             listener.warning(f"data.train: {count} of {looked_at} {what}")
+    if all(answer is None for _, answer in source.answers):
+        listener.warning(
+            f"data.train: no row has an answer under {data.answer_key!r} (data.answer_key); a reward function is given "
+            "answer=None"
+        )
     return source
 
 
