@@ -582,3 +582,30 @@ def test_a_model_with_another_config_is_refused(stopped: Path) -> None:
     config = json.loads((stopped / "model" / "config.json").read_text())
     (stopped / "model" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     assert "model.config: was" in go_on(stopped, "training.steps=2", code=1)
+
+
+def test_a_lost_record_of_the_best_step_is_written_again(tmp_path: Path) -> None:
+    """Otherwise the best checkpoint would be the next one to go."""
+    changes = {"evaluation.every": 1, "run.keep_last": 1}
+    run(tmp_path, LONG | changes, heldout=PROMPTS[:4])
+    checkpoints = Checkpoints(RunFolder(tmp_path).checkpoints)
+    best = checkpoints.best
+    assert best is not None
+    (RunFolder(tmp_path).checkpoints / "best.json").write_text('{"step')
+    resume(tmp_path, changes | {"training.steps": 5})
+    after = checkpoints.best
+    assert after is not None and after["value"] >= best["value"]
+    assert after["step"] == 0 or (tmp_path / after["path"]).is_dir()
+
+
+def test_a_lost_fingerprint_is_said_aloud(stopped: Path) -> None:
+    (stopped / "run" / "fingerprint.json").unlink()
+    assert "whether data and model are still the same is not known" in go_on(stopped, "training.steps=2")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"steps_done": 1}'])
+def test_a_checkpoint_of_other_content_is_named(tmp_path: Path, content: str) -> None:
+    run(tmp_path, LONG | {"training.steps": 1}, heldout=PROMPTS[:4])
+    (last_checkpoint(tmp_path) / "state.json").write_text(content)
+    with pytest.raises(UserError, match="the state of the run cannot be read"):
+        resume(tmp_path)

@@ -144,3 +144,21 @@ def test_secrets_inside_of_values_are_blanked_and_ordinary_keys_are_not() -> Non
     assert "s3cret" not in shown and "n=1" in shown
     ordinary = {"prompt_key": "question", "answer_key": "gold", "max_tokens": 5, "stop_token_ids": [1]}
     assert redact(ordinary) == ordinary
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.args=api: SEKRET",
+        "reward.args={pwd: SEKRET}",
+        "reward.args.anything=SEKRET",
+        "reward={kind: function, function: f.py:g, args: {pass: SEKRET}}",
+    ],
+)
+def test_what_a_reward_is_given_is_not_in_the_recorded_command(override: str) -> None:
+    assert "SEKRET" not in str(redact_command(["dapo", "train", "r.yaml", override]))
+
+
+def test_secrets_of_further_spellings_are_blanked() -> None:
+    tree = {"headers": ["X-Api-Key: SEKRET"], "OPENAI_KEY_2": "SEKRET", "url": "https://x.y/z?sig=SEKRET"}
+    assert "SEKRET" not in str(redact(tree)) and "x.y" in str(redact(tree))

@@ -265,7 +265,7 @@ class Experiment:
         write_state(folder, state)
 
     async def _load_checkpoint(self, folder: Path) -> None:
-        state = await in_thread(read_state, folder)
+        state = await in_thread(read_state, folder, _STATE)
         await in_thread(self.trainer.load, folder / "model")
         await in_thread(self.trainer.load_state, folder / "optimizer")
         self.steps_done = state["steps_done"]
@@ -279,6 +279,9 @@ class Experiment:
         if self._step is None:  # otherwise they are published once its updates are done
             await self.engine.load_weights(*self.trainer.publish())
             await in_thread(self._mark_best, folder)  # it may have been killed before it came to that
+        if self.best.step >= 0 and self.checkpoints.best is None:  # lost: without it the best one would be pruned
+            kept = self.folder.checkpoints / Place(self.best.step).name
+            self.checkpoints.set_best(self._best_at(kept if self.best.step else self.folder.model_before))
 
     async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
@@ -307,8 +310,11 @@ class Experiment:
     def _mark_best(self, saved: Path) -> None:
         """If the weights in ``saved`` are the best ones so far: say so, and keep them."""
         if self.config.run.keep_best and self.best.step == self.steps_done:
-            best = {"step": self.best.step, "metric": self.best.metric, "value": self.best.value}
-            self.checkpoints.set_best({**best, "path": str(saved.relative_to(self.folder.root))})
+            self.checkpoints.set_best(self._best_at(saved))
+
+    def _best_at(self, saved: Path) -> dict[str, Any]:
+        best = {"step": self.best.step, "metric": self.best.metric, "value": self.best.value}
+        return {**best, "path": str(saved.relative_to(self.folder.root))}
 
     async def _maybe_evaluate(self, step: int, clock: Clock) -> dict[str, float]:
         """Evaluation metrics after every so many steps and after the last one."""
@@ -363,6 +369,9 @@ class Experiment:
             summary["best"] = {"step": self.best.step, self.best.metric: self.best.value}
         self.folder.write_summary(summary)
         return summary
+
+
+_STATE = ("steps_done", "step", "buffer", "prepare", "best", "scores", "seconds")
 
 
 @dataclass(slots=False)

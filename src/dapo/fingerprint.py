@@ -83,8 +83,12 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener) ->
     """
     try:
         then = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(then, dict):
+            raise ValueError
     except (OSError, ValueError):
-        return  # killed before it was written: nothing has been trained on
+        if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
+            listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
+        return
     changed = list(differences(then, json.loads(json.dumps(plain(now)))))
     refused = [line for line in changed if not line.startswith("reward.")]
     if refused:

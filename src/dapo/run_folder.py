@@ -49,8 +49,10 @@ _SECRET_ENDINGS = (
     *("key", "keys", "keyid", "token", "secret", "secrets", "password", "passwords", "passwd", "pwd", "passphrase"),
     *("auth", "authorization", "credential", "credentials", "bearer", "cookie"),
 )
+_SECRET_WORD = re.compile(r"key|token|secret|passw|pwd|auth|cookie|credential|bearer", re.IGNORECASE)
+_SECRET_ITEM = re.compile(r"^\s*([\w-]+)\s*:\s*\S")
 _NO_SECRETS = ("promptkey", "answerkey")
-_SECRET_QUERY = re.compile(r"(?<=[?&])([^=&\s]*(?:key|token|secret|password|auth)[^=&\s]*)=[^&\s]+", re.IGNORECASE)
+_SECRET_QUERY = re.compile(r"(?<=[?&])([^=&\s]*(?:key|token|secret|password|auth|sig)[^=&\s]*)=[^&\s]+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
 _ADDRESS_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
@@ -139,6 +141,7 @@ class RunFolder:
         try:
             known = self.environment.exists()  # as it does not where the run was killed in its first moment
             environment = json.loads(self.environment.read_text(encoding="utf-8")) if known else {}
+            environment = environment if isinstance(environment, dict) else {}
             environment["resumed"] = [*environment.get("resumed", []), again]
             write_json(self.environment, environment)
             write_atomic(self.config, config_yaml(config))
@@ -191,13 +194,16 @@ def redact(value: Any, key: str = "") -> Any:
         return BLANK
     if not isinstance(value, str):
         return value
+    header = _SECRET_ITEM.match(value)
+    if header and _is_secret(header[1]):  # "X-Api-Key: ..." in a list of headers
+        return f"{header[1]}: {BLANK}"
     value = _SECRET_QUERY.sub(rf"\1={BLANK}", _ADDRESS_LOGIN.sub(BLANK, value))
     return _BEARER.sub(rf"\1 {BLANK}", value)
 
 
 def _is_secret(key: str) -> bool:
     """Whether a value under this key is kept out of all files. ``X-API-Key``, ``apiKey`` and ``api_key`` are one."""
-    name = re.sub(r"[^a-z0-9]", "", key.lower())
+    name = re.sub(r"[^a-z0-9]", "", key.lower()).rstrip("0123456789")
     return name.endswith(_SECRET_ENDINGS) and not name.endswith(_NO_SECRETS)
 
 
@@ -206,8 +212,9 @@ def redact_command(command: Sequence[str]) -> list[str]:
     words = []
     for word in command:
         key, equals, value = word.partition("=")
-        # a value may itself be a YAML mapping with secrets in it: no telling, so only what is plainly safe stays
-        hides = _is_secret(key) or ("{" in value and re.search(r"key|token|secret|passw|auth", value, re.I))
+        # what a reward function is given may hold a secret under any name; config.yaml has it, by its keys
+        given = key.startswith("reward.args") or (key == "reward" and "args" in value)
+        hides = _is_secret(key) or given or (":" in value and _SECRET_WORD.search(value))
         words.append(f"{key}={BLANK}" if equals and hides else str(redact(word)))
     return words
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     write_atomic(folder / STATE, json.dumps(tree, allow_nan=False, separators=(",", ":")))
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What :func:`write_state` wrote.
+def read_state(folder: Path, expected: Sequence[str] = ()) -> dict[str, Any]:
+    """What :func:`write_state` wrote, with all the ``expected`` names.
 
     Raises:
         UserError: missing or damaged, or written by another version of the program.
@@ -56,6 +56,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         arrays = load_file(folder / ARRAYS)
         tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
         state: dict[str, Any] = _decode(tree, arrays)
+        missing = [name for name in expected if name not in state]
+        if missing:
+            raise ValueError(f"there is no {missing[0]}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"{folder}: the state of the run cannot be read: {type(error).__name__}: {error}") from None
     return state

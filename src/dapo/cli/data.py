@@ -88,6 +88,8 @@ def check(
 
         config = _config(recipe, words or [], template, tokenizer)
         train, evaluation = _files(config, recipe, words or [], against or [])
+        if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
+            raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
         measure = _measure(config, tokenizer, recipe, template)
         progress = _Progress(quiet)
         try:
@@ -201,10 +203,11 @@ class _Progress:
 
 def _write(output: Path, found: CheckReport) -> None:
     from dapo.files import write_json
+    from dapo.run_folder import redact_command
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, {"command": sys.argv, **found.as_json()})
+        write_json(output, {"command": redact_command(sys.argv), **found.as_json()})
     except OSError as error:
         raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
 

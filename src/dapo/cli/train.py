@@ -42,7 +42,9 @@ def train(
     """Train a model as RECIPE says."""
     with errors_for_people(debug):
         changes = list(overrides or ())
-        if resume is not None and recipe is not None and "=" in recipe.name:  # no recipe: the first of the overrides
+        if (
+            resume is not None and recipe is not None and "=" in str(recipe) and not recipe.exists()
+        ):  # no recipe: the first of the overrides
             changes, recipe = [str(recipe), *changes], None
         config = _config(recipe, changes, resume)
         named = recipe or RunFolder(resume or Path()).config

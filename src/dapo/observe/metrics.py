@@ -215,6 +215,9 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             return
         try:
             entry = json.loads(line)
-        except ValueError:
-            raise UserError(f"{path}:{number}: not a line of metrics") from None
+            step = entry["step"]
+        except (ValueError, TypeError, KeyError):
+            step = None
+        if not isinstance(step, int):
+            raise UserError(f"{path}:{number}: not a line of metrics")
         yield entry

@@ -52,7 +52,7 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
         tensors = load_file(folder / TENSORS)
         metadata = json.loads((folder / METADATA).read_text(encoding="utf-8"))
         listed = metadata.pop("tensors")
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         raise UserError(f"{folder}: the trainer's state cannot be read: {type(error).__name__}: {error}") from None
     if sorted(tensors) != listed:
         odd = sorted(set(tensors) ^ set(listed))
