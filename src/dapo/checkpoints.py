@@ -110,10 +110,10 @@ class Checkpoints:
     def best(self) -> dict[str, Any] | None:
         """``step``, ``metric``, ``value`` and ``path`` (in the run folder, of its weights) of the best evaluation."""
         try:
-            found: dict[str, Any] = json.loads((self._folder / "best.json").read_text(encoding="utf-8"))
+            found = json.loads((self._folder / "best.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found
+        return found if isinstance(found, dict) else None
 
     def set_best(self, best: Mapping[str, Any]) -> None:
         """Record which step is the best one. Its checkpoint is kept from now on."""

@@ -5,6 +5,7 @@ What is missing, or half written, because the run is young or was killed is None
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -15,15 +16,11 @@ from typing import Any
 
 import yaml
 
+from dapo.checkpoints import Checkpoints
 from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import steps_with_samples
 from dapo.run_folder import RunFolder
-
-try:
-    import fcntl
-except ImportError:  # Windows, where a run is not locked
-    fcntl = None  # type: ignore[assignment]
 
 _ENDS = ("all steps are done", "converged")
 """How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
@@ -99,17 +96,14 @@ class RunView:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Names of the checkpoints; unfinished ones are hidden folders and not among them."""
-        if not self.folder.checkpoints.is_dir():
-            return []
-        return sorted(
-            path.name for path in self.folder.checkpoints.iterdir() if path.is_dir() and not path.name.startswith(".")
-        )
+        """Names of the complete checkpoints, in the order of the run."""
+        folder = self.folder.checkpoints
+        return [place.name for place in Checkpoints(folder).places()] if folder.is_dir() else []
 
     @property
     def best(self) -> Mapping[str, Any]:
-        """``step``, ``metric``, ``value`` and ``checkpoint`` of the best evaluation, as the run recorded it."""
-        return _mapping(self.folder.checkpoints / "best.json")
+        """As :attr:`Checkpoints.best`; empty if the run recorded none."""
+        return Checkpoints(self.folder.checkpoints).best or {}
 
     @property
     def steps_with_samples(self) -> list[int]:
@@ -156,8 +150,7 @@ def _in_use(root: Path) -> bool:
     """Whether a process of this machine holds the lock of the run."""
     try:
         with (root / ".lock").open() as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # no lock: the run is of another machine, or was just made
