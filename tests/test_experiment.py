@@ -811,7 +811,7 @@ def test_a_scorer_is_closed_even_if_the_engine_does_not_stop(tmp_path: Path, mon
     async def scorer_closes() -> None:
         closed.append("scorer")
 
-    from dapo.reward.build import CallableScorer
+    from dapo.reward.function_scorers import CallableScorer
     from dapo.rollout.native.engine import NativeEngine
 
     plain = NativeEngine.close

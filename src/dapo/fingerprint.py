@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dapo.config import Config, FunctionReward
+from dapo.config import ComposeReward, Config
 from dapo.errors import UserError
 from dapo.files import plain
 from dapo.progress import Listener
@@ -61,18 +61,32 @@ def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def fingerprint_reward(config: Config) -> dict[str, Any]:
-    """Kind, and for a user's file a hash over it."""
+    """Kind, and for a user's file a hash over it; of every part, if it is put together."""
     reward = config.reward
+    if isinstance(reward, ComposeReward):
+        return {"kind": reward.kind, "parts": {name: _of_one(part.reward) for name, part in reward.parts.items()}}
+    return _of_one(reward)
+
+
+def _of_one(reward: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": reward.kind}
-    if isinstance(reward, FunctionReward):
-        in_file = ".py:" in reward.function
-        found["function"] = reward.function.rpartition(":")[2] if in_file else reward.function
-    if isinstance(reward, FunctionReward) and ".py:" in reward.function:
-        try:
-            found["file"] = hashlib.sha256(Path(reward.function.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
-        except OSError:
-            found["file"] = None  # said with its reason when the function is loaded
+    for key in reward.FILES:
+        name = getattr(reward, key)
+        if name is None:
+            continue
+        file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+        if key == "function":
+            found["function"] = function or name
+        if function or key != "function":
+            found["file"] = _hash_of_file(Path(file))
     return found
+
+
+def _hash_of_file(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None  # said with its reason when it is loaded
 
 
 def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener) -> None:

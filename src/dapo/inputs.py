@@ -20,11 +20,12 @@ from dapo.model.loading import context_limit
 from dapo.process import keep_freed_memory
 from dapo.progress import Listener
 from dapo.records import Prompt
-from dapo.reward.build import MathScorer, needs_answer
+from dapo.reward.build import needs_answer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 from dapo.run_folder import RunFolder
 
+_SHOWN_DOUBTS = 3
 SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
 
 
@@ -79,7 +80,7 @@ def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, l
     ):
         if count:
             listener.warning(f"data.train: {count} of {looked_at} {what}")
-    if all(answer is None for _, answer in source.answers):
+    if all(prompt.answer is None for prompt in source.untokenized()):
         listener.warning(
             f"data.train: no row has an answer under {data.answer_key!r} (data.answer_key); a reward function is given "
             "answer=None"
@@ -104,11 +105,15 @@ def _needs_answer(config: Config, inputs: Inputs) -> bool:
 async def try_reward(
     config: Config, scorer: Scorer, source: PromptSource, heldout: Sequence[Prompt], listener: Listener
 ) -> None:
-    """Score the first prompt's own reference answer, and read all references, before there is a run.
+    """Score the first prompt's own reference answer, and look at what all rows are scored by, before there is a run.
 
     Raises:
+        DataError: rows cannot be scored, whatever the response.
         RewardError: the reward function breaks its contract, or says nothing that dynamic sampling could decide by.
     """
+    examined = source.untokenized()
+    await examine_rows("data.train", examined, scorer, listener)
+    await examine_rows("evaluation.data", heldout, scorer, listener)
     prompt = source.prompts[0]
     reward = await scorer.score(prompt, prompt.answer or "")
     filters = config.algorithm.filter_groups
@@ -119,26 +124,25 @@ async def try_reward(
             "the reward does not say whether a response is correct, which algorithm.filter_groups.metric=acc decides "
             "by; return a bool or Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
         )
-    if isinstance(scorer, MathScorer):
-        await _report_references("data.train", source.answers, scorer, listener)
-        await report_unreadable("evaluation.data", heldout, scorer, listener)
 
 
-async def report_unreadable(name: str, prompts: Sequence[Prompt], scorer: MathScorer, listener: Listener) -> None:
-    """Say which references the math reward cannot parse: only their own text is right then."""
-    await _report_references(name, [(prompt.row, prompt.answer) for prompt in prompts], scorer, listener)
+async def examine_rows(name: str, prompts: Sequence[Prompt], scorer: Scorer, listener: Listener) -> None:
+    """Say which rows a reward is in doubt about, such as a reference that cannot be parsed.
 
-
-async def _report_references(
-    name: str, answers: Sequence[tuple[int, str | None]], scorer: MathScorer, listener: Listener
-) -> None:
-    bad = await scorer.unreadable([answer or "" for _, answer in answers])
-    if bad:
-        row, first = answers[bad[0]]
-        listener.warning(
-            f"{name}: {len(bad)} of {len(answers)} answers cannot be read as mathematics, such as {first!r} "
-            f"(row {row + 1}); only a response with the same text is right there"
-        )
+    Raises:
+        DataError: rows cannot be scored, whatever the response.
+    """
+    doubts = await scorer.examine(prompts)
+    for unusable in (True, False):
+        found = [doubt for doubt in doubts if doubt.unusable is unusable]
+        if not found:
+            continue
+        said = [f"row {prompts[doubt.position].row + 1}: {doubt.text}" for doubt in found[:_SHOWN_DOUBTS]]
+        kind = "cannot be scored" if unusable else "are in doubt"
+        text = f"{name}: {len(found)} of {len(prompts)} rows {kind}, such as " + "; ".join(said)
+        if unusable:
+            raise DataError(text)
+        listener.warning(text)
 
 
 def check_vocabulary(model: Any, tokenizer: Any, stop_ids: Sequence[int], listener: Listener) -> None:

@@ -12,7 +12,7 @@ from dapo.config.layers import layered_config, merged
 from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
 from dapo.inference import FoundModel, find_model, inference_config
-from dapo.reward.extract import final_answer
+from dapo.reward.math.extract import final_answer
 
 
 def a_model(folder: Path) -> Path:

@@ -10,8 +10,9 @@ import pytest
 from dapo.config import MathReward
 from dapo.errors import RewardError
 from dapo.records import Prompt
-from dapo.reward.build import CallableScorer, make_scorer, needs_answer
+from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.function import load_function
+from dapo.reward.function_scorers import CallableScorer
 
 PROMPT = Prompt(3, "2+2=", (1,), "4", {"level": 2})
 
@@ -88,7 +89,7 @@ def test_a_hanging_function_does_not_keep_the_program_alive():
     code = """
 import asyncio, time
 from dapo.records import Prompt
-from dapo.reward.build import CallableScorer
+from dapo.reward.function_scorers import CallableScorer
 scorer = CallableScorer(lambda response: time.sleep(60), 0.1)
 print(asyncio.run(scorer.score(Prompt(0, "", ()), "")).error)
 """
@@ -155,7 +156,7 @@ def test_who_needs_an_answer():
 def test_reward_modules_load_no_tensor_library():
     code = """
 import sys
-import dapo.reward.build, dapo.reward.worker, dapo.reward.math, dapo.reward.function
+import dapo.reward.build, dapo.reward.worker, dapo.reward.math.score, dapo.reward.function
 assert not {"torch", "transformers"} & set(sys.modules)
 import dapo.data.source
 assert not {"torch", "transformers"} & set(sys.modules)

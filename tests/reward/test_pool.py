@@ -242,7 +242,8 @@ def test_references_that_cannot_be_read_are_reported():  # failures.md 43
     async def run():
         scorer = make_scorer(MathReward(workers=1))
         try:
-            found = await scorer.unreadable(["4", r"\frac{1}{", "Tuesday", r"\frac{1}{", "(1, 2)"])
+            rows = [prompt(gold) for gold in ("4", r"\frac{1}{", "Tuesday", r"\frac{1}{", "(1, 2)")]
+            found = [doubt.position for doubt in await scorer.examine(rows)]
             wrong = await scorer.score(prompt("Tuesday"), r"\boxed{Friday}")
             same = await scorer.score(prompt(r"\frac{1}{"), r"\boxed{1}")
             return found, wrong, same
@@ -257,7 +258,7 @@ def test_references_that_cannot_be_read_are_reported():  # failures.md 43
 def test_exact_needs_no_workers():
     right, wrong = score_all(ExactReward(kind="exact", after="="), ["7*3=4", "7*3"])
     assert (right.correct, wrong.correct, wrong.parts) == (True, False, {"answer_found": 0.0})
-    with pytest.raises(RewardError, match="row 0 has no reference answer"):
+    with pytest.raises(RewardError, match="row 1 has no reference answer"):
         score_all(ExactReward(kind="exact"), ["4"], Prompt(0, "p", (1,)))
 
 

@@ -8,26 +8,42 @@ Names of sizes say what they count: prompts, samples, groups or tokens.
 from dapo.config.checks import warnings_for
 from dapo.config.messages import all_keys
 from dapo.config.reading import build_config, load_config, nested
+from dapo.config.reward import (
+    CodeReward,
+    ComposeReward,
+    ExactReward,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    KServeReward,
+    MathReward,
+    ModelReward,
+    RewardConfig,
+    ServerReward,
+)
 from dapo.config.section import _section_types
 from dapo.config.sections import (
     DataConfig,
     EvaluationConfig,
-    ExactReward,
-    FunctionReward,
-    MathReward,
-    RewardConfig,
     TrainingConfig,
 )
 from dapo.config.tree import Config
 
 __all__ = [
+    "CodeReward",
+    "ComposeReward",
     "Config",
     "DataConfig",
     "EvaluationConfig",
     "ExactReward",
     "FunctionReward",
+    "HttpReward",
+    "JudgeReward",
+    "KServeReward",
     "MathReward",
+    "ModelReward",
     "RewardConfig",
+    "ServerReward",
     "TrainingConfig",
     "_section_types",
     "all_keys",

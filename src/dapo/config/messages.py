@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
+from dapo.config.reward import REWARD_KINDS
 from dapo.config.section import _section_types
-from dapo.config.sections import ExactReward, FunctionReward, MathReward
 from dapo.config.tree import Config
 
 
 def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     """One pydantic error as lines for a person."""
-    path = [str(p) for p in item["loc"]]
-    kind = path.pop(1) if path[:1] == ["reward"] and len(path) > 1 and path[1] in _UNION_TAGS else None
+    path, kind = _without_tags([str(p) for p in item["loc"]])
     key = ".".join(path)
     if item["type"] == "value_error" and not path:
         for line in str(item["ctx"]["error"]).splitlines():
@@ -32,13 +31,26 @@ def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     elif item["type"] == "missing":
         yield f"{place}: {key}: required but not given"
     elif item["type"] == "union_tag_invalid":
-        kinds, place = ", ".join(sorted(_UNION_TAGS)), _place(f"{key}.kind", source, where)
+        kinds, place = ", ".join(sorted(REWARD_KINDS)), _place(f"{key}.kind", source, where)
         yield f"{place}: {key}.kind: {_shown(item['input'].get('kind'))} is not one of {kinds}"
     elif item["type"] in ("model_type", "dict_type", "model_attributes_type"):
         yield f"{place}: {key}: is a section with keys of its own, got {_shown(item['input'])}"
     else:
         hint = "; put text that YAML reads as something else in quotes" if item["type"] == "string_type" else ""
         yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}, got {_shown(item['input'])}{hint}"
+
+
+def _without_tags(path: list[str]) -> tuple[list[str], str | None]:
+    """pydantic names the kind of a reward after the key that holds it: take it out of the path, and tell the last."""
+    keys: list[str] = []
+    kind = None
+    for name in path:
+        if keys and keys[-1] == "reward" and name in REWARD_KINDS:
+            kind = name
+            keys.append("")  # so that a key below that is named like a kind is not taken for one
+        else:
+            keys.append(name)
+    return [key for key in keys if key], kind
 
 
 def _shown(value: Any) -> str:
@@ -50,8 +62,7 @@ def _shown(value: Any) -> str:
 
 
 def _kinds_with(key: str) -> list[str]:
-    kinds: list[type[BaseModel]] = [MathReward, ExactReward, FunctionReward]
-    return [str(get_args(k.model_fields["kind"].annotation)[0]) for k in kinds if key in k.model_fields]
+    return [kind for kind, section in REWARD_KINDS.items() if key in section.model_fields]
 
 
 def _place(key: str, source: str, where: Mapping[str, str]) -> str:
@@ -91,6 +102,3 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
         yield prefix + name
         for kind in _section_types(info.annotation):
             yield from _keys(kind, f"{prefix}{name}.")
-
-
-_UNION_TAGS = {"math", "exact", "function"}

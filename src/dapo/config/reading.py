@@ -12,7 +12,8 @@ import yaml
 from pydantic import ValidationError
 
 from dapo.config.messages import _explain
-from dapo.config.sections import DataItem, FunctionReward
+from dapo.config.reward import ComposeReward
+from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
 
@@ -91,10 +92,23 @@ def _beside(config: Config, folder: Path) -> Config:
     def resolve_items(items: list[DataItem]) -> list[DataItem]:
         return [item.model_copy(update={"path": resolve(item.path)}) for item in items]
 
-    reward: Any = config.reward
-    if isinstance(reward, FunctionReward) and ".py:" in reward.function:
-        file, _, function = reward.function.rpartition(":")
-        reward = reward.model_copy(update={"function": f"{resolve(file)}:{function}"})
+    def resolve_reward(reward: Any) -> Any:
+        if isinstance(reward, ComposeReward):
+            parts = {
+                name: part.model_copy(update={"reward": resolve_reward(part.reward)})
+                for name, part in reward.parts.items()
+            }
+            return reward.model_copy(update={"parts": parts})
+        named = {key: getattr(reward, key) for key in reward.FILES}
+        return reward.model_copy(update={key: in_file(value) for key, value in named.items() if value is not None})
+
+    def in_file(value: str) -> str:
+        """A file, or something that is called by its name in a file: ``file.py:name``."""
+        if ".py:" not in value:
+            return value if _MODULE.fullmatch(value) else resolve(value)
+        file, _, name = value.rpartition(":")
+        return f"{resolve(file)}:{name}"
+
     return config.model_copy(
         update={
             "data": config.data.model_copy(
@@ -104,7 +118,7 @@ def _beside(config: Config, folder: Path) -> Config:
                 }
             ),
             "evaluation": config.evaluation.model_copy(update={"data": resolve_items(config.evaluation.data)}),
-            "reward": reward,
+            "reward": resolve_reward(config.reward),
         }
     )
 
@@ -227,4 +241,6 @@ def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
     tree[last] = value
 
 
+_MODULE = re.compile(r"[\w.]+:\w+")
+"""A function in a module: not a file."""
 _DEEPEST = 50

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Name of a file or folder, or of something on the hub. A leading ``~`` is the home folder."""
 
 
 class Section(BaseModel):
@@ -26,8 +30,8 @@ class Section(BaseModel):
 
 
 def _section_types(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that an annotation stands for; a list of mappings is a value like any other."""
-    if get_origin(annotation) is list:
+    """The sections that an annotation stands for; a list or mapping of sections is a value like any other."""
+    if get_origin(annotation) in (list, dict):
         return []
     if get_origin(annotation) is Annotated:
         return _section_types(get_args(annotation)[0])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     SerializerFunctionWrapHandler,
@@ -17,10 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from dapo.config.section import Section
-
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-"""Name of a file or folder, or of something on the hub. A leading ``~`` is the home folder."""
+from dapo.config.section import PathText, Section
 
 
 class DataItem(Section):
@@ -158,75 +151,6 @@ class RolloutConfig(Section):
         if value != 0:
             raise ValueError("truncated sampling is refused for rollouts (it changes the distribution): use 0")
         return value
-
-
-class RewardBase(Section):
-    workers: int = Field(2, ge=1)
-    """Processes that score responses."""
-    timeout_s: float = Field(10.0, gt=0)
-    """Longest time for one score. Then its worker is killed."""
-    on_error: Literal["drop", "value"] = "drop"
-    """What becomes of a sample whose score failed: left out of its group, or given `error_value`."""
-    error_value: float = -1.0
-    """Reward of a failed score when `on_error` is `value`."""
-    max_error_rate: float = Field(0.2, ge=0, le=1)
-    """Share of failed scores in one step above which the run stops."""
-
-
-class MathReward(RewardBase):
-    kind: Literal["math"] = "math"
-    """+1 if the final answer is mathematically equal to the reference, -1 otherwise (Eq. 7)."""
-    extract: list[Literal["boxed", "answer_line"]] = Field(["boxed", "answer_line"], min_length=1)
-    """Rules that find the final answer, in order: the last complete \\boxed{}, the last "Answer:" line."""
-    memory_mb: int = Field(1024, ge=128)
-    """Memory in MiB that one scoring process may take beyond what it holds after its start."""
-
-
-class ExactReward(RewardBase):
-    kind: Literal["exact"]
-    """+1 if the answer text equals the reference after trimming white space, -1 otherwise."""
-    after: str | None = None
-    """The answer is what follows the last occurrence of this text; without it, the whole response."""
-
-
-class FunctionReward(RewardBase):
-    kind: Literal["function"]
-    """The user's own function."""
-    function: PathText
-    """`package.module:name`, or `file.py:name` with the file beside the recipe (or in the working folder)."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments for the function."""
-
-    @field_validator("args")
-    @classmethod
-    def _args_can_be_written_down(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in _not_json(value):
-            raise ValueError(problem)
-        return value
-
-
-def _not_json(value: Any, key: str = "") -> Iterator[str]:
-    """What in ``value`` a run folder cannot hold: all but text, numbers, true, false, null, lists and mappings."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                yield f"{key}: the key {name!r} must be text; put it in quotes"
-            yield from _not_json(item, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _not_json(item, f"{key}[{place}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{key}: must be a finite number"
-    elif isinstance(value, str) and not value.isprintable():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            yield f"{key}: holds half of a letter, which cannot be written as UTF-8"
-    elif not isinstance(value, str | int | float | None):
-        yield f"{key}: holds a {type(value).__name__}, where text, a number, a list or a mapping can stand"
-
-
-RewardConfig = Annotated[MathReward | ExactReward | FunctionReward, Field(discriminator="kind")]
 
 
 class FilterGroupsConfig(Section):

@@ -7,14 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dapo.config.checks import _conflicts
+from dapo.config.reward import MathReward, RewardConfig
 from dapo.config.section import Section
 from dapo.config.sections import (
     AlgorithmConfig,
     DataConfig,
     EvaluationConfig,
-    MathReward,
     ModelConfig,
-    RewardConfig,
     RolloutConfig,
     RunConfig,
     RuntimeConfig,

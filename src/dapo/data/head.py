@@ -62,10 +62,8 @@ class Head:
         self._duplicates = self._conflicts = 0
         self.good: list[tuple[int, int]] = []
         """Stream and number of each row that can be used."""
-        self.answers: list[tuple[int, str | None]] = []
-        """The answers that their prompts have, each with the place of its row in all the data."""
         self.bad: set[tuple[int, int]] = set()
-        """The same of the bad ones."""
+        """Those that cannot."""
         rows = list(spread([stream.rows for stream in streams]))
         lengths: list[int] = []
         faults: list[str] = []
@@ -124,5 +122,4 @@ class Head:
             self._prompts[text] = row.answer
         if length <= limit:
             self.good.append((stream, number))
-            self.answers.append((self._starts[stream] + number, self._streams[stream].answer(number, row)))
         return length

@@ -123,8 +123,7 @@ class PromptSource:
         self.report: DataReport = checked.report
         self.prompts: Sequence[Prompt] = _Prompts(self, checked.good)
         """The usable ones among the rows that were checked. Made when they are asked for, and not kept."""
-        self.answers: Sequence[tuple[int, str | None]] = checked.answers
-        """Of the same prompts, with their rows."""
+        self._good = checked.good
 
     @property
     def rows(self) -> int:
@@ -157,6 +156,15 @@ class PromptSource:
             f"{names_of(stream.rows)}: none of the {len(stream.rows)} rows can be used: {self.too_long} times a prompt "
             f"was longer than data.max_prompt_length={self._data.max_prompt_length}, {self.bad} times a row was bad"
         )
+
+    def untokenized(self) -> list[Prompt]:
+        """The same prompts without token ids: what a reward gets to see of them."""
+        found = []
+        for stream, number in self._good:
+            source = self._streams[stream]
+            row = source.rows[number]
+            found.append(Prompt(self._starts[stream] + number, row.text, (), source.answer(number, row), row.meta))
+        return found
 
     def make(self, stream: int, number: int) -> Prompt:
         """The prompt of a row, however long it is.

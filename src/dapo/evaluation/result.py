@@ -11,7 +11,7 @@ import numpy as np
 
 from dapo.evaluation.statistics import Estimate, Votes, budgets, count_votes, estimate_means, majority_at, pass_at
 from dapo.records import Group, Reward, Sample
-from dapo.reward.notation import canonical
+from dapo.reward.math.notation import canonical
 
 _LONGEST_ANSWER = 4000
 """Characters of an answer that are looked into for its class; longer ones are compared as they are."""

@@ -23,10 +23,10 @@ from dapo.errors import DataError
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
 from dapo.inference import Prompting, label_of, load_engine, load_prompting, settings_lines
-from dapo.inputs import report_unreadable
+from dapo.inputs import examine_rows
 from dapo.progress import Listener
 from dapo.records import Prompt
-from dapo.reward.build import MathScorer, make_scorer, needs_answer
+from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 from dapo.run_folder import describe_environment, redact
@@ -93,9 +93,8 @@ def evaluate_files(
     async def run() -> tuple[list[FileResult], Report]:
         results = []
         async with _running(prompting, engine) as scorer:
-            if isinstance(scorer, MathScorer):
-                for file, found in prompts.items():
-                    await report_unreadable(file, found, scorer, listener)
+            for file, found in prompts.items():
+                await examine_rows(file, found, scorer, listener)
             for (file, found), name in zip(prompts.items(), short_names(list(prompts)), strict=True):
                 listener.phase(f"evaluating on {name}: {len(found)} rows")
                 started = time.perf_counter()

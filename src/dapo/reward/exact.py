@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dapo.records import Reward
+from collections.abc import Sequence
+
+from dapo.config import ExactReward
+from dapo.records import Prompt, Reward
+from dapo.reward.contract import Doubt, reference
 from dapo.reward.convert import verdict
 
 
@@ -22,3 +26,24 @@ def score_exact(response: str, answer: str, after: str | None) -> Reward:
         extracted = tail.strip() if marker else None
     correct = extracted is not None and extracted == answer.strip()
     return verdict(correct, extracted, answer_found=float(bool(extracted)))
+
+
+class ExactScorer:
+    """Equality of text, in place."""
+
+    def __init__(self, config: ExactReward) -> None:
+        self._after = config.after
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """Any row will do."""
+        return ()
+
+    async def score(self, prompt: Prompt, response: str) -> Reward:
+        """See :class:`Scorer`."""
+        return score_exact(response, reference(prompt), self._after)
+
+    async def close(self) -> None:
+        """Nothing to stop."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapo.reward.exact import score_exact
-from dapo.reward.extract import final_answer
+from dapo.reward.math.extract import final_answer
 
 CASES = [
     (r"So \boxed{4}. No: \boxed{9}.", "9"),  # failures.md 51: the last one

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dapo.reward.notation import canonical, is_marked_choice, is_text, plain_text, split_unit
-from dapo.reward.symbolic import approximately, constant_ratio, parsed, same_expression
+from dapo.reward.math.notation import canonical, is_marked_choice, is_text, plain_text, split_unit
+from dapo.reward.math.symbolic import approximately, constant_ratio, parsed, same_expression
 
 _BRACKET = re.compile(r"\\[{}]|[()\[\]{}]")
 _SEPARATORS = r"[,;]|\\cup(?![A-Za-z])"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.reward.math import score_math
+from dapo.reward.math.score import score_math
 
 CASES = Path(__file__).parents[3] / "shared" / "cases" / "math_reward_cases.jsonl"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dapo.reward.equivalence import equivalent, readable
-from dapo.reward.math import _bounded, score_math
+from dapo.reward.math.equivalence import equivalent, readable
+from dapo.reward.math.score import _bounded, score_math
 
 SAME = [
     # numbers

@@ -1,8 +1,7 @@
 """The math reward: +1 if the final answer is mathematically equal to the reference, -1 otherwise (Eq. 7).
 
 Runs in worker processes, which bound its time and memory; inside the worker a limit on processor time makes answers
-that are too expensive to compare wrong instead of failed. (The name shadows nothing: it is only ever imported as
-``dapo.reward.math``.)
+that are too expensive to compare wrong instead of failed.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 
 from dapo.records import Reward
 from dapo.reward.convert import reward_to_json, verdict
-from dapo.reward.equivalence import equivalent, readable
-from dapo.reward.extract import Rule, final_answer
+from dapo.reward.math.equivalence import equivalent, readable
+from dapo.reward.math.extract import Rule, final_answer
 
 _CPU_LIMIT_S = 1.0
 """Processor time for one comparison, in seconds. Not wall time: a busy machine must not change a verdict."""
