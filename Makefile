@@ -56,5 +56,5 @@ format: $(STAMP)  ## format the code and mend what the linter can mend
 	@$(PY) -m ruff format .
 
 clean:  ## remove .venv and caches; runs/ stays
-	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -313,7 +313,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> Non
         "seed=0x" + "f" * 5000,
         "model.path=5",
         "reward=exact",
-        "reward.kind=code",
+        "reward.kind=codes",
         "reward.extract=[]",
         "reward.error_value=.nan",
     ],
@@ -441,8 +441,8 @@ def test_every_key_is_documented() -> None:
     assert undocumented == []
 
 
-def test_there_are_fewer_than_120_keys() -> None:
-    assert 60 < len(all_keys()) < 120
+def test_there_are_fewer_than_180_keys() -> None:
+    assert 60 < len(all_keys()) < 180
 
 
 def test_a_dumped_config_reads_back_equal(load: Load, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is in the wheel: the package, its type marker and the recipes, found there by an installed program."""
+"""What is in the wheel: the package, its type marker, its rubric and the recipes, found there by an installed program."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_holds_the_package_its_types_and_every_recipe(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_its_types_its_rubric_and_every_recipe(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = [path.name for path in (ROOT / "recipes").glob("*.yaml")]
     assert "cpu-demo.yaml" in recipes
     assert {f"dapo/shipped_recipes/{name}" for name in recipes} | {"dapo/py.typed"} <= names
+    assert "dapo/reward/judge/rubric.jinja" in names
     sources = {f"dapo/{path.relative_to(ROOT / 'src' / 'dapo')}" for path in (ROOT / "src" / "dapo").rglob("*.py")}
     assert sources == {name for name in names if name.endswith(".py")}
     assert not [name for name in names if name.startswith(("tests", "src"))]

@@ -12,6 +12,7 @@ from dapo.errors import DataError, ModelError
 from dapo.observe.metrics import read_metrics
 from dapo.progress import Listener, make_listener
 from dapo.resume import check_resumable
+from dapo.reward.registry import named
 from dapo.run_folder import RunFolder
 
 SIZES: Mapping[str, Any] = {
@@ -49,7 +50,7 @@ class Result:
 def train(
     model: Any,
     prompts: Sequence[Mapping[str, Any]] | str | Path | Sequence[str | Path],
-    reward: Callable[..., Any] | None = None,
+    reward: Callable[..., Any] | str | None = None,
     settings: Mapping[str, Any] | None = None,
     *,
     tokenizer: Any = None,
@@ -65,7 +66,8 @@ def train(
         prompts: rows such as ``{"prompt": "2+2=", "answer": "4"}`` (further keys reach the reward function), or JSONL
             files of them.
         reward: ``def f(prompt, response, answer, **meta)`` returning bool (correct or not), float, dict or
-            :class:`~dapo.records.Reward`; None: as ``settings`` say, by default mathematical equality with ``answer``.
+            :class:`~dapo.records.Reward`, or the name under which one was declared (``dapo.reward_function``), which
+            may take batches; None: as ``settings`` say, by default mathematical equality with ``answer``.
             A function that returns only a float has no notion of right and wrong: set
             ``algorithm.filter_groups.metric`` to ``score``, so that groups are kept by the spread of the reward.
         settings: dotted keys of the config, such as ``{"training.steps": 50}``, or nested; see :data:`SIZES` for what
@@ -103,7 +105,7 @@ def train(
         tokenizer=tokenizer,
         rows=rows,
         heldout=heldout_rows,
-        reward=reward,
+        reward=named(reward) if isinstance(reward, str) else reward,
         resume=RunFolder(Path(resume)) if resume is not None else None,
     )
     listener = listener or make_listener()

@@ -55,6 +55,7 @@ from dapo.process import Clock, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
+from dapo.reward.monitor import Monitor
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
@@ -113,11 +114,16 @@ class Experiment:
             threads=torch.get_num_threads(),
         )
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
+        check = make_scorer(config.monitor.check) if config.monitor.check else None
+        self.monitor = Monitor(config.monitor, check, config.seed)
+        self._scorers = [self.scorer, check] if check else [self.scorer]
         self.preparer = Preparer(config, self.trainer.policy)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
         self._resources = contextlib.AsyncExitStack()
-        self._resources.push_async_callback(self.scorer.close)
+        for scorer in self._scorers:
+            self._resources.push_async_callback(scorer.close)
+        self._resources.push_async_callback(self.monitor.close)
         self._resources.push_async_callback(self.engine.close)
         self.best = Best(config.evaluation)
         self.steps_done = 0
@@ -137,6 +143,7 @@ class Experiment:
                 fill = await self.buffer.fill(step)
                 clock.lap("rollout")
                 self._step = StepUnderWay(fill, clock.laps)
+            self.monitor.begin(self._step.fill.sampled)
             if self._step.batch is None:
                 groups, version = self._step.fill.groups, self.trainer.version
                 self._step.batch = await in_thread(self.preparer.batch, groups, version)
@@ -157,7 +164,8 @@ class Experiment:
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
-        await self.scorer.start()
+        for scorer in self._scorers:
+            await scorer.start()
         await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener)
         await self._open_folder()
         self.seconds.lap("start")
@@ -258,6 +266,7 @@ class Experiment:
             "step": vars(self._step) if self._step else None,
             "buffer": self.buffer.state(),
             "prepare": self.preparer.state(),
+            "monitor": self.monitor.state(),
             "best": self.best.state(),
             "scores": self._scores,
             "seconds": self.seconds.laps,
@@ -272,6 +281,7 @@ class Experiment:
         self._step = StepUnderWay(**state["step"]) if state["step"] else None
         self.buffer.load_state(state["buffer"])
         self.preparer.load_state(state["prepare"])
+        self.monitor.load_state(state["monitor"])
         self.best.load_state(state["best"])
         self._scores = state["scores"]
         for phase, seconds in state["seconds"].items():
@@ -344,7 +354,9 @@ class Experiment:
         }
         if self.config.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
-        for warning in step_warnings(work.fill, work.reports, mismatch, self.config):
+        audit, alarms = await self.monitor.finish()
+        metrics |= audit
+        for warning in [*step_warnings(work.fill, work.reports, mismatch, self.config), *alarms]:
             self.listener.warning(f"step {step}: {warning}")
         if self.config.run.save_samples:
             kept = [(group, "kept") for group in batch.groups]
@@ -371,7 +383,7 @@ class Experiment:
         return summary
 
 
-_STATE = ("steps_done", "step", "buffer", "prepare", "best", "scores", "seconds")
+_STATE = ("steps_done", "step", "buffer", "prepare", "monitor", "best", "scores", "seconds")
 
 
 @dataclass(slots=False)

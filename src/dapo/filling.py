@@ -83,6 +83,12 @@ class Fill:
     rejected: tuple[tuple[Group, str], ...]
     stats: FillStats
 
+    @property
+    def sampled(self) -> list[Group]:
+        """The finished groups of this step's own draws, kept or not. Carried ones were counted when they came."""
+        finished = [*self.groups, *(group for group, _ in self.rejected)]
+        return [group for group in finished if group.draw >= self.first_draw]
+
 
 @dataclass(slots=True)
 class KeepRate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,30 @@ from dapo.run_folder import BLANK, RunFolder, redact
 MAY_CHANGE = (
     *("training.steps", "training.max_skipped_updates", "training.mismatch_alarm"),
     *("evaluation.every", "evaluation.patience", "evaluation.min_improvement"),
-    *("reward.workers", "reward.max_error_rate"),
+    *("reward.workers", "reward.max_error_rate", "reward.batch_size", "reward.concurrency", "reward.retries"),
+    *("reward.give_up_after_s", "reward.hedge_after_s", "reward.url", "reward.token_env", "reward.api_key_env"),
+    "reward.cache",
+    "monitor",
     "run",
 )
-"""Keys, and sections with all of their keys, that do not change what is learned."""
+"""Keys, and sections with all of their keys, that do not change what is learned. Those of ``reward`` hold for the
+rewards that one is put together from, too."""
 
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
     *("runtime.threads", "rollout.max_concurrent_samples", "training.tokens_per_micro_batch"),
-    *("reward.timeout_s", "reward.memory_mb"),
+    *("reward.timeout_s", "reward.memory_mb", "reward.test_timeout_s"),
 )
 """Keys that change the order of additions, and so the last bits, or which scores fail."""
 
-BY_CONTENT = ("model.path", "model.tokenizer", "data.train", "evaluation.data", "reward.function", "data.chat_template")
+BY_CONTENT = (
+    "model.path",
+    "model.tokenizer",
+    "data.train",
+    "evaluation.data",
+    "reward.function",
+    "reward.rubric",
+    "data.chat_template",
+)
 """Names of files and folders: they may lie elsewhere now, as long as what is in them is the same."""
 
 
@@ -73,7 +86,7 @@ def _refused(stored: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
     deterministic = bool(new["runtime"]["deterministic"])
     allowed = (*MAY_CHANGE, *BY_CONTENT, *(() if deterministic else MAY_CHANGE_UNLESS_DETERMINISTIC))
     for line in differences(stored, new):
-        key = line.partition(":")[0]
+        key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", line.partition(":")[0])
         if not any(key == name or key.startswith(f"{name}.") for name in allowed):
             yield line
 

@@ -8,7 +8,7 @@ import torch
 
 from dapo.errors import RewardError
 from dapo.records import Reward
-from dapo.reward.convert import reward_from_json, reward_to_json, to_reward
+from dapo.reward.convert import reward_from_json, reward_to_json, to_reward, to_rewards
 
 GOOD = [
     (0.0, Reward(None, 0.0)),
@@ -57,6 +57,39 @@ def test_refused_with_name_expected_and_got(result, message):
     with pytest.raises(RewardError, match=message) as caught:
         to_reward(result, "mine.py:f")
     assert "reward function mine.py:f: " in str(caught.value)
+
+
+LISTS = [
+    [0.0, True, {"value": 2}],
+    (0, np.bool_(True), np.float32(2)),
+    [torch.tensor(0.0), True, Reward(None, 2.0)],
+]
+
+
+@pytest.mark.parametrize("results", LISTS, ids=[repr(results)[:40] for results in LISTS])
+def test_each_value_of_a_batch_is_taken_as_one_alone(results):
+    assert to_rewards(results, "f", 3) == [Reward(None, 0.0), Reward(True, 1.0), Reward(None, 2.0)]
+
+
+def test_arrays_and_tensors_with_one_dimension_are_lists():
+    for results in (np.array([0.5, 2.0]), torch.tensor([0.5, 2.0], dtype=torch.bfloat16, requires_grad=True)):
+        assert to_rewards(results, "f", 2) == [Reward(None, 0.5), Reward(None, 2.0)]
+    assert to_rewards(torch.tensor([True, False]), "f", 2) == [Reward(True, 1.0), Reward(False, -1.0)]
+
+
+SHAPES = [
+    (np.ones((3, 1)), "expected a list of 3 values, one for each response, got ndarray"),
+    (torch.ones(1), "got Tensor .* of length 1"),
+    (torch.tensor(1.0), r"got Tensor tensor\(1\.\)"),
+    (np.array([1.0, np.nan, 2.0]), "f, value 2 of 3: expected a finite number, got float nan"),
+    ((x for x in (1.0, 2.0, 3.0)), "got generator"),
+]
+
+
+@pytest.mark.parametrize("results, message", SHAPES, ids=[message for _, message in SHAPES])
+def test_batches_of_another_shape_are_refused(results, message):
+    with pytest.raises(RewardError, match=message):
+        to_rewards(results, "f", 3)
 
 
 def test_json_round_trip():

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import dapo
-from dapo.cli import config, data, demo, evaluate, generate, inspect, train
+from dapo.cli import config, data, demo, evaluate, generate, inspect, reward, reward_server, train
 from dapo.cli.errors import EXIT_CODES
 from dapo.terminal import escape_what_cannot_be_written
 
@@ -48,3 +48,5 @@ def _root(
 for _command in (train.train, evaluate.evaluate, generate.generate, inspect.inspect, config.config, demo.demo):
     app.command(epilog=EXIT_CODES)(_command)
 app.add_typer(data.app, name="data")
+app.add_typer(reward.app, name="reward")
+app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)

@@ -7,7 +7,7 @@ Names of sizes say what they count: prompts, samples, groups or tokens.
 
 from dapo.config.checks import warnings_for
 from dapo.config.messages import all_keys
-from dapo.config.reading import build_config, load_config, nested
+from dapo.config.reading import build_config, load_config, load_reward, nested
 from dapo.config.reward import (
     CodeReward,
     ComposeReward,
@@ -18,6 +18,7 @@ from dapo.config.reward import (
     KServeReward,
     MathReward,
     ModelReward,
+    MonitorConfig,
     RewardConfig,
     ServerReward,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "KServeReward",
     "MathReward",
     "ModelReward",
+    "MonitorConfig",
     "RewardConfig",
     "ServerReward",
     "TrainingConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "all_keys",
     "build_config",
     "load_config",
+    "load_reward",
     "nested",
     "warnings_for",
 ]

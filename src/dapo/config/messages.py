@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
 from dapo.config.reward import REWARD_KINDS
-from dapo.config.section import _section_types
+from dapo.config.section import Problems, _section_types
 from dapo.config.tree import Config
 
 
@@ -17,22 +17,26 @@ def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     """One pydantic error as lines for a person."""
     path, kind = _without_tags([str(p) for p in item["loc"]])
     key = ".".join(path)
-    if item["type"] == "value_error" and not path:
-        for line in str(item["ctx"]["error"]).splitlines():
-            found = line.partition(":")[0]
-            yield f"{_place(found, source, where)}: {line}"
+    if item["type"] == "value_error" and isinstance(item["ctx"]["error"], Problems):
+        for line in item["ctx"]["error"].lines:
+            whole = ".".join([*path, line])
+            yield f"{_place(whole.partition(':')[0], source, where)}: {whole}"
         return
     place = _place(key, source, where)
     if item["type"] == "extra_forbidden":
-        if kind and key in all_keys():
-            yield f"{place}: {key}: not a key of reward.kind={kind}; it belongs to {', '.join(_kinds_with(path[-1]))}"
+        if kind and _kinds_with(path[-1]):
+            of = f"{'.'.join(path[:-1])}.kind={kind}"
+            yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
         else:
-            yield f"{place}: {key}: unknown key; {nearest_key(key)}"
+            advice = _nearest_in(list(REWARD_KINDS[kind].model_fields), path) if kind else nearest_key(key)
+            yield f"{place}: {key}: unknown key; {advice}"
     elif item["type"] == "missing":
         yield f"{place}: {key}: required but not given"
     elif item["type"] == "union_tag_invalid":
-        kinds, place = ", ".join(sorted(REWARD_KINDS)), _place(f"{key}.kind", source, where)
-        yield f"{place}: {key}.kind: {_shown(item['input'].get('kind'))} is not one of {kinds}"
+        place = _place(f"{key}.kind", source, where)
+        yield f"{place}: {key}.kind: {_shown(item['input'].get('kind'))} is not one of {_kinds_at(path)}"
+    elif item["type"] == "union_tag_not_found":
+        yield f"{place}: {key}.kind: required but not given; one of {_kinds_at(path)}"
     elif item["type"] in ("model_type", "dict_type", "model_attributes_type"):
         yield f"{place}: {key}: is a section with keys of its own, got {_shown(item['input'])}"
     else:
@@ -41,16 +45,27 @@ def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
 
 
 def _without_tags(path: list[str]) -> tuple[list[str], str | None]:
-    """pydantic names the kind of a reward after the key that holds it: take it out of the path, and tell the last."""
+    """The keys of a path into which pydantic put the kind of each reward after the key that holds it (and a mark before
+    a bad key), and the kind of the reward that the last key stands in."""
     keys: list[str] = []
+    kinds: list[str | None] = []  # of the section that each key stands in
     kind = None
     for name in path:
-        if keys and keys[-1] == "reward" and name in REWARD_KINDS:
+        if name == "[key]":
+            continue
+        if keys and keys[-1] in ("reward", "check") and name in REWARD_KINDS and kind is None:
             kind = name
-            keys.append("")  # so that a key below that is named like a kind is not taken for one
         else:
             keys.append(name)
-    return [key for key in keys if key], kind
+            kinds.append(kind)
+            kind = None
+    return keys, kinds[-1] if kinds else None
+
+
+def _kinds_at(path: Sequence[str]) -> str:
+    """The kinds that a reward may have here: a part is not put together from others."""
+    inside = len(path) > 1 and "parts" in path
+    return ", ".join(sorted(kind for kind in REWARD_KINDS if not (inside and kind == "compose")))
 
 
 def _shown(value: Any) -> str:
@@ -77,6 +92,8 @@ def nearest_key(key: str) -> str:
     """What to say of an unknown key: the same name elsewhere, else the most similar (in its section if possible)."""
     known = all_keys()
     *parents, last = key.split(".")
+    if any(name not in known for name in (".".join(parents[: k + 1]) for k in range(len(parents)))):
+        return _nearest_in(_fields_at(parents), key.split("."))  # below a name that the user gave
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"
@@ -90,6 +107,27 @@ def nearest_key(key: str) -> str:
     if near:
         return f"did you mean {names[near[0]]}?"
     return f"valid here: {', '.join(k.rpartition('.')[2] for k in siblings)}"
+
+
+def _nearest_in(names: Sequence[str], path: Sequence[str]) -> str:
+    """What to say of the last key of ``path``, in whose section there are ``names``."""
+    near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.6)
+    return f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"valid here: {', '.join(names)}"
+
+
+def _fields_at(path: Sequence[str]) -> list[str]:
+    """The keys of the section (of any of its kinds) at ``path``, in which users' own names stand for mappings' keys."""
+    sections: list[type[BaseModel]] = [Config]
+    named = False
+    for name in path:
+        if named:  # a key of a mapping of sections: whatever it is
+            named = False
+            continue
+        found = [s.model_fields[name].annotation for s in sections if name in s.model_fields]
+        named = any(get_origin(annotation) is dict for annotation in found)
+        inner = [get_args(a)[1] if get_origin(a) is dict else a for a in found]
+        sections = [kind for annotation in inner for kind in _section_types(annotation)]
+    return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
 def all_keys() -> list[str]:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from dapo.config.messages import _explain
-from dapo.config.reward import ComposeReward
+from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
@@ -27,22 +27,43 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: with every problem found, each with file, line and key.
     """
     path = Path(recipe)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r}: cannot read the recipe: {error}") from None
-    tree, lines = _parse_yaml(text, str(path))
-    where = {key: f"{path}:{line}" for key, line in lines.items()}
-    _override(tree, overrides, where)
+    tree, where = _read_recipe(path, overrides)
     if tree.get("run") is None:
         tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("dir") is None:
         tree["run"]["dir"] = f"runs/{path.stem}"
     return _beside(build_config(tree, str(path), where), path.parent)
+
+
+def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:
+    """The reward alone: the section of a recipe, of which nothing else need be there, or a kind with its defaults.
+
+    Args:
+        recipe_or_kind: a recipe, or a kind such as ``math``; a file of that name goes first.
+        overrides: ``reward.key=value``.
+
+    Raises:
+        ConfigError: with every problem found, each with file, line and key.
+    """
+    path, name = Path(recipe_or_kind), str(recipe_or_kind)
+    for override in overrides:
+        if not override.strip().startswith("reward"):
+            raise ConfigError(f"override {override!r}: only keys of the reward can be changed here: reward.key=value")
+    if name in REWARD_KINDS and not os.path.isfile(path):  # noqa: PTH113
+        tree: dict[str, Any] = {"reward": {"kind": name}}
+        source, where = f"reward {name}", dict[str, str]()
+        _override(tree, overrides, where)
+    elif os.path.exists(path):  # noqa: PTH110
+        found, where = _read_recipe(path, overrides)
+        source = name
+        tree = {key: value for key, value in found.items() if key == "reward" or key not in Config.model_fields}
+    else:
+        kinds = ", ".join(sorted(REWARD_KINDS))
+        raise ConfigError(f"{name}: there is no such recipe, and no such kind of reward; the kinds are {kinds}")
+    reward: RewardConfig = _reward_beside(
+        build_config({"model": {"path": name}, **tree}, source, where).reward, path.parent
+    )
+    return reward
 
 
 def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
@@ -83,31 +104,28 @@ def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping
         raise ConfigError("\n".join(problems)) from None
 
 
+def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree of a recipe with ``overrides`` in it, not yet checked, and for dotted keys the place they come from."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r}: cannot read the recipe: {error}") from None
+    tree, lines = _parse_yaml(text, str(path))
+    where = {key: f"{path}:{line}" for key, line in lines.items()}
+    _override(tree, overrides, where)
+    return tree, where
+
+
 def _beside(config: Config, folder: Path) -> Config:
     def resolve(name: str) -> str:
-        candidate = folder / name
-        # os.path.exists and not Path.exists: the latter raises for a name that is too long
-        return str(candidate) if not Path(name).is_absolute() and os.path.exists(candidate) else name  # noqa: PTH110
+        return _file_beside(name, folder)
 
     def resolve_items(items: list[DataItem]) -> list[DataItem]:
         return [item.model_copy(update={"path": resolve(item.path)}) for item in items]
-
-    def resolve_reward(reward: Any) -> Any:
-        if isinstance(reward, ComposeReward):
-            parts = {
-                name: part.model_copy(update={"reward": resolve_reward(part.reward)})
-                for name, part in reward.parts.items()
-            }
-            return reward.model_copy(update={"parts": parts})
-        named = {key: getattr(reward, key) for key in reward.FILES}
-        return reward.model_copy(update={key: in_file(value) for key, value in named.items() if value is not None})
-
-    def in_file(value: str) -> str:
-        """A file, or something that is called by its name in a file: ``file.py:name``."""
-        if ".py:" not in value:
-            return value if _MODULE.fullmatch(value) else resolve(value)
-        file, _, name = value.rpartition(":")
-        return f"{resolve(file)}:{name}"
 
     return config.model_copy(
         update={
@@ -118,9 +136,37 @@ def _beside(config: Config, folder: Path) -> Config:
                 }
             ),
             "evaluation": config.evaluation.model_copy(update={"data": resolve_items(config.evaluation.data)}),
-            "reward": resolve_reward(config.reward),
+            "reward": _reward_beside(config.reward, folder),
+            "monitor": config.monitor.model_copy(
+                update={"check": config.monitor.check and _reward_beside(config.monitor.check, folder)}
+            ),
         }
     )
+
+
+def _reward_beside(reward: Any, folder: Path) -> Any:
+    if isinstance(reward, ComposeReward):
+        parts = {
+            name: part.model_copy(update={"reward": _reward_beside(part.reward, folder)})
+            for name, part in reward.parts.items()
+        }
+        return reward.model_copy(update={"parts": parts})
+
+    def resolve(value: str) -> str:
+        """A file, or something that is called by its name in a file: ``file.py:name``."""
+        if ".py:" not in value:
+            return value if _MODULE.fullmatch(value) else _file_beside(value, folder)
+        file, _, name = value.rpartition(":")
+        return f"{_file_beside(file, folder)}:{name}"
+
+    named = {key: getattr(reward, key) for key in reward.FILES}
+    return reward.model_copy(update={key: resolve(value) for key, value in named.items() if value is not None})
+
+
+def _file_beside(name: str, folder: Path) -> str:
+    candidate = folder / name
+    # os.path.exists and not Path.exists: the latter raises for a name that is too long
+    return str(candidate) if not Path(name).is_absolute() and os.path.exists(candidate) else name  # noqa: PTH110
 
 
 class _Loader(yaml.SafeLoader):

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from dapo.config.reward import RewardBase
 from dapo.config.section import _leaves, _section_types
 from dapo.config.tree import Config
 
@@ -90,6 +91,8 @@ def _type_in_words(annotation: Any, metadata: list[Any]) -> str:
     leaves = _leaves(annotation)
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, leaves))}" if len(leaves) > 1 else str(leaves[0])
+    if any(isinstance(leaf, type) and issubclass(leaf, RewardBase) for leaf in leaves):
+        return "like the section reward, or null"
     words = " or ".join(_leaf_in_words(leaf) for leaf in leaves if leaf is not NoneType)
     limits = [f"{said} {getattr(m, field)}" for m in metadata for kind, field, said in _BOUNDS if type(m) is kind]
     bounded = " ".join([words, " and ".join(limits)]).strip()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
+from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from dapo.config.section import PathText, Section
+from dapo.config.compose import compose_problems
+from dapo.config.section import PathText, Problems, Section
 
 
 class RewardBase(Section):
@@ -55,9 +59,13 @@ class FunctionReward(WorkerReward):
     kind: Literal["function"]
     """The user's own function."""
     function: PathText
-    """`package.module:name`, or `file.py:name` with the file beside the recipe (or in the working folder)."""
+    """`package.module:name`, or `file.py:name` with the file beside the recipe (or in the working folder); the name is
+    that of the function, or the one that `@dapo.reward_function(name=...)` gave it."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments for the function."""
+    batch_size: int | None = Field(None, ge=1)
+    """Most responses in one call, for a function that takes lists (`prompts`, `responses`, `answers`); null: as it is
+    declared, and one at a time if it is not. `timeout_s` is the limit of a call."""
 
     @field_validator("args")
     @classmethod
@@ -104,8 +112,9 @@ class ModelReward(RewardBase):
     """Folder in Hugging Face layout, or a name on the hub."""
     tokenizer: PathText | None = None
     """Folder or name of the tokenizer; by default the model's own."""
-    template: Literal["chat", "plain"] = "chat"
-    """How prompt and response become one text: by the tokenizer's chat template, or one after the other."""
+    template: Literal["chat", "plain", "pair"] = "chat"
+    """How prompt and response become one input: by the tokenizer's chat template (the prompt is one message of the
+    user), one text right after the other, or as a pair, which models like BERT are trained on."""
     max_length: int = Field(4096, ge=1)
     """Longest prompt and response together, in tokens; a longer one is a failed score."""
     tokens_per_batch: int = Field(16384, ge=1)
@@ -118,6 +127,19 @@ class ModelReward(RewardBase):
     """A response is correct if its score is above this; null: right and wrong are left open."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest time for one batch; then its scores have failed."""
+
+    @model_validator(mode="after")
+    def _longest_text_fits(self) -> ModelReward:
+        if self.max_length > self.tokens_per_batch:
+            raise Problems(
+                [
+                    f"tokens_per_batch: {self.tokens_per_batch} cannot hold one text of max_length={self.max_length}; "
+                    f"use {self.max_length} or more"
+                ]
+            )
+        return self
 
 
 class JudgeReward(RewardBase):
@@ -130,8 +152,9 @@ class JudgeReward(RewardBase):
     model: str
     """Name of the model there."""
     rubric: PathText | None = None
-    """File with the message to the judge (Jinja: prompt, response, answer and the row's other keys), beside the recipe;
-    null: a built-in one."""
+    """File with the message to the judge, beside the recipe: a Jinja template over `prompt`, `response`, `answer`,
+    `meta` (the row's other keys), `scale` and `fence` (a line that the response cannot hold, to put around it). It must
+    ask for a last line `Grade: N`. Null: a built-in one."""
     api_key_env: str | None = None
     """Environment variable that holds the key of the endpoint."""
     scale: tuple[float, float] = (0.0, 10.0)
@@ -142,14 +165,34 @@ class JudgeReward(RewardBase):
     """Sampling temperature of the judge."""
     max_tokens: int = Field(1024, ge=1)
     """Longest answer of the judge."""
-    retries: int = Field(4, ge=0)
-    """Times that a call is made again when it failed or its answer holds no grade."""
+    retries: int = Field(8, ge=0)
+    """Times that a call is made again when it failed, with pauses that grow from 1 s to 30 s; when its answer holds no
+    grade, at most twice and without a pause."""
     concurrency: int = Field(16, ge=1)
     """Calls at once."""
     cache: PathText | None = None
     """Folder of answers that are kept, so that the same question is asked once; null: none are kept."""
     timeout_s: float = Field(120.0, gt=0)
     """Longest time for one call."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        parts = _address(value, "http://127.0.0.1:8000/v1", "api_key_env")
+        if parts.query or parts.fragment:
+            raise ValueError("must hold no query; put a key into the environment and name it (api_key_env)")
+        return value
+
+    @model_validator(mode="after")
+    def _grades_are_on_the_scale(self) -> JudgeReward:
+        low, high = self.scale
+        if low >= high:
+            raise Problems([f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]"])
+        if self.correct_at is not None and not low <= self.correct_at <= high:
+            raise Problems(
+                [f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"]
+            )
+        return self
 
 
 class RemoteReward(RewardBase):
@@ -171,6 +214,12 @@ class RemoteReward(RewardBase):
     hedge_after_s: float | None = Field(None, gt=0)
     """Ask a second time in parallel when a request takes longer than this, and take the answer that is first."""
 
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        _address(value, "http://127.0.0.1:8000", "token_env")
+        return value
+
 
 class ServerReward(RemoteReward):
     kind: Literal["server"]
@@ -181,14 +230,34 @@ class HttpReward(RemoteReward):
     kind: Literal["http"]
     """A service of the user's own: a POST of JSON, and JSON that comes back."""
     request: dict[str, Any] = Field(default_factory=lambda: {"items": ["$item"]})
-    """The body. In a list, an element that holds `$item` stands for every response of the batch; `$prompt`,
-    `$response`, `$answer` and `$meta` (or `$meta.KEY`) are its fields, `$item` all of them."""
+    """The body. `$prompt`, `$response`, `$answer` and `$meta` (or `$meta.KEY`) are the fields of a response, `$item`
+    all of them; they may also stand inside of text. In a list, an element that holds one stands for every response of
+    the batch. With fields outside of lists a request is for one response (`batch_size: 1`)."""
     results: str = "results"
     """Where the list of results (one for each response, in order) stands in the reply; dots lead into mappings, empty
-    for the reply itself."""
+    for the reply itself. Where the request has no list, the one result itself stands there."""
     value: str = ""
     """Where the reward stands in a result: a number, a bool or a dict as a reward function returns; empty: the result
     itself."""
+
+    @field_validator("request")
+    @classmethod
+    def _can_be_filled(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for problem in _not_json(value):
+            raise ValueError(problem)
+        _check_fields(value)
+        return value
+
+    @model_validator(mode="after")
+    def _holds_a_batch(self) -> HttpReward:
+        if self.batch_size > 1 and not all(in_list for _, in_list in fields_of(self.request)):
+            raise Problems(
+                [
+                    "request: fields outside of a list make it a request for one response; set batch_size=1, or put "
+                    'what is said of each response into a list, as in {"items": ["$item"]}'
+                ]
+            )
+        return self
 
 
 class KServeReward(RemoteReward):
@@ -206,35 +275,68 @@ class KServeReward(RemoteReward):
     correct: str | None = None
     """Output tensor that holds right and wrong; null: left open."""
 
+    @field_validator("inputs")
+    @classmethod
+    def _can_be_filled(cls, value: dict[str, str]) -> dict[str, str]:
+        _check_fields(value)
+        return value
+
 
 class Part(Section):
-    """One part of a reward that is put together."""
+    """One part of a reward that is put together. Its value is what its reward gave, after `from_range` and `clip`. It
+    passes where it is right, or, if it knows no right and wrong, where its value is above `passes_at`."""
 
     reward: PlainReward
-    """What scores it: a reward of any other kind, with its own time limit and its own policy for failed scores."""
+    """What scores it: a reward of any other kind, with its own time limit and its own policy for failed scores. With
+    `on_error` = `drop` a failed part leaves the whole without a verdict; with `value`, `error_value` stands in for what
+    it would have given, it is not right, and `NAME/failed` among the parts tells how often. If its share of failed
+    scores exceeds its `max_error_rate`, the run stops."""
     weight: float = 1.0
-    """Its factor in the sum (without `tiers`)."""
+    """Its factor in the sum; with 0 it is measured only. (With `tiers`: 0 for a part outside of them, else 1.)"""
     only_if: str | None = None
-    """Name of another part: this one counts only where that one is right (or above 0, if it knows no right and
-    wrong); elsewhere it is 0 and is not computed."""
+    """Name of another part: this one counts only where that one passes. Elsewhere it is 0, is not right, and is not
+    computed."""
     clip: tuple[float, float] | None = None
     """Lowest and highest value; what is beyond is cut."""
     from_range: tuple[float, float] | None = None
-    """Map this range of values to 0..1 (before `clip`; values outside of it go beyond)."""
+    """Map this range of values to 0..1 (before `clip`; values outside of it go beyond), such as [-1, 1] for the kinds
+    `math` and `code`."""
     passes_at: float = 0.0
-    """In `tiers`: the value above which the tier is passed, where the part knows no right and wrong."""
+    """The value above which it passes, where it knows no right and wrong: for `tiers` and `only_if`."""
+
+    @field_validator("clip", "from_range")
+    @classmethod
+    def _low_is_below_high(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("the first must be below the second, such as [0, 1]")
+        return value
 
 
 class ComposeReward(RewardBase):
     kind: Literal["compose"]
-    """Several rewards put together: a weighted sum, or ordered tiers."""
+    """Several rewards put together: a weighted sum, or ordered tiers. The value is the sum of weight x value over the
+    parts, or what `tiers` say."""
     parts: dict[str, Part] = Field(min_length=1)
-    """The parts by name. Each one appears in the metrics and in the stored samples."""
+    """The parts by name. Each one appears in the metrics and in the stored samples with its value (before its weight),
+    and its own parts as NAME/PART."""
     correct: str | None = None
-    """The part that says whether a response is correct; null: right and wrong are left open."""
-    tiers: list[str] | None = None
-    """In place of a sum: parts in order, such as format, correctness, quality. A part counts only if all before it are
-    passed; the value is the share of the way, between -1 (not even the first) and 1."""
+    """The part that says whether a response is correct; null: right and wrong are left open. The answer that it took
+    from the response is shown as that of the whole."""
+    tiers: list[str] | None = Field(None, min_length=1)
+    """In place of a sum: parts in order, such as format, correctness, quality. A part counts only if all before it
+    pass. With n tiers, of which the first t pass, the value is 2 (t + s) / n - 1, where s is the value of the next one,
+    cut to 0..1: between -1 (nothing of the first) and 1. The last tier is graded in this way too, unless it is right,
+    which is 1."""
+    timeout_s: float = Field(3600.0, gt=0)
+    """Longest time for all parts of one response, waiting for a free worker or server included. Each part has its own
+    limit for the work itself."""
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> ComposeReward:
+        problems = list(compose_problems(self))
+        if problems:
+            raise Problems(problems)
+        return self
 
 
 _Plain = (
@@ -248,6 +350,24 @@ RewardConfig = Annotated[_Plain | ComposeReward, Field(discriminator="kind")]
 Part.model_rebuild()
 ComposeReward.model_rebuild()
 
+
+class MonitorConfig(Section):
+    """Watching for reward hacking."""
+
+    check: RewardConfig | None = None
+    """A second reward that is never trained on, such as another verifier: the held-out check."""
+    share: float = Field(0.25, gt=0, le=1)
+    """Share of the samples that it scores."""
+    window: int = Field(5, ge=1)
+    """Rollout steps that are averaged, at the start of the run and now, before anything is said."""
+    max_false_right: float = Field(0.2, ge=0, le=1)
+    """Share of the responses that the reward calls right and the check calls wrong above which an alarm is raised."""
+    max_divergence: float = Field(1.0, gt=0)
+    """How much more the reward may rise than the check, each in its own standard deviations at the start."""
+    max_length_correlation: float = Field(0.7, ge=0, le=1)
+    """Correlation of reward and length within groups above which lengths that move the same way raise an alarm."""
+
+
 REWARD_KINDS: dict[str, type[RewardBase]] = {
     str(get_args(kind.model_fields["kind"].annotation)[0]): kind for kind in get_args(_Plain | ComposeReward)
 }
@@ -260,6 +380,55 @@ def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
         yield from (part.reward for part in reward.parts.values())
     else:
         yield reward
+
+
+FIELD = re.compile(r"\$(?:(?:item|prompt|response|answer)\b|meta\b(?:\.\w+)*)")
+"""A field of a response in the template of a request to a server."""
+
+
+def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]]:
+    """The fields that a request to a server is made from, each with whether it stands in a list."""
+    if isinstance(template, str):
+        for found in FIELD.finditer(template):
+            yield found[0], in_list
+    elif isinstance(template, list):
+        for element in template:
+            yield from fields_of(element, True)
+    elif isinstance(template, dict):
+        for element in template.values():
+            yield from fields_of(element, in_list)
+
+
+def _address(url: str, example: str, key: str) -> SplitResult:
+    """The parts of a server's address, which holds no login: ``key`` names the variable that has one.
+
+    Raises:
+        ValueError: it is no address, or holds a login.
+    """
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # raises for what cannot be the name of a host
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError(f"must be the address of a server, such as {example}")
+    if "@" in parts.netloc:
+        raise ValueError(f"must hold no user and password; put a token into the environment and name it ({key})")
+    return parts
+
+
+def _check_fields(template: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: it has a field that there is not, or does not send the response.
+    """
+    known = "known are $item, $prompt, $response, $answer, $meta and $meta.KEY"
+    unknown = re.search(r"\$[A-Za-z_]\w*", FIELD.sub("", json.dumps(template)))
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no field of a response; {known}")
+    if not any(name in ("$item", "$response") for name, _ in fields_of(template)):
+        raise ValueError(f"must send the response; {known}")
 
 
 def _not_json(value: Any, key: str = "") -> Iterator[str]:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import types
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 """Name of a file or folder, or of something on the hub. A leading ``~`` is the home folder."""
+
+
+class Problems(ValueError):
+    """What is wrong with several keys of a section taken together: each as `key: what; what would work`, where the key
+    counts from the section."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.lines = list(lines)
+        super().__init__("\n".join(self.lines))
 
 
 class Section(BaseModel):
@@ -30,8 +40,9 @@ class Section(BaseModel):
 
 
 def _section_types(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that an annotation stands for; a list or mapping of sections is a value like any other."""
-    if get_origin(annotation) in (list, dict):
+    """The sections that an annotation stands for. A list or mapping of sections, or one that may be left out, is a
+    value like any other."""
+    if get_origin(annotation) in (list, dict) or types.NoneType in get_args(annotation):
         return []
     if get_origin(annotation) is Annotated:
         return _section_types(get_args(annotation)[0])

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dapo.config.checks import _conflicts
-from dapo.config.reward import MathReward, RewardConfig
-from dapo.config.section import Section
+from dapo.config.reward import MathReward, MonitorConfig, RewardConfig
+from dapo.config.section import Problems, Section
 from dapo.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -30,6 +30,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = MathReward()
+    monitor: MonitorConfig = MonitorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -45,7 +46,7 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         problems = list(_conflicts(self))
         if problems:
-            raise ValueError("\n".join(problems))
+            raise Problems(problems)
         return self
 
     @property

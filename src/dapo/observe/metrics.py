@@ -50,6 +50,12 @@ reward/part/{}             | reward       | mean of one part of the reward, by i
 reward/overlong            | share        | trained samples that were punished for their length
 reward/errors              | share        | samples whose score failed; they have no verdict
 reward/no_answer           | share        | scored samples in which no final answer was found
+monitor/reward             | reward       | mean raw reward of the samples that the held-out check scored
+monitor/check              | reward       | mean of the held-out check (monitor.check) on the same samples
+monitor/false_right        | share        | of those that the reward calls right, samples that the check calls wrong
+monitor/check_errors       | share        | checked samples whose check failed
+monitor/length_correlation | correlation  | of raw reward and response length within groups
+monitor/alarms             | alarms       | signs of reward hacking that are on: false right, divergence, length
 accuracy                   | share        | correct samples among all scored ones, kept and filtered groups alike
 entropy                    | nats         | mean entropy of the policy over loss tokens, before the update (Fig. 2b)
 probability/mean           | probability  | mean probability of the sampled tokens under the policy, before each update

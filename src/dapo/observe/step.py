@@ -58,9 +58,7 @@ def step_metrics(
         times: seconds by phase: rollout, prepare, update, sync.
         config: of the run.
     """
-    finished = [*fill.groups, *(group for group, _ in fill.rejected)]
-    # carried groups were counted in the step that sampled them
-    drawn = [s for g in finished if g.draw >= fill.first_draw for s in g.samples]
+    drawn = [s for g in fill.sampled for s in g.samples]
     nothing: dict[str, float | None] = dict.fromkeys(WATCHED)
     return (
         nothing

@@ -7,7 +7,7 @@ function, what was expected and what came.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -34,6 +34,33 @@ def to_reward(result: Any, name: str) -> Reward:
     Raises:
         RewardError: the result is none of these, or a number in it is not finite.
     """
+    hint = ""
+    if hasattr(result, "__len__") and not isinstance(result, str | bytes):
+        hint = "; it is called for one response at a time and returns one value (unless it is declared as batched)"
+    elif result is None:
+        hint = "; is a `return` missing?"
+    return _reward(result, name, hint)
+
+
+def to_rewards(results: Any, name: str, count: int) -> list[Reward]:
+    """Turn what the batched reward function ``name`` returned for ``count`` responses into their rewards, in order.
+
+    Accepts a list, a tuple and whatever else has an order and a length, one-dimensional arrays and tensors among them,
+    of values as in :func:`to_reward`.
+
+    Raises:
+        RewardError: it is none of these, has another length, or a value in it is not accepted.
+    """
+    expected = f"a list of {count} values, one for each response"
+    values = results.tolist() if getattr(results, "ndim", None) == 1 and hasattr(results, "tolist") else results
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        _broken(name, expected, results, "; is a `return` missing?" if results is None else "")
+    if len(values) != count:
+        _broken(name, expected, results, f" of length {len(values)}")
+    return [_reward(value, f"{name}, value {place} of {count}", "") for place, value in enumerate(values, start=1)]
+
+
+def _reward(result: Any, name: str, hint: str) -> Reward:
     result = _plain(result)
     if isinstance(result, Reward):
         return _checked(result, name)
@@ -43,11 +70,6 @@ def to_reward(result: Any, name: str) -> Reward:
         return Reward(None, _number(result, name, "a finite number"))
     if isinstance(result, Mapping):
         return _from_mapping(result, name)
-    hint = ""
-    if hasattr(result, "__len__") and not isinstance(result, str | bytes):
-        hint = "; it is called for one response at a time and returns one value"
-    elif result is None:
-        hint = "; is a `return` missing?"
     _broken(name, EXPECTED, result, hint)
 
 

@@ -1,4 +1,5 @@
-"""The user's own reward function: ``def f(prompt, response, answer, **meta) -> float | bool | dict | Reward``.
+"""The user's own reward function: ``def f(prompt, response, answer, **meta) -> float | bool | dict | Reward``, or a
+batched one: ``def f(prompts, responses, answers, **meta)`` with lists, which returns a list.
 
 Loads it from ``package.module:name`` or ``path/file.py:name`` and calls it with the keyword arguments it takes. Runs in
 worker processes (named in YAML) or in the parent (passed from Python).
@@ -13,16 +14,19 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dapo.errors import RewardError
 from dapo.records import Reward
-from dapo.reward.convert import reward_to_json, to_reward
+from dapo.reward.convert import reward_to_json, to_reward, to_rewards
+from dapo.reward.registry import declaration, declared_names, find_declared
 
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
+BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"
+_IN_BATCHES = ("prompts", "responses", "answers")
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
@@ -32,7 +36,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     """The function that ``spec`` names.
 
     Args:
-        spec: ``package.module:name`` or ``path/file.py:name``; a relative path starts in the working folder.
+        spec: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
+            under); a relative path starts in the working folder.
 
     Raises:
         RewardError: the file or module is missing, fails while being imported, or holds no such function.
@@ -41,12 +46,12 @@ def load_function(spec: str) -> Callable[..., Any]:
     if not colon or not place or not name:
         raise RewardError(f"reward function {spec!r}: expected package.module:name or path/file.py:name")
     module = _import_file(spec, Path(place)) if place.endswith(".py") else _import_module(spec, place)
-    found = getattr(module, name, None)
+    found = find_declared(name, module.__name__) or getattr(module, name, None)
     if found is None:
         raise RewardError(f"reward function {spec}: {place} has no {name!r}; {_nearest(module, name)}")
     if not callable(found):
         raise RewardError(f"reward function {spec}: {name!r} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _import_file(spec: str, path: Path) -> ModuleType:
@@ -85,6 +90,7 @@ def _import_module(spec: str, name: str) -> ModuleType:
 
 def _nearest(module: ModuleType, name: str) -> str:
     functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+    functions = list(dict.fromkeys([*declared_names(module.__name__), *functions]))
     near = difflib.get_close_matches(name, functions, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]}?"
@@ -108,12 +114,29 @@ def describe(error: BaseException) -> str:
 
 
 class BoundFunction:
-    """A reward function with its name and the constant arguments from the recipe."""
+    """A reward function with its name and what the recipe says of it.
 
-    def __init__(self, function: Callable[..., Any], name: str, args: Mapping[str, Any] | None = None) -> None:
+    Args:
+        function: the function.
+        name: what to call it in messages.
+        args: constant arguments.
+        batch_size: most responses in one call; None: as it is declared, by default one at a time.
+
+    Raises:
+        RewardError: it takes no such arguments, or is declared to take one response at a time.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        args: Mapping[str, Any] | None = None,
+        batch_size: int | None = None,
+    ) -> None:
         self.function = function
         self.name = name
         self.args = dict(args or {})
+        self.batch_size = self._batch_size(batch_size)
         try:
             self.parameters: dict[str, inspect.Parameter] | None = dict(inspect.signature(function).parameters)
         except (TypeError, ValueError):  # some callables written in C tell nothing of their parameters
@@ -136,14 +159,53 @@ class BoundFunction:
         Raises:
             RewardError: it demands a parameter that there is no value for.
         """
-        offered = {**meta, "prompt": prompt, "response": response, "answer": answer, **self.args}
+        return self._demanded({**meta, "prompt": prompt, "response": response, "answer": answer, **self.args})
+
+    def batch_arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The same for one call of a batched function: a list for each key, with None where an item lacks it.
+
+        Args:
+            items: with "prompt", "response", "answer" and "meta".
+
+        Raises:
+            RewardError: it demands a parameter that no item has a value for.
+        """
+        keys = dict.fromkeys(key for item in items for key in item["meta"])
+        lists = {key: [item["meta"].get(key) for item in items] for key in keys}
+        lists |= {f"{key}s": [item[key] for item in items] for key in ("prompt", "response", "answer")}
+        return self._demanded({**lists, **self.args})
+
+    def rewards(self, result: Any, count: int) -> list[Reward]:
+        """The rewards of the ``count`` responses of one call that returned ``result``.
+
+        Raises:
+            RewardError: that is not what it may return.
+        """
+        return [to_reward(result, self.name)] if self.batch_size is None else to_rewards(result, self.name, count)
+
+    def _batch_size(self, wanted: int | None) -> int | None:
+        declared = declaration(self.function)
+        if declared is None:
+            return wanted
+        if wanted is not None and declared.batch_size is None:
+            raise RewardError(
+                f"reward function {self.name}: reward.batch_size is {wanted}, but it is declared as taking one "
+                "response at a time; use @dapo.reward_function(batched=True) or reward.batch_size=null"
+            )
+        return wanted or declared.batch_size
+
+    def _demanded(self, offered: dict[str, Any]) -> dict[str, Any]:
         for parameter in (self.parameters or {}).values():
             variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             given = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
             if not (variadic or given) and parameter.default is parameter.empty:
+                hint = ""
+                if self.batch_size is None and parameter.name in _IN_BATCHES:
+                    hint = "; if it takes lists, declare it with @dapo.reward_function(batched=True)"
                 raise RewardError(
                     f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
-                    f"keyword is {', '.join(offered)}; expected {CONTRACT}"
+                    f"keyword is {', '.join(offered)}; expected "
+                    f"{CONTRACT if self.batch_size is None else BATCH_CONTRACT}{hint}"
                 )
         return self._accepted(offered)
 
@@ -153,30 +215,36 @@ class BoundFunction:
         by_keyword = {p.name for p in self.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         return {key: value for key, value in offered.items() if key in by_keyword}
 
-    def failure(self, error: BaseException) -> Reward:
-        """The reward of a response on which the function raised: no verdict."""
-        return Reward(None, 0.0, error=f"reward function {self.name} raised {describe(error)}")
+    def raised(self, error: BaseException) -> str:
+        """What to say of a call that raised."""
+        return f"reward function {self.name} raised {describe(error)}"
 
 
 def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The worker's side: load the function once, then call it for one item at a time.
+    """The worker's side: load the function once, then call it for what comes.
+
+    A message is {"items": [...]}, one item unless the function is batched; its reply is {"rewards": [...]}, or
+    {"raised": message}. Or it is {"about": true}, answered with {"batch_size": ...}: only the worker has the function.
 
     Args:
-        options: "function" (its spec) and "args".
+        options: "function" (its spec), "args" and "batch_size".
     """
     spec = options["function"]
-    bound = BoundFunction(load_function(spec), spec, options["args"])
+    bound = BoundFunction(load_function(spec), spec, options["args"], options["batch_size"])
     loop = asyncio.new_event_loop()  # one for all calls: sessions that an async function keeps stay usable
 
-    def handle(item: dict[str, Any]) -> dict[str, Any]:
-        arguments = bound.arguments(item["prompt"], item["response"], item["answer"], item["meta"])
+    def handle(message: dict[str, Any]) -> dict[str, Any]:
+        if "about" in message:
+            return {"batch_size": bound.batch_size}
+        items = message["items"]
+        arguments = bound.arguments(**items[0]) if bound.batch_size is None else bound.batch_arguments(items)
         try:
             result = bound.function(**arguments)
             if inspect.isawaitable(result):
                 result = loop.run_until_complete(_await(result))
         except BaseException as error:  # whatever it raises, this worker goes on
-            return reward_to_json(bound.failure(error))
-        return reward_to_json(to_reward(result, bound.name))
+            return {"raised": bound.raised(error)}
+        return {"rewards": [reward_to_json(reward) for reward in bound.rewards(result, len(items))]}
 
     return handle
 

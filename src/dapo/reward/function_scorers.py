@@ -1,5 +1,5 @@
 """Scorers around the user's own function: in worker processes if a recipe names it, in this process if it was passed
-from Python.
+from Python. A batched function gets what waits to be scored in one call.
 """
 
 from __future__ import annotations
@@ -9,22 +9,46 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from dapo.config import FunctionReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
+from dapo.reward.batching import Batcher
 from dapo.reward.contract import Doubt
-from dapo.reward.convert import to_reward
+from dapo.reward.convert import reward_from_json
 from dapo.reward.function import BoundFunction
-from dapo.reward.pool import WorkerPool
+from dapo.reward.pool import ScoringFailed, WorkerPool
 from dapo.reward.pooled import PooledScorer
+from dapo.reward.registry import declaration
 
 _MAX_LOST_THREADS = 16
 """Calls that may hang in threads, which cannot be killed, before the run is stopped."""
 _ASYNC_CONCURRENCY = 64
 """Calls of an async function that are awaited at once."""
+_ASYNC_BATCHES = 4
+"""The same of a batched one: fewer, so that batches can grow while others are at work."""
+
+_Item = Mapping[str, Any]
+"""A response with what belongs to it: "prompt", "response", "answer" and "meta"."""
+
+
+def _item(prompt: Prompt, response: str) -> _Item:
+    return {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
+
+
+async def _score_items(
+    call: Callable[[Sequence[_Item]], Awaitable[list[Reward]]], items: Sequence[_Item]
+) -> list[Reward]:
+    """One call for all; if it fails, one for each: an item on which the function hangs or crashes costs only itself."""
+    try:
+        return await call(items)
+    except ScoringFailed as error:
+        if len(items) == 1:
+            return [Reward(None, 0.0, error=str(error))]
+    alone = await asyncio.gather(*(_score_items(call, [item]) for item in items))
+    return [reward for (reward,) in alone]
 
 
 class FunctionScorer(PooledScorer):
@@ -32,12 +56,21 @@ class FunctionScorer(PooledScorer):
 
     def __init__(self, config: FunctionReward) -> None:
         self._name = config.function
+        self._workers = config.workers
         self._pool = WorkerPool(
             "dapo.reward.function:make_handler",
-            {"function": config.function, "args": config.args},
+            {"function": config.function, "args": config.args, "batch_size": config.batch_size},
             workers=config.workers,
             timeout_s=config.timeout_s,
         )
+        self._asking = asyncio.Lock()
+        self._submit: Callable[[_Item], Awaitable[Reward]] | None = None
+
+    async def start(self) -> None:
+        """See :class:`PooledScorer`."""
+        await super().start()
+        with contextlib.suppress(ScoringFailed):  # asked again with the first score
+            await self._how_to_submit()
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """Any row will do."""
@@ -45,11 +78,38 @@ class FunctionScorer(PooledScorer):
 
     async def score(self, prompt: Prompt, response: str) -> Reward:
         """See :class:`Scorer`."""
-        item = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
-        reward = await self._score(item)
-        if reward.error is not None and self._name not in reward.error:
-            return Reward(None, 0.0, error=f"reward function {self._name}: {reward.error}")
+        try:
+            submit = self._submit or await self._how_to_submit()
+        except ScoringFailed as error:
+            return Reward(None, 0.0, error=str(error))
+        return await submit(_item(prompt, response))
+
+    async def _how_to_submit(self) -> Callable[[_Item], Awaitable[Reward]]:
+        async with self._asking:
+            if self._submit is None:
+                size = (await self._run({"about": True}))["batch_size"]
+                work = functools.partial(_score_items, self._call)
+                # nobody closes the batcher: once the pool is closed, whatever still waits fails by itself
+                self._submit = (
+                    self._alone if size is None else Batcher(work, size=size, concurrency=self._workers).submit
+                )
+            return self._submit
+
+    async def _alone(self, item: _Item) -> Reward:
+        (reward,) = await _score_items(self._call, [item])
         return reward
+
+    async def _call(self, items: Sequence[_Item]) -> list[Reward]:
+        reply = await self._run({"items": items})
+        if "raised" in reply:
+            raise ScoringFailed(reply["raised"])
+        return [reward_from_json(reward) for reward in reply["rewards"]]
+
+    async def _run(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return await self._pool.run(message)
+        except ScoringFailed as error:
+            raise ScoringFailed(f"reward function {self._name}: {error}") from None
 
 
 class CallableScorer:
@@ -59,18 +119,27 @@ class CallableScorer:
     reported and left behind. Functions that may hang belong into a file named in the recipe (:class:`FunctionScorer`).
 
     Args:
-        function: see :mod:`dapo.reward.function` for its contract.
-        timeout_s: longest time for one score.
-        concurrency: calls at once; by default 1 for a sync function, which need not be thread-safe, and 64 for an
-            async one.
+        function: see :mod:`dapo.reward.function` for its contract; batched if it is declared so.
+        timeout_s: longest time for one call.
+        concurrency: calls at once; by default 1 for a sync function, which need not be thread-safe, 64 for an async
+            one, and 4 for an async one that is batched.
     """
 
     def __init__(self, function: Callable[..., Any], timeout_s: float = 10.0, concurrency: int | None = None) -> None:
         if not callable(function):
             raise RewardError(f"reward: expected a function, got {type(function).__name__} {function!r}")
-        self._bound = BoundFunction(function, getattr(function, "__qualname__", type(function).__name__))
+        declared = declaration(function)
+        own_name = getattr(function, "__qualname__", type(function).__name__)
+        self._bound = BoundFunction(function, declared.name if declared else own_name)
         self._timeout_s = timeout_s
-        self._free = asyncio.Semaphore(concurrency or (_ASYNC_CONCURRENCY if self._bound.is_async else 1))
+        size = self._bound.batch_size
+        if concurrency is None:
+            concurrency = (_ASYNC_BATCHES if size else _ASYNC_CONCURRENCY) if self._bound.is_async else 1
+        self._free = asyncio.Semaphore(concurrency)
+        self._batcher: Batcher[_Item, Reward] | None = None
+        if size is not None:
+            work = functools.partial(_score_items, self._call)
+            self._batcher = Batcher(work, size=size, concurrency=concurrency)
         self._lost: list[threading.Thread] = []
         self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -84,36 +153,44 @@ class CallableScorer:
 
     async def score(self, prompt: Prompt, response: str) -> Reward:
         """See :class:`Scorer`."""
-        name = self._bound.name
-        arguments = self._bound.arguments(prompt.text, response, prompt.answer, prompt.meta)
+        item = _item(prompt, response)
+        if self._batcher is not None:
+            return await self._batcher.submit(item)
+        (reward,) = await _score_items(self._call, [item])
+        return reward
+
+    async def _call(self, items: Sequence[_Item]) -> list[Reward]:
+        bound = self._bound
+        arguments = bound.arguments(**items[0]) if bound.batch_size is None else bound.batch_arguments(items)
         await self._free.acquire()
         # A thread goes on when its caller is cancelled; the next call waits for it: not every function is thread-safe.
         call = asyncio.create_task(self._timed_call(arguments))
         self._calls.add(call)
         call.add_done_callback(self._settle)
-        if self._bound.is_async:
-            result = await call
-        else:
-            result = await asyncio.shield(call)
-        return result if isinstance(result, Reward) and result.error is not None else to_reward(result, name)
+        result = await (call if bound.is_async else asyncio.shield(call))
+        return bound.rewards(result, len(items))
 
     async def _timed_call(self, arguments: dict[str, Any]) -> Any:
-        """What the function returned, or ``Reward(error=...)``."""
+        """What the function returned.
+
+        Raises:
+            ScoringFailed: it raised, or took too long.
+        """
         self._check_lost_threads()
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
-                return await self._call(arguments)
+                return await self._result(arguments)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed or task is None or task.cancelling():
                 raise
             # it came out of the user's function, where an inner task was cancelled: a failed score like any other
-            return self._bound.failure(RuntimeError("it raised CancelledError"))
+            raise ScoringFailed(self._bound.raised(RuntimeError("it raised CancelledError"))) from None
         except Exception as error:
             if deadline.expired():
                 text = f"reward function {self._bound.name}: timed out after {self._timeout_s:g} s"
-                return Reward(None, 0.0, error=text)
-            return self._bound.failure(error)
+                raise ScoringFailed(text) from None
+            raise ScoringFailed(self._bound.raised(error)) from None
 
     def _settle(self, call: asyncio.Task[Any]) -> None:
         self._calls.discard(call)
@@ -124,8 +201,10 @@ class CallableScorer:
     async def close(self) -> None:
         """Threads left behind are daemons and do not keep the program alive."""
         self._closed = True
+        if self._batcher is not None:
+            await self._batcher.close()
 
-    async def _call(self, arguments: dict[str, Any]) -> Any:
+    async def _result(self, arguments: dict[str, Any]) -> Any:
         call = functools.partial(self._bound.function, **arguments)
         if self._bound.is_async:
             return await call()

@@ -2,9 +2,6 @@
 systems (failures.md 43-53), with inputs of our own."""
 # ruff: noqa: RUF001 (look-alike characters are what some cases are about)
 
-import time
-from pathlib import Path
-
 import pytest
 
 from dapo.reward.math.equivalence import equivalent, readable
@@ -62,15 +59,6 @@ DIFFERENT = [
     (r"\text{B}", "(C)"),
 ]  # fmt: skip
 
-HOSTILE = [
-    "9^{9^{9^{9}}}", "9^9^9^9", "9**9**9**9", "(10^{10})!", "((((9!)!)!)!)!", "100000!!", r"2^{2^{2^{2^{2^2}}}}",
-    r"\log(\log(\log(9^{9^{9^{9}}})))", r"\binom{10^{10}}{10^9}", r"\binom{1000000000}{500000000}",
-    r"\sum_{k=1}^{10^{12}} k!", r"\prod_{k=1}^{10^{6}} k", "9" * 5000, "1e999999999", "(" * 500 + "1" + ")" * 500,
-    r"\sqrt{" * 300 + "2" + "}" * 300, "x+" * 900 + "x", r"(x+1)^{100000}", r"\int_0^1 x^{x^{x}} dx",
-    "1," * 2000 + "1", r"\frac{1}{" * 40 + "2" + "}" * 40, r"\Gamma(10^{12})", r"e^{e^{e^{e^{e}}}}",
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("gold, answer", SAME)
 def test_same(gold, answer):
     assert equivalent(gold, answer)
@@ -79,28 +67,6 @@ def test_same(gold, answer):
 @pytest.mark.parametrize("gold, answer", DIFFERENT)
 def test_different(gold, answer):
     assert not _bounded(equivalent, gold, answer)
-
-
-@pytest.mark.parametrize("answer", HOSTILE, ids=[str(k) for k in range(len(HOSTILE))])
-def test_hostile_answers_are_wrong_within_the_time(answer):  # failures.md 46
-    started = time.process_time()
-    assert not _bounded(equivalent, "17", answer)
-    assert time.process_time() - started < 2
-
-
-def test_code_in_an_answer_is_never_run(tmp_path):  # failures.md 45
-    canary = tmp_path / "canary"
-    for code in (
-        f"__import__('os').system('touch {canary}')",
-        f"open('{canary}','w')",
-        rf"\pi.__class__.__mro__[-1].__subclasses__() or open('{canary}','w')",
-        f"eval(\"open('{canary}','w')\")",
-        rf"\text{{__import__('pathlib').Path('{canary}').touch()}}",
-        f"lambda: open('{canary}','w')",
-    ):
-        assert not score_math(rf"\boxed{{{code}}}", "5", ["boxed"]).correct
-        assert not _bounded(equivalent, code, "5")
-    assert not Path(canary).exists()
 
 
 def test_the_reference_comes_first():  # failures.md 48

@@ -7,7 +7,7 @@ import pytest
 
 from dapo.reward.math.score import score_math
 
-CASES = Path(__file__).parents[3] / "shared" / "cases" / "math_reward_cases.jsonl"
+CASES = Path(__file__).parents[4] / "shared" / "cases" / "math_reward_cases.jsonl"
 
 
 @pytest.mark.shared

@@ -9,8 +9,8 @@ from typing import Literal
 Rule = Literal["boxed", "answer_line"]
 
 _THINK_TAG = re.compile(r"</?think>")
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_ANSWER = re.compile(r"\banswer[ \t]*[*_]*[ \t]*[::][\s*_]*([^\s*_].*)", re.IGNORECASE)
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<digit>\d)(?!\w))|\\.|[{}]", re.DOTALL)
+_ANSWER = re.compile(r"\banswer[ \t]*[*_]*[ \t]*[:\uff1a][\s*_]*([^\s*_].*)", re.IGNORECASE)
 
 
 def final_answer(response: str, rules: Sequence[Rule]) -> str | None:
@@ -45,17 +45,20 @@ def outside_thinking(response: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last ``\boxed{}`` or ``\fbox{}`` whose braces close; one that is cut off does not count."""
+    r"""Content of the last ``\boxed{}`` or ``\fbox{}`` whose braces close; one that is cut off does not count. A single
+    digit needs no braces."""
     open_braces: list[tuple[bool, int]] = []  # is it a box, where its content starts
-    last: tuple[int, int] | None = None
+    last: tuple[int, int] | None = None  # where it starts and ends
     for match in _BRACES.finditer(text):
         token = match[0]
-        if token.endswith("{") and token != r"\{":
+        if match["digit"] is not None:
+            last = match.span("digit")
+        elif token.endswith("{") and token != r"\{":
             open_braces.append((len(token) > 1, match.end()))
         elif token == "}" and open_braces:
             is_box, start = open_braces.pop()
             if is_box and (last is None or start > last[0]):
-                last = (start, match.start())
+                last = start, match.start()
     return None if last is None else text[last[0] : last[1]].strip()
 
 

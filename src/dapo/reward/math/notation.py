@@ -1,6 +1,6 @@
-r"""One spelling for what is written in many ways: LaTeX, Unicode, markdown, separators, units, money and percent.
+r"""One spelling for what is written in many ways: LaTeX, Unicode, markdown, separators, connectives, words.
 
-Pure text in, text out; nothing is evaluated here.
+Pure text in, text out; nothing is evaluated here. In the canonical spelling "or" and "and" are ``\lor`` and ``\land``.
 """
 # ruff: noqa: RUF001 (look-alike characters are what this module is about)
 
@@ -8,66 +8,131 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import NamedTuple
 
 _UNICODE = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ",
-    "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "°": r"^\circ ", "θ": r"\theta ",
+    "−": "-", "–": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+    "∗": r"\cdot ", "•": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
+    "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ",
+    "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "∨": r"\lor ", "∧": r"\land ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]",
+    "°": r"^\circ ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "ε": r"\epsilon ",
+    "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ",
+    "ω": r"\omega ", "Δ": r"\Delta ", "¢": r"\text{ cents}", "“": '"', "”": '"', "′": "'", "’": "'",
+    "⟨": "(", "⟩": ")", "∣": "|", "…": r"\ldots ", "ⁿ": "^{n}",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp"
+_BASES = [
+    (2, "two"), (3, "three"), (4, "four"), (5, "five"), (6, "six"), (7, "seven"), (8, "eight"), (9, "nine"),
+    (10, "ten"), (11, "eleven"), (12, "twelve"), (16, "sixteen"),
+]  # fmt: skip
 _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
+        (r"\\\\\s*\[[\d.]+\s*[a-z]+\]", r"\\\\"),  # a row of a matrix with more space after it
+        (r"\\cr(?![A-Za-z])", r"\\\\"),
         (r"(?<!\\)\\[()\[\]]", " "),  # math delimiters \( \) \[ \]
         (r"(?<=\d)\{,\}(?=\d)", ","),
+        (r"\{:\}", ":"),
         (r"\\!", ""),
-        (r"(?<!\\)\\[,;: ]|~|\\q?quad\b|\\displaystyle\b|\\limits\b", " "),
+        (r"(?<!\\)\\[,;: ]|~|\\q?quad\b|\\displaystyle\b|\\limits\b|\\[hv]space\*?\s*\{[^{}]*\}", " "),
+        (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|[^\s{])", " "),
+        (r"\\checkmark|\\(?:text)?color\s*\{[^{}]*\}|\\underline(?=\s*\{)", " "),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])", ""),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\lbrack(?![A-Za-z])", "["),
+        (r"\\rbrack(?![A-Za-z])", "]"),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\(?:mid|[lr]?vert)(?![A-Za-z])", "|"),
+        (r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])", r"\\frac"),
+        (r"\\operatorname\*?\s*\{([A-Za-z]+)\}", r"\\\1 "),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\\frac\s*(\\pi|[A-Za-z\d])\s*(\\pi|[A-Za-z\d])", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\\pi|[A-Za-z\d])\s*\{", r"\\frac{\1}{"),
+        (r"\\mathrm\s*\{\s*([eid])\s*\}", r"\1"),
+        (r"\\(?:mathrm|textrm|textbf|textit|mbox|mathbf|mathit|mathsf|boldsymbol|bm|textsf|textnormal|rm)\s*\{",
+         r"\\text{"),
+        (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
+        (r"^\s*(?:\\text\s*\{\s*)?(?:[A-Za-z][A-Za-z ]{2,}:|(?i:(?:the )?(?:final )?answer is))(?:\s*\})?", ""),
+        (r"(?:\\text\s*\{)?(?<![A-Za-z\\])(?:approximately|approx\.?|about)(?![A-Za-z])(?:\s*\})?", r"\\approx "),
+        (r"\\text\s*\{([^A-Za-z{}]*|\d[\dA-Za-z]*(?=\}\s*_)[^{}]*)\}", r" \1 "),  # no words: numbers set upright
+        (r"\((\d[\dA-Za-z]*)\)\s*(?=_)", r"\1"),
+        *((rf"_\s*\{{?\s*(?:\\text\s*\{{)?\s*{word}(?![A-Za-z])[\s}}]*", f"_{{{base}}}") for base, word in _BASES),
+        (r"(?<![A-Za-z])(\d[\dA-F]*)\s*(?:\\text\s*\{)?\s*\(?\s*base[\s}]*(\d+)[\s)}]*", r"\1_{\2}"),
+        (r"(?<![A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
+        (r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2}"),
         (r"\(-\s*\\infty\s*,\s*\+?\s*\\infty\s*\)", r"\\mathbb{R}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
         (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"√\s*(?=\{)", r"\\sqrt"),
         (r"(?:√|(?<![A-Za-z\\])sqrt|\\sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(\\sqrt\[\d\])\s*(\d+|[A-Za-z])", r"\1{\2}"),
+        (rf"(?<![A-Za-z\\{{])({_FUNCTIONS})(?=\s*[(^\\\d]|\s+[a-z](?![A-Za-z]))", r"\\\1 "),
+        (r"\\log\s*_\s*\{?\s*e\s*\}?", r"\\ln "),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"\*\*", "^"),
         (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
         (r"\*", r" \\cdot "),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r" \\times "),
+        (r"\\(?:bar|dot)\s*\{(\d+)\}", r"\\overline{\1}"),
         (r"\\(le|ge|ne)q?(?:slant)?(?![A-Za-z])", r"\\\1 "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
+        (r"!=", r"\\ne "),
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\(?:simeq|sim)(?![A-Za-z])", r"\\approx "),
+        (r"\\(?:simeq|sim|approxeq)(?![A-Za-z])", r"\\approx "),
+        (r"\(\s*\\approx([^()]*)\)\s*$", r"\\approx \1"),
+        (r"\\(?:vee)(?![A-Za-z])", r"\\lor "),
+        (r"\\(?:wedge)(?![A-Za-z])", r"\\land "),
+        (r"\\backslash(?![A-Za-z])", r"\\setminus "),
+        (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
-        (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+        (r"\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"(?:\{\})?\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
         (r"\\(?:var)?nothing(?![A-Za-z])", r"\\emptyset "),
-        (r"\\(?:mathrm|textrm|textbf|textit|mbox|mathbf|textsf|rm)\s*\{", r"\\text{"),
     ]
-]
+]  # fmt: skip
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_CONJUNCTION = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])")
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
+_CONNECTIVES = [
+    (re.compile(rf"\\text\s*\{{\s*,?\s*{word}\s*,?\s*\}}|(?<![A-Za-z\\{{]){word}(?![A-Za-z}}])"), rf" \\{token} ")
+    for word, token in (("and", "land"), ("or", "lor"))
+]
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)|(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?[\d/])")
 
 
 def canonical(text: str) -> str:
     """``text`` in the one spelling that the rest of the reward code reads."""
-    text = _plain_characters(text.strip().strip("*").strip())
+    text = _plain_characters(text.strip().strip('*"').strip())
     text = _without_dollars(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    text = _CONJUNCTION.sub(" , ", text)
-    text = re.sub(r"\s+", " ", text).strip()
-    text = re.sub(r",(?: ?,)+", ",", text)  # "35, and 71"
+    for pattern, replacement in _CONNECTIVES:
+        text = pattern.sub(replacement, text)
+    text = re.sub(r"\s+", " ", text).strip().strip('"').removeprefix("=").lstrip()
+    text = re.sub(r",(?: ?,)+", ",", text)
+    text = re.sub(r"[,;] ?(?=\\l(?:and|or)(?![A-Za-z]))", "", text)  # "12, 35, and 71"
     if not re.search(r"[(\[]|\\\{", text):  # within brackets a comma separates
         text = _GROUPED.sub(lambda m: re.sub(r"[ ,]", "", m[0]), text)
-    return text[:-1].rstrip() if text.endswith((".", ",")) and not text.endswith("\\,") else text
+    text = text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith("\\,") else text
+    return _without_braces(text)
+
+
+def squeezed(text: str) -> str:
+    """Without white space, except where it parts two numbers."""
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def _plain_characters(text: str) -> str:
+    if text.isascii():
+        return text
     pieces = []
     for char in text:
         if char in _UNICODE:
@@ -78,6 +143,7 @@ def _plain_characters(text: str) -> str:
         else:
             pieces.append(char)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", "".join(pieces))
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: f"_{{{m[0].translate(_SUBSCRIPTS)}}}", text)
     return unicodedata.normalize("NFKC", text)
 
 
@@ -89,87 +155,74 @@ def _without_dollars(text: str) -> str:
     return re.sub(r"(?<!\\)\$", r"\\$", text)
 
 
-# --- units --------------------------------------------------------------------------------------------------------
-
-
-class Quantity(NamedTuple):
-    """A value and its unit ("": none)."""
-
-    value: str
-    unit: str
-
-
-_UNIT_NAMES = {
-    "percentage": "percent", "pct": "percent", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm",
-    "meter": "m", "metre": "m", "kilometer": "km", "kilometre": "km", "inch": "in", "inche": "in", "feet": "ft",
-    "foot": "ft", "mile": "mi", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s", "gram": "g",
-    "kilogram": "kg", "liter": "l", "litre": "l", "deg": "degree", "usd": "dollar", "unit": "", "squareunit": "",
-}  # fmt: skip
-_SHORT_UNITS = "cm|mm|km|kg|mg|ml|ft|in|mi|lb|oz|hr|am|pm"
-_UNIT_AT_END = re.compile(
-    r"(?P<value>.*[\d})!])\s*(?:"
-    r"\\text\s*\{\s*(?P<text>[^{}]*?)\s*\}\s*(?P<power>(?:\^\s*\{?\d\}?)?)"
-    rf"|(?P<word>(?<![\\A-Za-z])(?:[A-Za-z]{{3,}}(?: [A-Za-z]+)*|{_SHORT_UNITS})(?P<wpower>(?:\^\s*\{{?\d\}}?)?))"
-    r"|(?P<percent>\\?%)|(?P<degree>\^\\circ)(?: ?[CF])?)"
-)
-_NOT_UNITS = {"i", "e", "t"}
-_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-_CURRENCY = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
-
-
-def split_unit(text: str, expected: str = "") -> Quantity:
-    """Take the unit off a canonical text: what follows a value, or a currency sign before it.
-
-    A bare letter is taken for a unit only if it is the one ``expected``: otherwise "2 m" is a product.
-    """
-    if expected and re.search(rf"[\d}})]\s*{re.escape(expected)}$", text):
-        return Quantity(text[: -len(expected)].strip(), expected)
-    for sign, name in _CURRENCY.items():
-        if text.startswith((sign, "-" + sign)):
-            value = text.replace(sign, "", 1).strip()
-            return Quantity(split_unit(value).value, name)
-    match = _UNIT_AT_END.fullmatch(text)
-    if match is None:
-        return Quantity(text, "")
-    value = match["value"].strip()
-    if match["percent"]:
-        return Quantity(value, "percent")
-    if match["degree"]:
-        # the argument of a sine is an angle: there the degree sign is part of the value
-        return Quantity(text, "") if _TRIGONOMETRY.search(value) else Quantity(value, "degree")
-    raw = (match["text"] if match["text"] is not None else match["word"]) or ""
-    if raw in _NOT_UNITS:
-        return Quantity(text, "")
-    return Quantity(value, _unit_name(raw + (match["power"] or "")))
-
-
-def _unit_name(raw: str) -> str:
-    name = re.sub(r"[\s.{}]", "", raw)
-    name = name.lower() if len(name) > 2 else name
-    name = name[:-1] if len(name) > 3 and name.endswith("s") and not name.endswith("ss") else name
-    return _UNIT_NAMES.get(name, name)
+def _without_braces(text: str) -> str:
+    """``{12}`` as ``12``: braces around the whole text are TeX's own and mean nothing."""
+    while text.startswith("{") and text.endswith("}"):
+        depth = 0
+        for place, brace in ((m.start(), m[0]) for m in re.finditer(r"[{}]", text)):
+            depth += 1 if brace == "{" else -1
+            if depth == 0 and place < len(text) - 1:
+                return text
+        if depth != 0:
+            return text
+        text = text[1:-1].strip()
+    return text
 
 
 # --- text answers -------------------------------------------------------------------------------------------------
 
 _MATH_WORDS = re.compile(
-    r"\\(?:begin|end)\s*\{[A-Za-z]+\}|\\[A-Za-z]+|(?<![A-Za-z])(?:sin|cos|tan|cot|sec|csc|log|ln|exp|max|min|gcd|lcm|mod)"
+    r"\\(?:begin|end)\s*\{[A-Za-z]+\}|\\[A-Za-z]+|_\s*\{?\s*(?:\\text\s*\{)?[A-Za-z]+(?:\s*\})*"
+    rf"|(?<![A-Za-z])(?:{_FUNCTIONS}|max|min|gcd|lcm|mod)"
 )
 _WORD = re.compile(r"[^\W\d_]{3,}|(?<![A-Za-z])(?:no|No|NO)(?![A-Za-z])")
+_CHOICE = re.compile(r"(?:(?:the )?(?:answer|option|choice)\s*(?:is\s*)?:?\s*)?\(?([A-Za-z])[).]?", re.IGNORECASE)
+_MARKED_CHOICE = re.compile(
+    r"\\text\s*\{\s*\(?[A-Za-z][).]?\s*\}|\\text\s*\{\s*\([A-Za-z]\)\s*\}\s*\S.*|\([A-Za-z]\)|[A-Za-z]\)"
+)
+_CHOICES = re.compile(r"\(?[A-J]\)?(?:(?:[,;&\s]|\\land)+\(?[A-J]\)?)+")
+_LIST = re.compile(r"[,;]|\\l(?:and|or)(?![A-Za-z])")
 
 
 def is_text(text: str) -> bool:
-    """Whether a canonical text is words, not mathematics: it has a run of three letters that is no known function."""
-    return bool(_WORD.search(_MATH_WORDS.sub(" ", text)))
+    """Whether a canonical text is words, not mathematics: a run of three letters that is no known function, or letters
+    that are set as text."""
+    return bool(_WORD.search(_MATH_WORDS.sub(" ", text)) or re.search(r"\\text\s*\{[^{}]*[A-Za-z]", text))
 
 
 def is_marked_choice(text: str) -> bool:
-    r"""A letter that is set as a choice: ``\text{C}``, ``(C)``, ``C.``, ``C)``."""
-    return bool(re.fullmatch(r"\\text\s*\{\s*\(?[A-Za-z][).]?\s*\}|\([A-Za-z]\)|[A-Za-z]\)", text))
+    r"""A letter that is set as a choice: ``\text{C}``, ``(C)``, ``C)``, ``\text{(C)} 12``."""
+    return bool(_MARKED_CHOICE.fullmatch(text))
 
 
-def plain_text(text: str) -> str:
-    r"""Words for comparison: without ``\text{}``, brackets around a letter, case and white space."""
-    text = _TEXT.sub(r"\1", text)
-    text = re.sub(r"^\(?([A-Za-z])[).]?$", r"\1", text.strip())
-    return re.sub(r"[\s{}\\]+", "", text).casefold().rstrip(".")
+def same_text(gold: str, answer: str) -> bool:
+    """Whether two canonical texts say the same: without case, white space and mark-up; lists in any order."""
+    left, right = sorted(_items(gold)), sorted(_items(answer))
+    return left == right and all(left)
+
+
+def same_choice(gold: str, answer: str) -> bool:
+    """Whether an answer marks the letter that the reference, a capital from A to J, is: ``c``, ``C. 12``."""
+    letter = _TEXT.sub(r"\1", gold).strip(" ().")
+    if not re.fullmatch("[A-J]", letter):
+        return False
+    text = _TEXT.sub(r" \1 ", answer).strip()
+    marked = re.match(r"\(?([A-Ja-j])[).:]|([A-Ea-e])$", text)
+    if marked is None or (marked[1] or marked[2]).upper() != letter:
+        return False
+    return not re.search("(?<![A-Za-z])[A-J](?![A-Za-z])", text[marked.end() :])
+
+
+def _items(text: str) -> list[str]:
+    text = _TEXT.sub(r" \1 ", text).strip()
+    if _CHOICES.fullmatch(text):
+        return re.findall("[a-j]", re.sub(r"\\land", "", text).casefold())
+    return [_plain(item) for item in _LIST.split(text)]
+
+
+def _plain(item: str) -> str:
+    item = item.strip()
+    choice = _CHOICE.fullmatch(item) or re.fullmatch(r"\(([A-Za-z])\)\s*\S.*", item)
+    if choice is not None:
+        return choice[1].casefold()
+    return re.sub(r"[\s{}\\\"']+", "", item).casefold().rstrip(".")

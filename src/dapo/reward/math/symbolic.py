@@ -1,12 +1,12 @@
 """Equality of two expressions: exact for literals, by high-precision evaluation for everything else.
 
-Parsing is Math-Verify's (LaTeX to sympy, nothing evaluated, no ``eval``). Its comparison is used for sets only: for
-expressions it has absolute tolerances, which make tiny numbers equal. Imports sympy: for worker processes.
+Parsing is Math-Verify's (LaTeX to sympy, nothing evaluated, no ``eval``), with capital letters kept apart from small
+ones. Its comparison is not used: it has absolute tolerances, which make tiny numbers equal. Imports sympy: for worker
+processes.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Iterator
@@ -15,13 +15,12 @@ from functools import lru_cache
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
-
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits (SIGALRM) are off
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, _Latex2Sympy, normalize_latex
 
 _DIGITS = 40
 """Decimal digits that two values are compared to, relative to their size."""
+_LARGE = 10.0**6
+"""Values above it are compared to as many digits after the point, too."""
 _MAX_BITS = 2.0**17
 """Numbers that may need more bits than this are not evaluated: no reference answer is one, power towers are."""
 _MAX_LENGTH = 2000
@@ -29,19 +28,14 @@ _MAX_LENGTH = 2000
 _MAX_BRACKETS = 100
 """Most brackets in it: deep nesting is slow to parse."""
 
-_CONFIG = [
-    LatexExtractionConfig(
-        boxed_match_priority=-1,
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
-        ),
-    )
-]
+_NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
 _DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?!\.?\d)")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 _MIXED = re.compile(r"(?<![\w.}^_])(\d+)\s*(?:\\frac\s*\{(\d+)\}\s*\{(\d+)\}| (\d+)/(\d+))")
 _BASED = re.compile(r"([0-9A-Za-z]+)_\s*\{?\s*(\d+)\s*\}?")
 _LITERAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|(?<=[a-z])i(?![A-Za-z])")
 _DEGREES = re.compile(r"(\d+)\s*\^\\circ")
 
 
@@ -67,21 +61,9 @@ def constant_ratio(gold: str, answer: str) -> float | None:
         if first is None or second is None or not second.is_finite or second == 0:
             return None
         ratios.append(first / second)
-    if not all(ratio.is_real and _close(ratio, ratios[0]) for ratio in ratios):
+    if not all(ratio.is_real and close(ratio, ratios[0]) for ratio in ratios):
         return None
     return float(ratios[0])
-
-
-def approximately(text: str) -> float | None:
-    """A number without variables as a float; None for anything else."""
-    number = literal(text)
-    if number is not None:
-        return float(number)
-    expr = parsed(text)
-    if not _is_small_expression(expr) or expr.free_symbols:
-        return None
-    value = _value_at(expr, {})
-    return float(value) if value is not None and value.is_real else None
 
 
 def literal(text: str) -> Fraction | None:
@@ -107,6 +89,20 @@ def _in_base(digits: str, base: int) -> Fraction | None:
         return None
 
 
+class _Reader(_Latex2Sympy):  # type: ignore[misc]  # it has no types
+    """Math-Verify's reader, where factors side by side are a product: it takes 2(3) for 2 + 3, a mixed number."""
+
+    def convert_postfix_list(self, arr: Any, i: int = 0) -> Any:
+        factors = [self.convert_postfix(part) for part in arr[i:]]
+        if any(isinstance(factor, list) for factor in factors):  # a derivative
+            return super().convert_postfix_list(arr, i)
+        product = factors[-1]
+        for factor in reversed(factors[:-1]):
+            is_matrix = getattr(factor, "is_Matrix", False) or getattr(product, "is_Matrix", False)
+            product = self.mat_mul_flat(factor, product) if is_matrix else self.mul_flat(factor, product)
+        return product
+
+
 @lru_cache(maxsize=256)
 def parsed(text: str) -> Any:
     """``text`` as a sympy object, unevaluated; None: it cannot be read."""
@@ -115,9 +111,43 @@ def parsed(text: str) -> Any:
     number = literal(text)
     if number is not None:
         return sympy.Rational(number.numerator, number.denominator)
-    latex = _exact_numbers(text)
-    found = parse(f"${latex}$", _CONFIG, fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    latex = normalize_latex(_exact_numbers(text), _NORMALIZATION)
+    try:
+        return _Reader(is_real=_IMAGINARY.search(latex) is None, config=_CONVERSION).parse(latex)
+    except Exception:  # its grammar reports by the plain class
+        return None
+
+
+def real_number(text: str) -> Any | None:
+    """A number without variables to 50 digits (exactly where it is written out); None for anything else."""
+    number = literal(text)
+    if number is not None:
+        return sympy.Rational(number.numerator, number.denominator)
+    expr = parsed(text)
+    if not _is_small_expression(expr) or expr.free_symbols:
+        return None
+    value = _value_at(expr, {})
+    return value if value is not None and value.is_real and value.is_finite else None
+
+
+def linear(left: str, right: str) -> tuple[str, float, Any] | None:
+    """Variable, slope and root of left - right, where that is linear in one variable; else None."""
+    sides = parsed(left), parsed(right)
+    if not all(map(_is_small_expression, sides)):
+        return None
+    names = _names(*sides)
+    if len(names) != 1:
+        return None
+    values = []
+    for x in map(sympy.sympify, ("0", "1", "-7/3", "29/11")):
+        first, second = (_value_at(side, {names[0]: x}) for side in sides)
+        if first is None or second is None or not (first - second).is_real or not (first - second).is_finite:
+            return None
+        values.append((x, first - second))
+    offset, slope = values[0][1], values[1][1] - values[0][1]
+    if not slope or not all(close(value, offset + slope * x) for x, value in values[2:]):
+        return None
+    return names[0], float(slope), -offset / slope
 
 
 def _exact_numbers(text: str) -> str:
@@ -139,27 +169,48 @@ def _repeating_as_fraction(match: re.Match[str]) -> str:
 
 
 def _same(left: Any, right: Any) -> bool:
+    left, right = _multiplied_out(left), _multiplied_out(right)
     if isinstance(left, sympy.MatrixBase) or isinstance(right, sympy.MatrixBase):
         both = isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase)
         return both and left.shape == right.shape and all(map(_same, left.flat(), right.flat()))
     if _is_small_expression(left) and _is_small_expression(right):
         return _same_value(left, right)
-    if isinstance(left, sympy.Set) and isinstance(right, sympy.Set):
-        return bool(verify(left, right, timeout_seconds=None))  # the reference first: it is not symmetric
-    return False
+    if isinstance(left, sympy.FiniteSet) and isinstance(right, sympy.FiniteSet):
+        return all(any(_same(a, b) for b in right) for a in left) and all(any(_same(a, b) for a in left) for b in right)
+    return isinstance(left, sympy.Set) and bool(left == right)
+
+
+def _multiplied_out(expr: Any) -> Any:
+    """A number times a matrix as a matrix."""
+    if isinstance(expr, sympy.MatMul | sympy.MatAdd) and all(
+        isinstance(arg, sympy.MatrixBase) or _is_small_expression(arg) for arg in expr.args
+    ):
+        return expr.doit()
+    return expr
 
 
 def _same_value(left: Any, right: Any) -> bool:
-    """Equal wherever both are evaluated: identity is undecidable, but 40 digits at several points are proof enough."""
+    """Equal wherever both are defined: identity is undecidable, but 40 digits at several points are proof enough."""
+    names = _names(left, right)
+    points = list(_points(names))
+    if names and not (_is_complex(left) or _is_complex(right)):
+        # sqrt(x^3) is x sqrt(x) and ln(ab) is ln a + ln b where they are real; beyond, they take different branches
+        points = [p for p in points if _is_real_at(left, p) and _is_real_at(right, p)] or points
     compared = 0
-    for point in _points(_names(left, right)):
+    for point in points:
         first, second = _value_at(left, point), _value_at(right, point)
         if first is None or second is None:
             if (first is None) != (second is None):
                 return False  # one is undefined where the other is not
             continue
-        if not _close(first, second) and not (_tiny(first, second) and _difference_is_zero(left, right)):
+        if not close(first, second) and not (_tiny(first, second) and _difference_is_zero(left, right)):
             return False
+        if first.is_finite and abs(first) > _LARGE and not (first.is_Rational and second.is_Rational):
+            # all those digits may be the same large term: look at what is behind it too
+            more = _DIGITS + 10 + int(sympy.log(abs(first), 10).evalf(6))
+            first, second = _value_at(left, point, more), _value_at(right, point, more)
+            if abs(first - second) > sympy.Float(10) ** -_DIGITS:
+                return False
         compared += 1
     return compared > 0 or bool(left == right)
 
@@ -173,6 +224,21 @@ def _names(left: Any, right: Any) -> list[str]:
     return sorted({s.name for s in left.free_symbols | right.free_symbols} - {"i"})
 
 
+def _is_complex(expr: Any) -> bool:
+    return bool(expr.has(sympy.I)) or any(s.name == "i" for s in expr.free_symbols)
+
+
+def _is_real_at(expr: Any, point: dict[str, Any]) -> bool:
+    """Whether no root and no logarithm in ``expr`` is taken of a negative number at ``point``."""
+    for part in expr.atoms(sympy.Pow, sympy.log):
+        inner = part.args[0]
+        if inner.free_symbols and (isinstance(part, sympy.log) or not part.args[1].is_integer):
+            value = _value_at(inner, point)
+            if value is not None and value.is_negative:
+                return False
+    return True
+
+
 def _points(names: list[str]) -> Iterator[dict[str, Any]]:
     """Where to evaluate: unremarkable rationals of both signs, another one for each symbol."""
     if not names:
@@ -182,18 +248,23 @@ def _points(names: list[str]) -> Iterator[dict[str, Any]]:
         yield {name: sympy.Rational(round((a + b * k) * 10000), 9973) for k, name in enumerate(names)}
 
 
-def _value_at(expr: Any, point: dict[str, Any]) -> Any | None:
+def _value_at(expr: Any, point: dict[str, Any], digits: int = _DIGITS + 10) -> Any | None:
     values: dict[Any, Any] = {s: point[s.name] for s in expr.free_symbols if s.name in point}
     values |= {s: sympy.I for s in expr.free_symbols if s.name == "i"}
-    value = expr.xreplace(values).doit().evalf(_DIGITS + 10)
+    value = expr.xreplace(values).doit()
+    if value.is_Rational:
+        return value  # exactly
+    value = value.evalf(digits)
     if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
         return value if value in (sympy.oo, -sympy.oo) else None
     return value
 
 
-def _close(first: Any, second: Any) -> bool:
+def close(first: Any, second: Any) -> bool:
     if first == second:
         return True
+    if first.is_Rational and second.is_Rational:
+        return False
     if not (first.is_finite and second.is_finite):
         return False
     return bool(abs(first - second) <= max(abs(first), abs(second)) * sympy.Float(10) ** -_DIGITS)
@@ -215,13 +286,20 @@ def bits(expr: Any) -> float:
     if isinstance(expr, sympy.Rational):
         return float(max(abs(expr.p).bit_length(), expr.q.bit_length(), 1))
     if not expr.args:
-        return 8.0  # symbols (at our points) and constants
+        return 30.0 if expr.is_Symbol else 8.0  # our points are fractions of that size
     args = [bits(arg) for arg in expr.args]
     if max(args) > _MAX_BITS:
         return math.inf
-    if isinstance(expr, sympy.Pow | sympy.exp):
-        base, exponent = (args[0], args[1]) if isinstance(expr, sympy.Pow) else (2.0, args[0])
-        return base * 2.0**exponent if exponent < 64 else math.inf
+    if isinstance(expr, sympy.Pow):
+        return args[0] * max(1.0, _magnitude(expr.args[1]))
+    if isinstance(expr, sympy.exp):
+        return 2 * max(8.0, _magnitude(expr.args[0]))
     if isinstance(expr, sympy.factorial | sympy.factorial2 | sympy.gamma | sympy.binomial):
-        return args[0] * 2.0 ** args[0] if args[0] < 64 else math.inf
+        return _magnitude(expr.args[0]) * 16
     return sum(args)
+
+
+def _magnitude(expr: Any) -> float:
+    """About the largest absolute value of an expression that is small enough to be evaluated."""
+    value = abs(expr.xreplace({symbol: sympy.Integer(6) for symbol in expr.free_symbols}).evalf(6))
+    return float(value) if value.is_number and value.is_finite else math.inf

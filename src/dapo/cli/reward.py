@@ -1,0 +1,268 @@
+"""``dapo reward check`` and ``dapo reward score``: is the reward right, and what would another one have said."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dapo.cli.completion import complete_recipe, complete_run
+from dapo.cli.errors import EXIT_CODES, errors_for_people
+from dapo.cli.inspect import _span
+from dapo.cli.options import Debug
+from dapo.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from dapo.config import RewardConfig
+    from dapo.observe.run_view import RunView
+
+app = typer.Typer(no_args_is_help=True, help="Check a reward against labelled cases; score a run's samples again.")
+
+_Output = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no times.")]
+
+
+@app.command(epilog=EXIT_CODES)
+def check(
+    reward: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|KIND",
+            help="A recipe, of which the reward section is used; or math, code, exact.",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILES [REWARD.KEY=VALUE]", help="Labelled cases (JSONL); keys of the reward to change."
+        ),
+    ],
+    tolerance: Annotated[
+        float, typer.Option(min=0, metavar="X", help="How far a reward may be from an expected number.")
+    ] = 1e-9,
+    output: _Output = None,
+    quiet: _Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Score labelled cases and print every disagreement; exit code 0 only if all agree, 1 if not.
+
+    A case is {"gold": "4", "response": "It is 4.", "expected": true}, where expected may be false or a number, too; or,
+    for code, {"solution": "...", "tests": [...], "expected": "pass"}, or fail, timeout, error.
+    """
+    with errors_for_people(debug):
+        from dapo.cli.reward_report import disagreement
+        from dapo.config import load_reward
+        from dapo.reward.check import check_cases, read_cases
+
+        files, overrides = _sorted_out(words)
+        if not files:
+            raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
+        config = load_reward(reward, overrides)
+        cases = read_cases(files, config)
+        _require_writable(output, files)
+        progress, started = _Progress(quiet), time.perf_counter()
+        try:
+            checked = asyncio.run(
+                check_cases(cases, config, tolerance, lambda done: progress(f"{done:,} of {len(cases):,} cases"))
+            )
+        finally:
+            progress.close()
+        seconds = time.perf_counter() - started
+        agreed = sum(one.agrees for one in checked)
+        for one in checked:
+            if not one.agrees:
+                _print_lines([*disagreement(one), ""])
+        if output is not None:
+            found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
+            _write(output, {**found, "verdicts": [one.as_json() for one in checked]})
+        if not quiet:
+            print(f"{len(cases):,} cases in {seconds:.1f} s, {len(cases) / seconds:,.0f} per second")
+        print(f"agree {agreed} of {len(cases)}")
+        if agreed < len(cases):
+            raise typer.Exit(1)
+
+
+@app.command(epilog=EXIT_CODES)
+def score(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[REWARD.KEY=VALUE]", help="Keys of the reward to change.")
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE|KIND",
+            help="What to score with: a recipe, or math, exact, ...; by default the run's own reward.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    steps: Annotated[str, typer.Option("--steps", "--step", metavar="N|A:B|all", help="Samples of these steps.")] = (
+        "all"
+    ),
+    examples: Annotated[int, typer.Option(min=0, help="Show at most so many samples that changed.")] = 6,
+    output: _Output = None,
+    quiet: _Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Score the stored samples of RUN again with another reward, and show what changes. RUN itself stays as it is.
+
+    With the run's own reward it shows whether its verdicts can be reproduced.
+    """
+    with errors_for_people(debug):
+        from dapo.cli.reward_report import Summary
+        from dapo.config import load_config
+        from dapo.observe.run_view import RunView
+        from dapo.reward.rescore import StepChange, StoredRows, rescore
+
+        files, overrides = _sorted_out(words or [])
+        if files:
+            raise ConfigError(f"{files[0]}: expected reward.key=value; the reward is named by --reward")
+        view = RunView.read(run)
+        wanted = _steps(view, steps)
+        config = load_config(view.folder.config)
+        chosen = _reward(view, reward, overrides)
+        _require_writable(output, [str(view.folder.config)])
+        rows = StoredRows(config, chosen, _warn)
+        summary = Summary(examples)
+        told: list[dict[str, Any]] = []
+
+        def hear(change: StepChange) -> None:
+            summary.add(change)
+            if output is not None:
+                told.append(change.as_json())
+
+        progress, started = _Progress(quiet), time.perf_counter()
+        done = 0
+
+        def advance(step: int) -> None:
+            nonlocal done
+            done += 1
+            progress(f"step {step}, {done:,} samples")
+
+        try:
+            asyncio.run(rescore(view.folder, wanted, chosen, config, rows, hear, advance))
+        finally:
+            progress.close()
+        seconds = time.perf_counter() - started
+        print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
+        _print_lines(summary.lines())
+        if output is not None:
+            _write(output, {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3), "steps": told})
+        if not quiet:
+            print(f"{done:,} samples in {seconds:.1f} s, {done / seconds:,.0f} per second")
+        print(summary.verdict())
+
+
+# --- what was asked for -------------------------------------------------------------------------------------------
+
+
+def _sorted_out(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Files and overrides."""
+    settings = [word for word in words if "=" in word and not Path(word).exists()]
+    return [word for word in words if word not in settings], settings
+
+
+def _steps(view: RunView, text: str) -> list[int]:
+    """
+    Raises:
+        UserError: there are no such samples; says which there are.
+    """
+    from dapo.cli.sample_report import samples_of
+
+    span = (0, 10**9) if text == "all" else _span(text) or (0, 0)
+    wanted = [step for step in view.steps_with_samples if span[0] <= step <= span[1]]
+    if not wanted:
+        samples_of(view, None if text == "all" else span)  # raises, with the reason
+    return wanted
+
+
+def _reward(view: RunView, named: str | None, overrides: Sequence[str]) -> RewardConfig:
+    """
+    Raises:
+        ConfigError: it is wrong, or is the run's own and lacks a secret that was not recorded.
+    """
+    from dapo.config import load_reward
+    from dapo.resume import _blanks
+
+    chosen = load_reward(named or view.folder.config, overrides)
+    hidden = list(_blanks(chosen.model_dump(mode="json"), "reward"))
+    if hidden:
+        raise ConfigError(
+            f"{view.folder.config}: secrets are not kept in the run folder: give {', '.join(hidden)} again, as "
+            "reward.key=value, or name the recipe with --reward"
+        )
+    return chosen
+
+
+# --- what is said -------------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """One line on the terminal that says how far it is; nothing where there is no terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        console = Console(stderr=True)
+        self._status = None if quiet or not console.is_terminal else console.status("starting")
+        if self._status is not None:
+            self._status.start()
+
+    def __call__(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(Text(text))
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._status is not None:
+            self._status.stop()
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True, highlight=False)
+
+
+def _print_lines(lines: Iterator[str] | Sequence[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _told(config: RewardConfig) -> Any:
+    from dapo.run_folder import redact
+
+    return redact(config.model_dump(mode="json"))
+
+
+def _require_writable(output: Path | None, inputs: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: ``output`` is one of the files that are read.
+        UserError: it cannot be written to; better said before an hour of scoring.
+    """
+    if output is None:
+        return
+    if any(output.resolve() == Path(file).resolve() for file in inputs):
+        raise ConfigError(f"--json: {str(output)!r} is one of the files to be read; name another file")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        probe = output.with_name(f".{output.name}.probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
+
+
+def _write(output: Path, found: Mapping[str, Any]) -> None:
+    from dapo.files import write_json
+    from dapo.run_folder import redact_command
+
+    try:
+        write_json(output, {"command": redact_command(sys.argv), **found})
+    except OSError as error:
+        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None

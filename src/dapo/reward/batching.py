@@ -1,0 +1,116 @@
+"""Single scores made in batches: what waits is taken together as soon as there is a free hand.
+
+Consumes items one at a time, produces one result for each. Nothing waits in order to fill a batch: a lone item goes at
+once, and batches grow by themselves when work comes faster than it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Batcher(Generic[Item, Result]):
+    """Belongs to the event loop that it is first used in.
+
+    Args:
+        work: a batch of 1 to ``size`` items to as many results, in order. What it raises is raised to each caller of
+            the batch.
+        size: most items of one batch.
+        concurrency: batches at once.
+        pick: which of the waiting items make the next batch, as positions; by default the oldest. For batches of
+            items that are alike (in length).
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
+        *,
+        size: int,
+        concurrency: int = 1,
+        pick: Callable[[Sequence[Item]], Sequence[int]] | None = None,
+    ) -> None:
+        self._work, self._size, self._concurrency, self._pick = work, size, concurrency, pick
+        self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def submit(self, item: Item) -> Result:
+        """The result for ``item``. Waits for a free hand and for its batch. Who is cancelled before its batch has
+        begun is not worked for.
+
+        Raises:
+            RuntimeError: it is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the batcher is closed")
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        # not at once: what is submitted in the same turn of the loop belongs together
+        asyncio.get_running_loop().call_soon(self._start)
+        return await future
+
+    async def close(self) -> None:
+        """Cancel what runs; whoever still waits gets :class:`asyncio.CancelledError`."""
+        self._closed = True
+        for _, future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+        for task in self._running:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self._concurrency and not self._closed:
+            batch = self._take()
+            if not batch:
+                return
+            task = asyncio.get_running_loop().create_task(self._run(batch))
+            self._running.add(task)
+            task.add_done_callback(self._done)
+
+    def _take(self) -> list[tuple[Item, asyncio.Future[Result]]]:
+        if self._pick is None:
+            return self._take_oldest()
+        alive = [(item, future) for item, future in self._waiting if not future.done()]
+        places = self._pick([item for item, _ in alive])[: self._size] if alive else []
+        chosen = set(places)
+        self._waiting = deque(pair for place, pair in enumerate(alive) if place not in chosen)
+        return [alive[place] for place in places]
+
+    def _take_oldest(self) -> list[tuple[Item, asyncio.Future[Result]]]:
+        batch: list[tuple[Item, asyncio.Future[Result]]] = []
+        while self._waiting and len(batch) < self._size:
+            pair = self._waiting.popleft()
+            if not pair[1].done():
+                batch.append(pair)
+        return batch
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._start()
+
+    async def _run(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
+        try:
+            results = await self._work([item for item, _ in batch])
+            if len(results) != len(batch):
+                raise ValueError(f"a batch of {len(batch)} items gave {len(results)} results")
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), result in zip(batch, results, strict=True):
+            if not future.done():
+                future.set_result(result)

@@ -1,0 +1,345 @@
+"""Is the reward right? Labelled cases in, what the reward says of each out (``dapo reward check``).
+
+Consumes files of cases and a recipe's ``reward`` section; produces a :class:`Checked` for every case, in their order.
+Waits for the scorer, with many cases at once; its deadlines end the wait.
+
+A case is a response with the verdict that it should get, or a program that is graded as it stands::
+
+    {"gold": "1/2", "response": "It is \\\\boxed{0.5}.", "expected": true}
+    {"solution": "print(7)", "tests": [{"stdin": "", "stdout": "7\\n"}], "expected": "pass", "also_ok": ["error"]}
+
+``expected`` is true (right), false (wrong), the number that the reward should be, or "error" (no verdict); of a
+program it is pass, fail, timeout or error. ``also_ok`` lists what would be fine, too. ``prompt``, if there is one, and
+all other keys reach the reward as those of a row of data do; ``name``, ``note`` and the like are for people.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dapo.config import CodeReward, RewardConfig
+from dapo.config.sections import DataItem
+from dapo.data.files import open_table
+from dapo.data.rows import BadRow, Keys, check_row, listed, plain_value
+from dapo.data.tables import Table
+from dapo.errors import DataError, RewardError
+from dapo.records import Prompt, Reward
+from dapo.reward.build import make_scorer, needs_answer
+from dapo.reward.contract import Scorer
+from dapo.reward.convert import reward_to_json
+from dapo.reward.pool import ScoringFailed, WorkerPool
+
+OUTCOMES = ("pass", "fail", "timeout", "error")
+"""What can become of a program."""
+
+Expected = bool | float | str
+
+_AT_ONCE = 256
+"""Scores that are asked for at the same time. Scorers have bounds of their own; those that make batches want many."""
+_SHOWN = ("name", "note", "source", "after")
+"""Keys for people."""
+_TAKEN = ("gold", "response", "expected", "also_ok", "prompt")
+"""Keys that the reward does not get to see as further keys of a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One labelled case. ``prompt.meta`` holds its further keys; ``accepted`` begins with what is expected."""
+
+    place: str
+    prompt: Prompt
+    response: str
+    accepted: tuple[Expected, ...]
+    is_program: bool
+    about: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the reward says of a case.
+
+    ``reward``: None for a program. ``outcome``: of a program, one of :data:`OUTCOMES`; None if there is no verdict.
+    ``detail``: why a program has not passed. ``doubt``: what is wrong with the case itself, as the scorer sees it;
+    looked for only where it disagrees.
+    """
+
+    case: Case
+    reward: Reward | None
+    agrees: bool
+    outcome: str | None = None
+    detail: str = ""
+    doubt: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that is known of it, in JSON types."""
+        case = self.case
+        expected, *also_ok = case.accepted
+        program = {"outcome": self.outcome, "detail": self.detail}
+        got = program if self.reward is None else reward_to_json(self.reward)
+        return {
+            "place": case.place,
+            **case.about,
+            "prompt": case.prompt.text,
+            "gold": case.prompt.answer,
+            "solution" if case.is_program else "response": case.response,
+            "expected": expected,
+            "also_ok": also_ok,
+            "agrees": self.agrees,
+            **got,
+            "doubt": self.doubt,
+        }
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_cases(files: Sequence[str], config: RewardConfig) -> list[Case]:
+    """The cases in ``files`` (JSON lines, plain or compressed, and whatever else data may be in).
+
+    Raises:
+        DataError: with everything that is wrong, each with file and line.
+    """
+    cases: list[Case] = []
+    faults: list[str] = []
+    for file in files:
+        try:
+            table = _open(file)
+        except DataError as fault:
+            faults.append(str(fault))
+            continue
+        for number in range(len(table)):
+            try:
+                cases.append(_case(table.raw(number), table.place(number), len(cases), config))
+            except BadRow as fault:
+                faults.append(f"{table.place(number)}: {fault}")
+    if faults:
+        raise DataError(listed(faults))
+    return cases
+
+
+def _open(file: str) -> Table:
+    if not os.path.exists(file):  # noqa: PTH110  (Path.exists raises for a name that is too long)
+        raise DataError(f"{file}: no such file; expected one of labelled cases, a JSON object in each line")
+    return open_table(DataItem(path=file))
+
+
+def _case(raw: Any, place: str, number: int, config: RewardConfig) -> Case:
+    """
+    Raises:
+        BadRow: it is not a case, or not one for this reward.
+    """
+    if not isinstance(raw, Mapping):
+        raise BadRow(f"expected an object such as {_EXAMPLE}, got {_shown(raw)}")
+    is_program = "solution" in raw and "response" not in raw
+    if is_program and not isinstance(config, CodeReward):
+        raise BadRow(f"'solution' without 'response' is a case for reward.kind=code, not for reward.kind={config.kind}")
+    for key in ("solution", config.tests_key) if is_program and isinstance(config, CodeReward) else ("response",):
+        if key not in raw:
+            raise BadRow(f"no key {key!r}; the keys are {', '.join(map(repr, raw))}. A case is like {_EXAMPLE}")
+    text = raw["solution" if is_program else "response"]
+    if type(text) is not str:
+        raise BadRow(f"{'solution' if is_program else 'response'!r} must be text, got {_shown(text)}")
+    accepted = _accepted(raw, is_program)
+    prompt = _prompt(raw, place, number, needs_answer(config) and not is_program)
+    about = {key: str(plain_value(raw[key])) for key in _SHOWN if raw.get(key) is not None}
+    return Case(place, prompt, text, accepted, is_program, about)
+
+
+def _accepted(raw: Mapping[str, Any], is_program: bool) -> tuple[Expected, ...]:
+    if "expected" not in raw:
+        raise BadRow(f"no key 'expected'; the keys are {', '.join(map(repr, raw))}")
+    also_ok = plain_value(raw.get("also_ok") or [])
+    if not isinstance(also_ok, list):
+        raise BadRow(f"'also_ok' must be a list, got {_shown(also_ok)}")
+    accepted = [plain_value(raw["expected"]), *also_ok]
+    for key, value in zip(["expected", *["also_ok"] * len(also_ok)], accepted, strict=True):
+        if is_program and value not in OUTCOMES:
+            raise BadRow(f"{key!r} of a solution must be one of {', '.join(OUTCOMES)}, got {_shown(value)}")
+        if not is_program and not isinstance(value, bool | int | float) and value != "error":
+            raise BadRow(
+                f'{key!r} must be true (right), false (wrong), a number (the reward) or "error", got {_shown(value)}'
+            )
+    return tuple(accepted)
+
+
+def _prompt(raw: Mapping[str, Any], place: str, number: int, answer_required: bool) -> Prompt:
+    """What the reward gets to see of a case, but for the response."""
+    if answer_required and "gold" not in raw:
+        said = "; it is not called 'answer' here" if "answer" in raw else ""
+        raise BadRow(f"no key 'gold', the reference that this reward compares with{said}")
+    has_prompt = raw.get("prompt") is not None
+    kept = {key: raw[key] for key in ("prompt", "gold") if raw.get(key) is not None or key == "gold" in raw}
+    row = check_row(kept if has_prompt else {**kept, "prompt": "-"}, Keys("prompt", "gold", answer_required), place)
+    meta = {str(key): plain_value(value) for key, value in raw.items() if key not in _TAKEN}
+    return Prompt(number, row.text if has_prompt else "", (), row.answer, meta)
+
+
+def _shown(value: Any) -> str:
+    text = repr(plain_value(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_EXAMPLE = '{"gold": "4", "response": "\\\\boxed{4}", "expected": true}'
+
+
+# --- checking -----------------------------------------------------------------------------------------------------
+
+
+async def check_cases(
+    cases: Sequence[Case],
+    config: RewardConfig,
+    tolerance: float = 1e-9,
+    advance: Callable[[int], None] = lambda done: None,
+) -> list[Checked]:
+    """Score every case.
+
+    Args:
+        cases: of :func:`read_cases`.
+        config: the recipe's ``reward`` section.
+        tolerance: how far, absolutely or relative to it, a reward may be from an expected number.
+        advance: hears how many are done.
+
+    Raises:
+        RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case.
+    """
+    done = 0
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        advance(done)
+
+    programs = [case for case in cases if case.is_program]
+    others = [case for case in cases if not case.is_program]
+    checked: list[Checked] = []
+    if programs and isinstance(config, CodeReward):
+        checked += await _grade_each(programs, config, one_more)
+    if others:
+        async with running(make_scorer(config)) as scorer:
+            rewards = await score_each(scorer, [(case.place, case.prompt, case.response) for case in others], one_more)
+            compared = [_compared(case, reward, tolerance) for case, reward in zip(others, rewards, strict=True)]
+            checked += await _with_doubts(compared, scorer)
+    return sorted(checked, key=lambda one: one.case.prompt.row)
+
+
+def _compared(case: Case, reward: Reward, tolerance: float) -> Checked:
+    def admits(expected: Expected) -> bool:
+        if reward.error is not None or isinstance(expected, str):
+            return reward.error is not None and expected == "error"
+        if isinstance(expected, bool):
+            return reward.correct is expected
+        return math.isclose(reward.value, expected, rel_tol=tolerance, abs_tol=tolerance)
+
+    return Checked(case, reward, any(map(admits, case.accepted)))
+
+
+async def _with_doubts(checked: Sequence[Checked], scorer: Scorer) -> list[Checked]:
+    places = [k for k, one in enumerate(checked) if not one.agrees]
+    doubts = await scorer.examine([checked[k].case.prompt for k in places]) if places else ()
+    found = {places[doubt.position]: doubt.text for doubt in doubts}
+    return [replace(one, doubt=found.get(k)) for k, one in enumerate(checked)]
+
+
+@asynccontextmanager
+async def running(scorer: Scorer) -> AsyncIterator[Scorer]:
+    """The scorer, started; it is closed at the end, whatever happens."""
+    try:
+        await scorer.start()
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+async def score_each(
+    scorer: Scorer, items: Sequence[tuple[str, Prompt, str]], advance: Callable[[], None]
+) -> list[Reward]:
+    """Score (place, prompt, response) items, many at once; the rewards are in the order of the items.
+
+    Raises:
+        RewardError: the reward breaks its contract; names the place. The others are given up.
+    """
+    rewards: dict[int, Reward] = {}
+    waiting = iter(enumerate(items))
+
+    async def score() -> None:
+        for number, (place, prompt, response) in waiting:
+            try:
+                rewards[number] = await scorer.score(prompt, response)
+            except RewardError as error:
+                raise RewardError(f"{place}: {error}") from None
+            advance()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(_AT_ONCE, len(items))):
+            group.create_task(score())
+    return [rewards[number] for number in range(len(items))]
+
+
+# --- programs -----------------------------------------------------------------------------------------------------
+
+
+async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Callable[[], None]) -> list[Checked]:
+    """Run programs as they stand against their tests, in worker processes as the code reward does.
+
+    Raises:
+        RewardError: the sandbox is missing.
+    """
+    from dapo.reward.code.scorer import UNSAFE
+
+    if config.sandbox == "none":
+        logging.getLogger(__name__).warning(UNSAFE)
+    pool = WorkerPool(
+        "dapo.reward.check:make_grader",
+        config.model_dump(mode="json"),
+        workers=config.workers,
+        # the grader keeps the limits; this is for one that hangs, on a busy machine
+        timeout_s=4 * (config.timeout_s + config.test_timeout_s) + 120,
+    )
+
+    async def grade(case: Case) -> Checked:
+        tests, entry_point = case.prompt.meta[config.tests_key], case.prompt.meta.get(config.entry_point_key)
+        try:
+            found = await pool.run({"program": case.response, "tests": tests, "entry_point": entry_point})
+        except ScoringFailed as error:
+            found = {"outcome": None, "detail": str(error)}
+        advance()
+        return Checked(case, None, found["outcome"] in case.accepted, found["outcome"], found["detail"])
+
+    try:
+        return await asyncio.gather(*map(grade, programs))
+    finally:
+        await pool.close()
+
+
+def make_grader(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The worker's side. ``options``: the keys of a :class:`CodeReward`.
+
+    Raises:
+        RewardError: the sandbox is missing; how to install it.
+    """
+    from dapo.reward.code.grade import Grader
+    from dapo.reward.code.names import read_tests
+    from dapo.reward.code.program import SandboxFailed
+
+    grader = Grader(CodeReward(**options))
+    grader.sandbox.check()
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        try:
+            tests = read_tests(item["tests"], item["entry_point"])
+        except ValueError as error:
+            return {"outcome": "error", "detail": f"its tests cannot be used: {error}"}
+        try:
+            verdict = grader.grade(item["program"], tests, item["entry_point"])
+        except (SandboxFailed, OSError) as error:
+            return {"outcome": None, "detail": str(error)}
+        return {"outcome": verdict.outcome, "detail": verdict.detail}
+
+    return handle

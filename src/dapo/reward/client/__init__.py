@@ -1,0 +1,28 @@
+"""Rewards that other programs serve: the protocol of ``dapo reward-server``, plain HTTP services, KServe V2."""
+
+from __future__ import annotations
+
+from dapo.config import HttpReward, KServeReward, ServerReward
+from dapo.errors import RewardError
+from dapo.reward.contract import Scorer
+
+
+def make_client(config: ServerReward | HttpReward | KServeReward) -> Scorer:
+    """The scorer that asks the server which ``config`` names. Nothing is sent before ``start`` or the first score.
+
+    Raises:
+        RewardError: a library is missing, or the environment variable of the token is not set.
+    """
+    extra = "kserve" if isinstance(config, KServeReward) else "remote"
+    try:
+        if isinstance(config, KServeReward):
+            from dapo.reward.client.kserve import KServeScorer
+
+            return KServeScorer(config)
+        from dapo.reward.client.http import HttpScorer, ServerScorer
+
+        return ServerScorer(config) if isinstance(config, ServerReward) else HttpScorer(config)
+    except ImportError as error:
+        raise RewardError(
+            f"reward.kind={config.kind} needs {error.name}, which is not installed: pip install 'dapo[{extra}]'"
+        ) from None

@@ -1,0 +1,35 @@
+"""What can go wrong between a client and its server, by what is to be done about it. A third kind, what the user must
+mend (a wrong token, a wrong address), is a :class:`~dapo.errors.RewardError`."""
+
+from __future__ import annotations
+
+_LONGEST = 300
+"""Characters of a server's message that are shown."""
+
+
+class Fault(Exception):
+    """Ask again later: the server is down, busy, or its reply broke off.
+
+    Args:
+        cause: what happened, for people.
+        pause_s: how long the server asked to be left alone.
+        smaller: whether this very request may be the reason: ask for less at once next time.
+        alive: whether the server itself said so.
+    """
+
+    def __init__(self, cause: str, *, pause_s: float = 0.0, smaller: bool = False, alive: bool = False) -> None:
+        super().__init__(shortened(cause))
+        self.pause_s, self.smaller, self.alive = pause_s, smaller, alive
+
+
+class BadReply(Exception):
+    """The reply is whole but breaks the agreement: it may happen once, by chance, and not twice."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(shortened(cause))
+
+
+def shortened(text: str) -> str:
+    """One line of bounded length."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."

@@ -1,0 +1,203 @@
+"""Clients of servers that speak JSON over HTTP: ``dapo reward-server``, and services of the user's own.
+
+A request and what its status means are the same for both. The reply of a reward server is read line by line, so that
+verdicts that have come are kept when the connection breaks.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import aiohttp
+
+from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
+from dapo.errors import RewardError
+from dapo.records import Prompt, Reward
+from dapo.reward.client.connections import HttpConnections
+from dapo.reward.client.faults import BadReply, Fault, shortened
+from dapo.reward.client.mapping import fill, from_json, pick, to_json, to_verdict, to_verdicts, unfillable
+from dapo.reward.client.scorer import Call, RemoteScorer
+from dapo.reward.contract import Doubt
+
+_LARGEST_REPLY = 64 * 2**20
+_LARGEST_ERROR = 2**16
+_ROWS_AT_ONCE = 64
+_LATER = (408, 425, 429)
+_NOT_READY = (502, 503, 504)
+
+
+class _JsonScorer(RemoteScorer):
+    """What both have: connections, and what a status means."""
+
+    def __init__(self, config: RemoteReward) -> None:
+        super().__init__(config)
+        self._connections = HttpConnections(self._token, self._most_connections)
+        self._send = self._connections.send
+
+    async def _close_connections(self) -> None:
+        await self._connections.close()
+
+    async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+        """
+        Raises:
+            Fault: a status that says: later.
+            RewardError: a status that says: not like this.
+        """
+        if 200 <= reply.status < 300:
+            return reply
+        text, retry = _error_text(await HttpConnections.beginning(reply, _LARGEST_ERROR))
+        code = reply.status
+        cause = f"{code} {reply.reason}" + (f": {text}" if text else "")
+        if retry is not False and (code in _LATER or code >= 500):
+            raise Fault(cause, pause_s=_retry_after(reply.headers), smaller=code == 500, alive=code in _NOT_READY)
+        raise RewardError(f"{self._name}: {cause}{_advice(code, reply.headers)}")
+
+
+class ServerScorer(_JsonScorer):
+    """Asks a ``dapo reward-server``."""
+
+    def __init__(self, config: ServerReward) -> None:
+        super().__init__(config)
+        self._url = config.url.rstrip("/")
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """What the served reward says of the rows. Waits for the server as :meth:`start` does.
+
+        Raises:
+            RewardError: it does not answer.
+        """
+        doubts: list[Doubt] = []
+        for begin in range(0, len(prompts), _ROWS_AT_ONCE):
+            body = to_json({"rows": [_row(prompt) for prompt in prompts[begin : begin + _ROWS_AT_ONCE]]})
+            for doubt in await self._patiently(partial(self._examine, body)):
+                doubts.append(replace(doubt, position=begin + doubt.position))
+        return doubts
+
+    async def _examine(self, body: bytes) -> list[Doubt]:
+        async with self._send("POST", f"{self._url}/examine", body) as reply:
+            answer = from_json(await _read(await self._checked(reply)))
+        try:
+            return [Doubt(int(d["position"]), str(d["text"]), bool(d["unusable"])) for d in answer["doubts"]]
+        except (KeyError, TypeError, ValueError):
+            raise BadReply(f"the reply is no list of doubts: {answer}") from None
+
+    async def _check_ready(self) -> None:
+        async with self._send("GET", f"{self._url}/ready") as reply:
+            await self._checked(reply)
+
+    async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
+        items = [{**_row(call.prompt), "response": call.response} for call in calls]
+        body = to_json({"items": items})
+        missing = set(range(len(calls)))
+        async with self._send("POST", f"{self._url}/score", body, "application/x-ndjson") as reply:
+            await self._checked(reply)
+            async for line in _lines(reply):
+                place, verdict = self._verdict(from_json(line))
+                if place not in missing:
+                    raise BadReply(f"a result for item {place + 1} of {len(calls)}, which is not waited for")
+                missing.remove(place)
+                yield place, verdict
+        if missing:
+            raise BadReply(f"{len(calls) - len(missing)} results came for {len(calls)} responses")
+
+    def _verdict(self, line: Any) -> tuple[int, Reward | BadReply]:
+        if isinstance(line, dict) and isinstance(line.get("index"), int):
+            place = line["index"]
+            kept = {key: line.get(key) for key in ("correct", "value", "parts", "extracted", "error")}
+            return place, to_verdict(kept, place, "", self._name)
+        if isinstance(line, dict) and "error" in line:
+            raise RewardError(f"{self._name}: {shortened(str(line['error']))}")
+        raise BadReply("a line of the reply is no result")
+
+
+class HttpScorer(_JsonScorer):
+    """Asks a service of the user's own, by the mapping in the recipe."""
+
+    def __init__(self, config: HttpReward) -> None:
+        super().__init__(config)
+        self._mapping = config
+        self._in_list = any(in_list for _, in_list in fields_of(config.request))
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """Rows without a key that is to be sent."""
+        return unfillable(self._mapping.request, prompts)
+
+    async def _check_ready(self) -> None:
+        """Any answer shows that somebody is there; what scores takes a POST."""
+        async with self._send("GET", self._mapping.url) as reply:
+            if reply.status in (401, 403, *_NOT_READY):
+                await self._checked(reply)
+
+    async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
+        body = to_json(fill(self._mapping.request, calls))
+        async with self._send("POST", self._mapping.url, body) as reply:
+            answer = from_json(await _read(await self._checked(reply)))
+        results = pick(answer, self._mapping.results, "reward.results")
+        if not self._in_list:
+            results = [results]
+        for place, verdict in enumerate(to_verdicts(results, len(calls), self._mapping.value, self._name)):
+            yield place, verdict
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt": prompt.text, "answer": prompt.answer, "meta": dict(prompt.meta), "row": prompt.row}
+
+
+async def _read(reply: aiohttp.ClientResponse) -> bytes:
+    body = await HttpConnections.beginning(reply, _LARGEST_REPLY + 1)
+    if len(body) > _LARGEST_REPLY:
+        raise BadReply(f"the reply is larger than {_LARGEST_REPLY // 2**20} MiB")
+    return body
+
+
+async def _lines(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Whole lines: the last one of a reply that broke off would not be."""
+    rest = b""
+    async for chunk in reply.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
+        if len(rest) > _LARGEST_REPLY:
+            raise BadReply("a line of the reply has no end")
+    if rest.strip():
+        raise BadReply("the last line of the reply is cut off")
+
+
+def _error_text(body: bytes) -> tuple[str, bool | None]:
+    """What a server says of an error, and whether it may be asked again; ``detail`` is FastAPI's word for it."""
+    try:
+        data = from_json(body)
+    except BadReply:
+        return shortened(body.decode("utf-8", "replace")), None
+    if not isinstance(data, dict):
+        return shortened(str(data)), None
+    retry = data.get("retry")
+    return shortened(str(data.get("error") or data.get("detail") or data)), retry if isinstance(retry, bool) else None
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds; a server may give seconds or a date."""
+    text = headers.get("Retry-After", "")
+    if text.isdigit():
+        return float(text)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def _advice(code: int, headers: Mapping[str, str]) -> str:
+    if code in (401, 403):
+        return "; reward.token_env names the environment variable with the token of the server"
+    if code in (301, 302, 303, 307, 308):
+        return f"; it points to {headers.get('Location', 'another address')}: put that into reward.url"
+    if code in (404, 405):
+        return "; is reward.url right?"
+    if code == 413:
+        return "; set a smaller reward.batch_size"
+    return "; the server does not take what it was sent" if code in (400, 422) else ""

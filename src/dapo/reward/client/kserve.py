@@ -1,0 +1,177 @@
+"""Client of models behind the Open Inference Protocol (KServe V2), as Triton Inference Server and MLServer speak it.
+
+A batch becomes tensors of text, one row a response; what comes back is a tensor of rewards. Tensors travel as JSON,
+which every server of the protocol reads (binary data is an extension that MLServer, for one, lacks). Waits for the
+server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+import tritonclient.http.aio as triton  # type: ignore[import-untyped]
+from tritonclient.utils import InferenceServerException  # type: ignore[import-untyped]
+
+from dapo.config import KServeReward
+from dapo.errors import RewardError
+from dapo.records import Prompt, Reward
+from dapo.reward.client.connections import connection_fault
+from dapo.reward.client.faults import BadReply, Fault
+from dapo.reward.client.mapping import as_text, fill_one, to_verdict, unfillable
+from dapo.reward.client.scorer import Call, RemoteScorer
+from dapo.reward.contract import Doubt
+
+_LATER = ("408", "429")
+_BUSY = ("502", "503", "504")
+
+
+class KServeScorer(RemoteScorer):
+    """Asks a model for rewards."""
+
+    def __init__(self, config: KServeReward) -> None:
+        super().__init__(config)
+        self._model = config
+        self._connections: Any = None
+        # said because tritonclient does not, and cannot read an error that comes compressed
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self._token is not None:
+            self._headers["Authorization"] = f"Bearer {self._token}"
+
+    @property
+    def _client(self) -> Any:
+        """Made when first needed: it wants to be made on the event loop."""
+        if self._connections is None:
+            scheme, _, rest = self._model.url.rstrip("/").partition("://")
+            self._connections = triton.InferenceServerClient(
+                rest, ssl=scheme == "https", conn_limit=self._most_connections, conn_timeout=self._model.timeout_s
+            )
+        return self._connections
+
+    async def _close_connections(self) -> None:
+        if self._connections is not None:
+            await self._connections.close()
+
+    async def _check_ready(self) -> None:
+        model, headers = self._model, self._headers
+        try:
+            if not await self._client.is_server_ready(headers=dict(headers)):
+                raise Fault("the server is not ready", alive=True)
+            described = await self._client.get_model_metadata(model.model, model.version, headers=dict(headers))
+            if not await self._client.is_model_ready(model.model, model.version, headers=dict(headers)):
+                raise Fault(f"the model {model.model!r} is not ready", alive=True)
+        except InferenceServerException as error:
+            raise self._problem(error) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise connection_fault(error) from None
+        self._check_tensors(described)
+
+    def _check_tensors(self, described: Any) -> None:
+        """
+        Raises:
+            RewardError: the model says that it has other tensors than the recipe names.
+        """
+        model = self._model
+        for kind, wanted in (
+            ("inputs", [*model.inputs]),
+            ("outputs", [model.output, *([model.correct] if model.correct else [])]),
+        ):
+            found = {str(tensor.get("name")): str(tensor.get("datatype")) for tensor in described.get(kind) or ()}
+            missing = [name for name in wanted if name not in found]
+            if found and missing:
+                raise RewardError(
+                    f"{self._name}: the model {model.model!r} has no {kind[:-1]} {missing[0]!r}; its {kind} are "
+                    + ", ".join(map(repr, found))
+                )
+            for name in wanted if kind == "inputs" else ():
+                if found and found[name] != "BYTES":
+                    raise RewardError(
+                        f"{self._name}: the input {name!r} of the model {model.model!r} is {found[name]}; text needs "
+                        "BYTES"
+                    )
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """Rows without a key that is to be sent."""
+        return unfillable(self._model.inputs, prompts)
+
+    async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
+        model = self._model
+        inputs = [
+            _text_tensor(name, [as_text(fill_one(template, call)) for call in calls])
+            for name, template in model.inputs.items()
+        ]
+        names = [model.output, *([model.correct] if model.correct else [])]
+        outputs = [triton.InferRequestedOutput(name, binary_data=False) for name in names]
+        try:
+            reply = await self._client.infer(
+                model.model, inputs, model.version, outputs=outputs, headers=dict(self._headers)
+            )
+            columns = [_column(reply, name, len(calls)) for name in names]
+        except InferenceServerException as error:
+            raise self._problem(error) from None
+        except TimeoutError:
+            raise Fault(f"no answer within {model.timeout_s:g} s", smaller=True) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise connection_fault(error) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadReply(f"the reply cannot be read: {type(error).__name__}: {error}") from None
+        for place in range(len(calls)):
+            yield place, self._verdict([column[place] for column in columns], place)
+
+    def _verdict(self, numbers: Sequence[Any], place: int) -> Reward | BadReply:
+        if self._model.correct is None:
+            return to_verdict(numbers[0], place, "", self._name)
+        value, correct = numbers
+        if correct not in (0, 1):  # True and False are
+            return BadReply(f"result {place + 1}: right or wrong ({self._model.correct}) must be 0 or 1, got {correct}")
+        return to_verdict({"value": float(value), "correct": bool(correct)}, place, "", self._name)
+
+    def _problem(self, error: InferenceServerException) -> Exception:
+        """What an error of the server's means. Servers do not agree on the status of a model that failed."""
+        status = str(error.status() or "")
+        # a body that is not the protocol's error is in the details: often a traceback, whose last line says what it is
+        body = str(error.debug_details() or "").strip()
+        cause = f"{status or 'error'}: {body.splitlines()[-1] if body else error.message()}"
+        if not status:
+            return BadReply(cause)
+        if status in (*_LATER, *_BUSY):
+            return Fault(cause, alive=status in _BUSY)
+        if status.startswith("5"):
+            return Fault(cause, smaller=True)
+        advice = "; is the model's name right?" if status in ("400", "404") else ""
+        if status in ("401", "403"):
+            advice = "; reward.token_env names the environment variable with the token of the server"
+        return RewardError(f"{self._name}, model {self._model.model!r}: {cause}{advice}")
+
+
+def _text_tensor(name: str, texts: Sequence[str]) -> Any:
+    """BYTES of shape ``[responses, 1]``. Half a letter, which UTF-8 cannot hold, becomes a question mark."""
+    tensor = triton.InferInput(name, [len(texts), 1], "BYTES")
+    encoded = [text.encode("utf-8", "replace") for text in texts]
+    tensor.set_data_from_numpy(np.array(encoded, dtype=np.object_).reshape(-1, 1), binary_data=False)
+    return tensor
+
+
+def _column(reply: Any, name: str, count: int) -> list[Any]:
+    """One number for each response, from a tensor of shape ``[responses]`` or ``[responses, 1]``.
+
+    Raises:
+        BadReply: it has another shape, or holds no numbers.
+    """
+    tensor = reply.as_numpy(name)
+    if tensor is None:
+        raise BadReply(f"the reply has no output {name!r}")
+    if tensor.shape not in ((count,), (count, 1)):
+        raise BadReply(f"output {name!r} has shape {list(tensor.shape)} for {count} responses")
+    if tensor.dtype.kind not in "biuf":
+        raise BadReply(f"output {name!r} holds {tensor.dtype}, not numbers")
+    values = list(tensor.reshape(-1).tolist())
+    if tensor.dtype.kind == "b":  # of which any text would have made a True
+        said = reply.get_output(name).get("data") or ()
+        if any(value not in (0, 1) for value in said):
+            raise BadReply(
+                f"output {name!r} is BOOL and holds {next(value for value in said if value not in (0, 1))!r}"
+            )
+    return values

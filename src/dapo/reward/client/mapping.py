@@ -1,0 +1,167 @@
+"""From responses to the body of a request, and from what came back to verdicts.
+
+A body is a template (``reward.request``) whose fields are filled in; a reply is never trusted: count, type and range of
+what it holds are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dapo.config.reward import FIELD, fields_of
+from dapo.errors import RewardError
+from dapo.records import Prompt, Reward
+from dapo.reward.client.faults import BadReply, shortened
+from dapo.reward.client.scorer import Call
+from dapo.reward.contract import Doubt
+from dapo.reward.convert import to_reward
+
+_NOTHING = object()
+
+
+def fill(template: Any, calls: Sequence[Call]) -> Any:
+    """The body for ``calls``: an element of a list that holds a field is repeated for each of them.
+
+    Raises:
+        RewardError: a row lacks a key that the template asks for.
+    """
+    if isinstance(template, dict):
+        return {key: fill(value, calls) for key, value in template.items()}
+    if isinstance(template, list):
+        filled = []
+        for element in template:
+            has_fields = any(fields_of(element))
+            filled += [fill_one(element, call) for call in calls] if has_fields else [element]
+        return filled
+    return fill_one(template, calls[0])
+
+
+def fill_one(template: Any, call: Call) -> Any:
+    """``template`` for one response. A text that is nothing but a field becomes its value, of whatever type."""
+    if isinstance(template, dict):
+        return {key: fill_one(value, call) for key, value in template.items()}
+    if isinstance(template, list):
+        return [fill_one(element, call) for element in template]
+    if not isinstance(template, str):
+        return template
+    whole = FIELD.fullmatch(template)
+    if whole:
+        return _value(whole, call)
+    return FIELD.sub(lambda found: as_text(_value(found, call)), template)
+
+
+def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
+    """Rows without a key that ``template`` asks for."""
+    names = sorted({name for name, _ in fields_of(template) if name.startswith("$meta.")})
+    doubts = []
+    for position, prompt in enumerate(prompts):
+        lacking = [name for name in names if _in_meta(prompt, name) is _NOTHING]
+        if lacking:
+            doubts.append(Doubt(position, f"has no {lacking[0]}, which the reward server is sent", unusable=True))
+    return doubts
+
+
+def _value(found: re.Match[str], call: Call) -> Any:
+    prompt = call.prompt
+    fields = {"prompt": prompt.text, "response": call.response, "answer": prompt.answer, "meta": dict(prompt.meta)}
+    name = found[0]
+    if not name.startswith("$meta."):
+        return fields if name == "$item" else fields[name[1:]]
+    value = _in_meta(prompt, name)
+    if value is _NOTHING:
+        raise RewardError(f"row {prompt.row + 1} has no {name}, which the reward server is sent")
+    return value
+
+
+def _in_meta(prompt: Prompt, name: str) -> Any:
+    """The value of ``$meta.KEY``, or ``_NOTHING``."""
+    value: Any = prompt.meta
+    for key in name.split(".")[1:]:
+        if not isinstance(value, Mapping) or key not in value:
+            return _NOTHING
+        value = value[key]
+    return value
+
+
+def as_text(value: Any) -> str:
+    """A value inside of text: nothing for None, JSON for what is neither text nor a number."""
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def to_json(body: Any) -> bytes:
+    """
+    Raises:
+        RewardError: a row holds what is not JSON.
+    """
+    try:  # half a letter, which UTF-8 cannot hold, becomes a question mark
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"a reward server can only be sent what JSON can hold: {error}") from None
+
+
+def from_json(body: bytes) -> Any:
+    """
+    Raises:
+        BadReply: it is not JSON.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadReply(f"the reply is not JSON ({error}): {body[:80]!r}") from None
+
+
+def pick(reply: Any, path: str, key: str) -> Any:
+    """What stands at ``path`` (the config's ``key``) in a reply.
+
+    Raises:
+        BadReply: nothing does.
+    """
+    for name in path.split(".") if path else ():
+        if not isinstance(reply, dict):
+            raise BadReply(f"a mapping with {name!r} was expected ({key}={path}), got {_shown(reply)}")
+        if name not in reply:
+            keys = ", ".join(map(repr, reply)) or "none"
+            raise BadReply(f"the reply has no {name!r} ({key}={path}); its keys are {keys}")
+        reply = reply[name]
+    return reply
+
+
+def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward | BadReply]:
+    """A verdict for each of ``count`` responses, or what is wrong with its result.
+
+    Args:
+        results: what the reply has of them.
+        count: how many there must be.
+        value: path of the reward in a result.
+        name: of the server.
+
+    Raises:
+        BadReply: it is not a list of that many.
+    """
+    if not isinstance(results, list):
+        raise BadReply(f"a list of {count} results was expected, got {_shown(results)}")
+    if len(results) != count:
+        raise BadReply(f"{len(results)} results came for {count} responses")
+    return [to_verdict(result, place, value, name) for place, result in enumerate(results)]
+
+
+def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadReply:
+    """The verdict that ``result`` holds, or what is wrong with it."""
+    try:
+        if isinstance(result, dict) and result.get("error"):  # the server's own word that it has no verdict
+            return Reward(None, 0.0, error=f"{name}: {shortened(as_text(result['error']))}")
+        picked = pick(result, value, "reward.value")
+        if isinstance(picked, dict):
+            picked = {key: part for key, part in picked.items() if key != "error"}
+        if picked is None:
+            raise BadReply("null where a reward was expected")
+        return to_reward(picked, name)
+    except (RewardError, BadReply) as error:
+        return BadReply(f"result {place + 1}: {str(error).removeprefix(f'reward function {name}: ')}")
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {shortened(repr(value))[:80]}"

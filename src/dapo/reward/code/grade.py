@@ -1,0 +1,261 @@
+"""The verdict on one program: its tests, run in a sandbox.
+
+Consumes a program's text and a row's tests, produces a :class:`Verdict`; waits for the program, within limits. It
+blocks: the scorer's workers call it, and whoever checks labelled cases (in a thread).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from dapo.config import CodeReward
+from dapo.errors import RewardError
+from dapo.reward.code.evaluator import ERROR, FAILED, PASSED, TIMEOUT, Evaluator, Outcome
+from dapo.reward.code.names import InOut, Snippet, Tests, read_tests, uses_solution_class
+from dapo.reward.code.program import Clock, OverLimit, Program, SandboxFailed, TimeUp, Usage
+from dapo.reward.code.runner import LOADED, MALFORMED, RAISED
+from dapo.reward.code.sandbox import Limits, Sandbox
+
+_CHUNK = 1 << 16
+
+
+@dataclass
+class Verdict:
+    """What came of one program.
+
+    ``outcomes``: of each test, in order: it passes; its assert is false or its output differs; its time is up; it, or
+    the program, ended in an exception. ``detail`` is on the first that did not pass. ``usage``: of all runs together.
+    """
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    compiles: bool = True
+    detail: str = ""
+    usage: Usage = field(default_factory=lambda: Usage(0, 0.0, 0))
+
+    @property
+    def outcome(self) -> Outcome:
+        """``pass`` if every test passes, otherwise the outcome of the first that does not."""
+        return next((outcome for outcome in self.outcomes if outcome != PASSED), PASSED)
+
+    @property
+    def share(self) -> float:
+        """Share of the tests that pass."""
+        return self.outcomes.count("pass") / len(self.outcomes)
+
+    def add(self, outcome: Outcome, detail: str = "", times: int = 1) -> None:
+        """The next test's outcome."""
+        if outcome != PASSED and not self.detail:
+            self.detail = f"test {len(self.outcomes) + 1}: {detail}" if detail else ""
+        self.outcomes += [outcome] * times
+
+    def used(self, usage: Usage) -> None:
+        """Another run took so much."""
+        most = max(self.usage.memory_bytes, usage.memory_bytes)
+        self.usage = Usage(usage.status, self.usage.cpu_s + usage.cpu_s, most)
+
+
+def grade(solution: str, tests: Any, entry_point: str | None = None, config: CodeReward | None = None) -> Outcome:
+    """The verdict on a program, as labelled cases have it.
+
+    Args:
+        solution: the program itself, not a response that holds it.
+        tests: as in a row of data, see :func:`~dapo.reward.code.names.read_tests`.
+        entry_point: what the tests call, if known.
+        config: limits; by default those of the recipe's defaults.
+
+    Raises:
+        RewardError: the tests are not usable, or the sandbox does not work.
+    """
+    try:
+        grader = _grader((config or CodeReward(kind="code")).model_dump_json(), threading.get_ident())
+        return grader.grade(solution, read_tests(tests, entry_point), entry_point).outcome
+    except (SandboxFailed, ValueError) as error:
+        raise RewardError(f"the program cannot be graded: {error}") from None
+
+
+@cache
+def _grader(config: str, thread: int) -> Grader:
+    grader = Grader(CodeReward.model_validate_json(config))
+    grader.sandbox.check()
+    return grader
+
+
+class Grader:
+    """Judges one program after another; each thread needs its own."""
+
+    def __init__(self, config: CodeReward) -> None:
+        self._config = config
+        self._processes = config.max_processes
+        self._memory = config.memory_mb * 2**20
+        self._output = config.max_output_kb * 1024
+        self.sandbox = Sandbox(Limits(self._memory, self._processes, config.scratch_mb * 2**20), config.sandbox)
+        self._evaluator = Evaluator(self._memory, self._output)
+
+    def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Verdict:
+        """Run all tests; in the mode ``all`` up to the first whose time is up, as nothing can be won after it. When
+        ``timeout_s`` is used up, the tests that are left have timed out too.
+
+        Raises:
+            SandboxFailed: no verdict, for reasons that are not the program's.
+        """
+        verdict = Verdict()
+        source = program.encode("utf-8", "surrogatepass")
+        budget = _Budget(self._config.timeout_s)
+        prelude = uses_solution_class(tests, entry_point)
+        while (done := len(verdict.outcomes)) < len(tests):
+            if not verdict.compiles:
+                verdict.add(ERROR, "the program does not compile", len(tests) - done)
+            elif budget.is_spent or (self._config.score == "all" and TIMEOUT in verdict.outcomes):
+                verdict.add(TIMEOUT, "no time is left", len(tests) - done)
+            elif isinstance(test := tests[done], InOut):
+                with budget.running():
+                    self._run_script(source, test, verdict)
+            else:
+                with budget.running():
+                    self._run_module(source, tests[done:], prelude, verdict)  # type: ignore[arg-type]
+        return verdict
+
+    def _clock(self, program: Program) -> Clock:
+        return Clock(program, (self._memory, self._processes))
+
+    def _run_module(self, source: bytes, tests: Sequence[Snippet], prelude: bool, verdict: Verdict) -> None:
+        """Load the program once and run as many tests as it lives through, one at least."""
+        with self.sandbox.start(source, script=False, prelude=prelude) as program:
+            try:
+                status = program.load(self._config.test_timeout_s, (self._memory, self._processes))
+            except TimeUp:
+                verdict.add(TIMEOUT, "the program's top level does not end", len(tests))
+            except OverLimit as error:
+                verdict.add(ERROR, str(error), len(tests))
+            else:
+                verdict.compiles = status != MALFORMED
+                if status == LOADED:
+                    self._run_snippets(program, tests, verdict)
+                elif verdict.compiles:
+                    words = program.complaint() if status == RAISED else "the program ends before its tests"
+                    verdict.add(ERROR, words, len(tests))
+            if "efficiency" in self._config.parts:
+                verdict.used(program.measure())
+
+    def _run_snippets(self, program: Program, tests: Sequence[Snippet], verdict: Verdict) -> None:
+        """Take down the evaluator's reports, under a clock that starts anew with each."""
+        clock = self._clock(program)
+        first, text = len(verdict.outcomes), b""
+        try:
+            reports = self._evaluator.begin(program.channel, tests)
+            for _ in clock.ticks(self._config.test_timeout_s, [reports]):
+                part = os.read(reports, _CHUNK)
+                *lines, text = (text + part).split(b"\n")
+                for report in map(json.loads, lines):
+                    if report is None:
+                        return
+                    verdict.add(*report)
+                    clock.restart()
+                if not part:  # a value was too much for it
+                    break
+        except TimeUp:
+            verdict.add(TIMEOUT, "its time is up")
+        except OverLimit as error:
+            verdict.add(ERROR, str(error))
+        except OSError as error:
+            raise SandboxFailed(f"no process for the tests can be started: {error}") from None
+        self._evaluator.kill()
+        if len(verdict.outcomes) == first:
+            verdict.add(ERROR, "the values that the program returned could not be compared")
+
+    def _run_script(self, source: bytes, test: InOut, verdict: Verdict) -> None:
+        """One run with pipes, one test."""
+        with self.sandbox.start(source, script=True) as program:
+            try:
+                output = self._converse(program, test.stdin.encode("utf-8", "surrogatepass"))
+            except TimeUp:
+                verdict.add(TIMEOUT, "its time is up")
+            except OverLimit as error:
+                verdict.add(ERROR, str(error))
+            else:
+                verdict.compiles = not program.is_malformed()
+                if verdict.compiles:
+                    verdict.add(*self._compare(output, test.stdout, program))
+                    verdict.used(program.wait())
+
+    def _converse(self, program: Program, stdin: bytes) -> bytes:
+        """Write all of ``stdin`` and read the output, until the program has ended; at most one byte over the limit."""
+        assert program.process.stdin is not None and program.process.stdout is not None
+        sink, source = program.process.stdin, program.process.stdout
+        os.set_blocking(sink.fileno(), False)
+        left, output, ended = memoryview(stdin), bytearray(), False
+        reading, writing = [source.fileno(), program.exit_fd], [sink.fileno()]
+        for ready in self._clock(program).ticks(self._config.test_timeout_s, reading, writing):
+            if writing and writing[0] in ready:
+                try:
+                    left = left[os.write(writing[0], left[:_CHUNK]) :] if left else left
+                except BlockingIOError:
+                    pass
+                except OSError:  # the program does not read any more
+                    left = left[:0]
+                if not left:
+                    sink.close()
+                    writing.clear()
+            if source.fileno() in ready:
+                part = os.read(source.fileno(), _CHUNK)
+                output += part
+                if not part:
+                    reading.remove(source.fileno())
+            if program.exit_fd in ready and not ended:
+                ended = True
+                reading.remove(program.exit_fd)
+                program.kill()  # without a sandbox, children may hold the pipe
+            if len(output) > self._output or not reading:
+                break
+        return bytes(output)
+
+    def _compare(self, output: bytes, expected: str, program: Program) -> tuple[Outcome, str]:
+        if len(output) > self._output:
+            return FAILED, f"its output is longer than {self._config.max_output_kb} KiB"
+        status = program.wait().status
+        if status != 0:
+            return ERROR, f"it ends with exit status {status}"
+        if not same_output(output, expected):
+            return FAILED, f"its output is {output[:80]!r}"
+        return PASSED, ""
+
+
+def same_output(output: bytes, expected: str) -> bool:
+    """Whether two outputs are equal line by line, blanks at the end of a line and empty lines at the end aside. The
+    amount of blanks between the words of a line does not count."""
+    ours = output.decode("utf-8", "surrogateescape")
+    return _words(ours) == _words(expected)
+
+
+def _words(text: str) -> list[list[str]]:
+    lines = [line.split() for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+class _Budget:
+    """Time for all runs of one program together, in seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left <= 0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._left -= time.monotonic() - start

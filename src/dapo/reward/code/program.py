@@ -1,0 +1,299 @@
+"""One running program: its processes seen from outside, how it is loaded, watched and ended.
+
+Consumes the process that ``sandbox.py`` has started, produces the stages of its start, its use of time and memory, and
+its exit status; waits with limits that the program cannot stretch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import marshal
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.reward.code.runner import CONFINED, MALFORMED, READY
+
+_START_S = 60.0
+"""Longest time for an empty sandbox to stand on a busy machine."""
+_LOOK_EVERY_S = 0.1
+_WORDS = 4096
+_PR_SET_CHILD_SUBREAPER = 36
+_STRETCH = 4
+"""Most that a limit is stretched on a machine that is too busy to run the program."""
+
+
+class SandboxFailed(Exception):
+    """The sandbox does not work, which says nothing about the program."""
+
+
+class TimeUp(Exception):
+    """The program has used up its time."""
+
+
+class OverLimit(Exception):
+    """The program takes more memory or makes more processes than it may; the message says which."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a program took, all its processes together: ``cpu_s`` in seconds, ``memory_bytes`` of the largest one.
+
+    ``status`` is the exit status of its main process, 128 + n if signal n ended it.
+    """
+
+    status: int
+    cpu_s: float
+    memory_bytes: int
+
+
+class Program:
+    """A started process, the socket to the runner in it, and its first process inside of the sandbox."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, own_group: bool) -> None:
+        self.process = process
+        self.channel = channel
+        self.usage: Usage | None = None
+        self._own_group = own_group
+        self._first = process.pid
+        self._handle: int | None = None  # of the first process; unlike its number, it is never another's
+        self.exit_fd = os.pidfd_open(process.pid)
+        """Is ready to be read when all has ended."""
+
+    def first_inside(self, pid: int) -> None:
+        """The first process inside is this one; all others end with it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._handle = os.pidfd_open(pid)
+        self._first = pid
+
+    def boot(self, code: bytes, job: tuple[Any, ...]) -> None:
+        """Send the runner and its job, once the sandbox stands.
+
+        Raises:
+            SandboxFailed: it does not.
+        """
+        self.channel.settimeout(_START_S)
+        try:
+            self.channel.sendall(code)
+            if self.channel.recv(1) != READY:
+                raise SandboxFailed(self._last_words())
+            body = marshal.dumps(job)
+            self.channel.sendall(len(body).to_bytes(4, "big") + body)
+            if self.channel.recv(1) != CONFINED:
+                raise SandboxFailed("what runs in it cannot give up its rights")
+        except OSError:
+            raise SandboxFailed(self._last_words()) from None
+        self.channel.settimeout(None)
+
+    def _last_words(self) -> str:
+        self.kill()
+        assert self.process.stderr is not None
+        words = self.process.stderr.read(1000).decode("utf-8", "replace").strip()
+        return words or f"it ended with exit status {self.wait().status} before the program began"
+
+    def load(self, limit_s: float, limits: tuple[int, int]) -> bytes:
+        """Wait until the program's top level has run, of one that is loaded as a module.
+
+        Returns:
+            the status byte: LOADED, MALFORMED or RAISED, or nothing if it ended.
+
+        Raises:
+            TimeUp: it takes longer than ``limit_s``.
+            OverLimit: see :meth:`look`.
+        """
+        for _ in Clock(self, limits).ticks(limit_s, [self.channel.fileno()]):
+            with contextlib.suppress(ConnectionError):
+                return self.channel.recv(1)
+            return b""
+        raise AssertionError("ticks do not end")
+
+    def is_malformed(self) -> bool:
+        """Whether a script that has ended did not compile."""
+        self.channel.settimeout(0)
+        with contextlib.suppress(OSError):
+            return self.channel.recv(1) == MALFORMED
+        return False
+
+    def complaint(self) -> str:
+        """The exception that loading ended in. It is what the program says, so little of it is read."""
+        self.channel.settimeout(1.0)
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            body = self.channel.recv(_WORDS, socket.MSG_WAITALL)[4:]
+            _, name, _, arguments = json.loads(body)
+            return f"{name}: {' '.join(map(str, arguments))}"[:200]
+        return "an exception when it is loaded"
+
+    def look(self, memory_bytes: int, processes: int) -> None:
+        """See whether all processes together keep to their limits, where the kernel does not see to it.
+
+        Raises:
+            OverLimit: they do not.
+        """
+        family = self._family()
+        if len(family) > processes + 1:  # the first one is bubblewrap's own
+            raise OverLimit("too many processes")
+        if len(family) > 2 and _memory(family, "statm") > memory_bytes and _memory(family, "smaps") > memory_bytes:
+            raise OverLimit("out of memory")
+
+    def _family(self) -> list[int]:
+        found, new = [self._first], [self._first]
+        while new and len(found) < 10_000:
+            children = [child for pid in new for child in _children(pid)]
+            new = [child for child in children if child not in found]
+            found += new
+        return found
+
+    def measure(self) -> Usage:
+        """What the main process has taken so far, children that it has waited for included."""
+        main, cpu_s, kilobytes = self._main(), 0.0, 0
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{main}/stat").read_text().rpartition(")")[2].split()
+            cpu_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+            with contextlib.suppress(OSError):
+                cpu_s = max(cpu_s, int(Path(f"/proc/{main}/schedstat").read_text().split()[0]) / 1e9)
+            status = Path(f"/proc/{main}/status").read_text()
+            kilobytes = int(status.partition("VmHWM:")[2].split()[0])
+        return Usage(0, cpu_s, 1024 * kilobytes)
+
+    def _main(self) -> int:
+        return (_children(self._first) or [self._first])[0]
+
+    def waited_s(self) -> float:
+        """For how long its main process has been ready to run while the machine did other things."""
+        main = self._main()
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return int(Path(f"/proc/{main}/schedstat").read_text().split()[1]) / 1e9
+        return 0.0
+
+    def kill(self) -> None:
+        """Kill everything in the sandbox, now."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            elif self.usage is None:
+                self.process.kill()
+        if self._own_group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self) -> Usage:
+        """Wait for the end of all of it.
+
+        bubblewrap reports the exit status and ends; the first process inside, which goes with it, is then a child of
+        this process (see :func:`adopt_orphans`), and knows what all others took.
+        """
+        if self.usage is None:
+            _, status, used = os.wait4(self.process.pid, 0)
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            code, parts = self.process.returncode, [used]
+            if self._handle is not None:
+                select.select([self._handle], [], [])
+                with contextlib.suppress(ChildProcessError):  # it went before bubblewrap did, which has added it up
+                    parts.append(os.wait4(self._first, 0)[2])
+            cpu_s = sum(part.ru_utime + part.ru_stime for part in parts)
+            memory = max(part.ru_maxrss for part in parts) * 1024
+            self.usage = Usage(code if code >= 0 else 128 - code, cpu_s, memory)
+        return self.usage
+
+    def end(self) -> Usage:
+        """Kill what is left, give everything back."""
+        self.kill()
+        usage = self.wait()
+        self.kill()  # without a sandbox, children that outlived their parent
+        self.channel.close()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        for fd in (self._handle, self.exit_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self._handle, self.exit_fd = None, -1
+        return usage
+
+
+class Clock:
+    """Time as it counts against a limit: what passes, less what the program waits for a busy machine.
+
+    A program that sleeps uses up its limit as one that computes does. One that cannot get a processor does not, up to
+    ``_STRETCH`` times the limit.
+    """
+
+    def __init__(self, program: Program, limits: tuple[int, int] | None = None) -> None:
+        self._program = program
+        self._limits = limits
+        self._new = True
+        self.restart()
+
+    def restart(self) -> None:
+        """The next test begins."""
+        self._start = time.monotonic()
+        self._waited = 0.0 if self._new else self._program.waited_s()
+        self._new = False
+
+    def elapsed(self) -> float:
+        """Seconds that count."""
+        return time.monotonic() - self._start
+
+    def is_up(self, limit_s: float) -> bool:
+        """Whether the limit is reached."""
+        passed = self.elapsed()
+        if passed < limit_s:
+            return False
+        return passed - (self._program.waited_s() - self._waited) >= limit_s or passed >= _STRETCH * limit_s
+
+    def ticks(self, limit_s: float, reading: list[int], writing: list[int] | None = None) -> Iterator[tuple[int, ...]]:
+        """The file descriptors that are ready, again and again; the lists may be changed in between.
+
+        Raises:
+            TimeUp: the limit is reached.
+            OverLimit: see :meth:`Program.look`.
+        """
+        while True:
+            waiting = select.poll()
+            for fd in reading:
+                waiting.register(fd, select.POLLIN)
+            for fd in writing or ():
+                waiting.register(fd, select.POLLOUT)
+            ready = tuple(fd for fd, _ in waiting.poll(1000 * _LOOK_EVERY_S))
+            if ready:
+                yield ready
+            if self.is_up(limit_s):
+                raise TimeUp
+            if not ready and self._limits:
+                self._program.look(*self._limits)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes below this one whose own parent has ended, so that their end can be waited for."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _memory(pids: list[int], source: str) -> int:
+    """Bytes in memory of these processes together; ``smaps`` counts shared pages once."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if source == "statm":
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+            else:
+                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+                total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total

@@ -1,0 +1,83 @@
+"""The parts of the code reward beside its tests: how clean a program is, and what it takes beside the reference.
+
+Consumes a program's text, or what it and the reference solution took, produces numbers between 0 and 1; waits for the
+linter, with a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from dapo.errors import RewardError
+from dapo.reward.code.program import Usage
+
+RULES = "E,F,W,B,C4,SIM,UP"
+"""Families of ruff's rules that count: errors of form and substance, and what can be written more simply."""
+_LINE_LENGTH = 120
+_LINT_S = 20.0
+
+TIME_ALLOWANCE = 1.25
+"""Up to so many times the reference's processor time, plus ``TIME_FLOOR_S``, a program is as good as it."""
+TIME_FLOOR_S = 0.05
+"""Start-up times vary by about so much."""
+MEMORY_ALLOWANCE = 1.1
+MEMORY_FLOOR_BYTES = 8 * 2**20
+
+
+def find_ruff() -> str:
+    """The linter's program.
+
+    Raises:
+        RewardError: it is not installed.
+    """
+    beside = Path(sys.executable).with_name("ruff")
+    found = str(beside) if beside.exists() else shutil.which("ruff")
+    if found is None:
+        raise RewardError("the part `style` of the code reward needs ruff: pip install 'dapo[code]'")
+    return found
+
+
+def style(program: str) -> float:
+    """1 - (findings / lines that are not empty), at least 0; 0 for what is not Python. Comments that silence the linter
+    do not count.
+
+    Raises:
+        OSError, TimeoutError: the linter fails.
+    """
+    lines = sum(1 for line in program.splitlines() if line.strip())
+    if not lines:
+        return 0.0
+    options = ["--isolated", "--no-cache", "--ignore-noqa", "--output-format", "json", "--exit-zero"]
+    options += ["--select", RULES, "--line-length", str(_LINE_LENGTH), "--stdin-filename", "solution.py", "-"]
+    try:
+        done = subprocess.run(
+            [find_ruff(), "check", *options],
+            input=program.encode("utf-8", "replace"),
+            capture_output=True,
+            timeout=_LINT_S,
+            cwd="/",
+            env={},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"ruff took longer than {_LINT_S:g} s") from None
+    if done.returncode != 0:
+        raise OSError(f"ruff failed: {done.stderr.decode('utf-8', 'replace')[:200]}")
+    findings = json.loads(done.stdout)
+    if any(finding["code"] is None or finding["code"] == "invalid-syntax" for finding in findings):
+        return 0.0
+    return 1.0 - min(1.0, len(findings) / lines)
+
+
+def efficiency(program: Usage, reference: Usage) -> float:
+    """The mean of a time part and a memory part. Each is 1 up to an allowance, the reference's use with room for noise;
+    beyond, it is allowance / use: a program that takes twice as much gets a half."""
+    allowed_s = TIME_ALLOWANCE * reference.cpu_s + TIME_FLOOR_S
+    allowed_bytes = MEMORY_ALLOWANCE * reference.memory_bytes + MEMORY_FLOOR_BYTES
+    time_part = min(1.0, allowed_s / max(program.cpu_s, 1e-9))
+    memory_part = min(1.0, allowed_bytes / max(program.memory_bytes, 1))
+    return (time_part + memory_part) / 2

@@ -1,0 +1,258 @@
+"""Programs in an operating-system sandbox: one bubblewrap start for each, and what is left of it is nothing.
+
+Consumes a program's text, produces a :class:`Program`, a process whose pipes and socket the caller drives; waits for
+the sandbox to stand. Inside, a program has namespaces of its own (user, process, network, IPC, host name, cgroup), no
+capability, an empty environment, read-only Python and C libraries, a scratch folder in memory and nothing else of the
+machine. Started as root, it runs as a user that owns nothing. Killing its first process kills all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import marshal
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from dapo.errors import RewardError
+from dapo.reward.code import runner, values
+from dapo.reward.code.program import Program, SandboxFailed, adopt_orphans
+from dapo.reward.code.seccomp import make_filter
+
+INSTALL = "install bubblewrap (`apt-get install bubblewrap`, version 0.7 or newer)"
+_NOBODY = 65534
+_INNER_USER = 1000
+_SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+_DEVICES = ("null", "zero", "urandom")
+_STACK_BYTES = 120 * 2**20  # of the main thread; it grows when used. Deep but legal recursion needs it
+_OPEN_FILES = 256
+_BOOT = (
+    "import marshal,posix,sys\n"
+    "f,n,b=int(sys.argv[1]),int(sys.argv[2]),b''\n"
+    "while len(b)<n:b+=posix.read(f,n-len(b)) or posix._exit(3)\n"
+    "g={'__name__':'runner','__builtins__':dict(sys.modules['builtins'].__dict__)}\n"
+    "for c in marshal.loads(b):exec(c,g)\n"
+    "g['main'](f)\n"
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may take. ``memory`` counts for each process and for all of them together."""
+
+    memory_bytes: int
+    processes: int
+    scratch_bytes: int
+
+
+class Sandbox:
+    """Starts programs.
+
+    Args:
+        limits: for each program.
+        kind: ``none`` runs programs as plain processes with the rights of this one.
+    """
+
+    def __init__(self, limits: Limits, kind: Literal["bubblewrap", "none"] = "bubblewrap") -> None:
+        self.limits = limits
+        self._kind = kind
+        self._python = str(Path(sys.executable).resolve())
+        self._filter = make_filter()
+        self._maps_users = kind == "bubblewrap" and os.geteuid() == 0
+
+    def check(self) -> None:
+        """Start one sandbox, to see that it can be done.
+
+        Raises:
+            RewardError: bubblewrap is missing or not permitted; what would work.
+        """
+        if self._kind == "none":
+            return
+        if sys.platform != "linux" or shutil.which("bwrap") is None:
+            raise RewardError(f"programs run in a sandbox, which needs `bwrap`: {INSTALL}, {_ALTERNATIVE}")
+        adopt_orphans()
+        first: SandboxFailed | None = None
+        for maps_users in (True, False) if self._maps_users else (False,):
+            self._maps_users = maps_users
+            try:
+                with self.start(b"", script=True):
+                    return
+            except SandboxFailed as error:
+                first = first or error
+        raise RewardError(
+            f"the sandbox for programs does not start ({first}). bubblewrap 0.7 or newer is needed, and user "
+            "namespaces must be permitted: sysctl kernel.unprivileged_userns_clone=1 and user.max_user_namespaces "
+            "above 0, on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0; in a container, docker run "
+            f"--security-opt seccomp=unconfined --security-opt systempaths=unconfined. {_ALTERNATIVE.capitalize()}"
+        )
+
+    @contextlib.contextmanager
+    def start(self, source: bytes, *, script: bool, prelude: bool = False) -> Iterator[Program]:
+        """A program that is about to be loaded. At the end of the block it is killed, with all that it started.
+
+        Args:
+            source: its text, in UTF-8 if it is text at all.
+            script: run it from its top with pipes as standard input and output; else load it as a module, for calls.
+            prelude: give a module the usual imports.
+
+        Raises:
+            SandboxFailed: the sandbox does not start, for reasons that are not the program's.
+        """
+        with contextlib.ExitStack() as stack:
+            folder = None
+            if self._kind == "none":
+                folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            program = self._spawn(script, folder)
+            stack.callback(program.end)
+            program.boot(_runner_code(), (source, script, prelude, self._rlimits(), self._user()))
+            yield program
+
+    def _user(self) -> int | None:
+        return _INNER_USER if self._maps_users else None
+
+    def _rlimits(self) -> dict[str, int]:
+        limits = {
+            "RLIMIT_STACK": _STACK_BYTES,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_NOFILE": _OPEN_FILES,
+            "RLIMIT_FSIZE": self.limits.scratch_bytes,
+            "RLIMIT_AS": self.limits.memory_bytes,
+        }
+        if self._kind == "bubblewrap":  # elsewhere all processes of the user would count
+            limits["RLIMIT_NPROC"] = self.limits.processes
+        return limits
+
+    def _spawn(self, script: bool, folder: str | None) -> Program:
+        ours, theirs = socket.socketpair()
+        closing: list[int] = []
+        inherited = [theirs.fileno()]
+        command = [self._python, "-I", "-S", "-E", "-X", "utf8", "-c", _BOOT, str(theirs.fileno())]
+        command.append(str(len(_runner_code())))
+        info = block = None
+        if self._kind == "bubblewrap":
+            info, info_end = os.pipe()
+            block_end, block = os.pipe()
+            options = ["--info-fd", str(info_end)]
+            inherited.append(info_end)
+            closing += [info_end, block_end]
+            if self._maps_users:
+                options += ["--userns-block-fd", str(block_end)]
+                inherited.append(block_end)
+            if self._filter is not None:
+                rules, rules_end = os.pipe()
+                os.write(rules_end, self._filter)
+                os.close(rules_end)
+                options += ["--seccomp", str(rules)]
+                inherited.append(rules)
+                closing.append(rules)
+            command = [*self.command(self._maps_users), *options, "--", *command]
+        pipe = subprocess.PIPE if script else subprocess.DEVNULL
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.PIPE,
+                env={},
+                cwd=folder or "/",
+                pass_fds=inherited,
+                start_new_session=folder is not None,
+                bufsize=0,
+            )
+        except OSError as error:
+            ours.close()
+            closing += [end for end in (info, block) if end is not None]
+            raise SandboxFailed(f"{command[0]}: {error}") from None
+        finally:
+            theirs.close()
+            for end in closing:
+                os.close(end)
+        program = Program(process, ours, own_group=folder is not None)
+        if info is not None and block is not None:
+            self._enter(program, info, block)
+        return program
+
+    def _enter(self, program: Program, info: int, block: int) -> None:
+        """Learn which process is the first one inside, and map its users if that is ours to do."""
+        try:
+            text = b""
+            while b"}" not in text and (part := os.read(info, 4096)):
+                text += part
+            if b"}" in text:
+                first = json.loads(text)["child-pid"]
+                program.first_inside(first)
+                if self._maps_users:
+                    users = f"0 0 1\n{_INNER_USER} {_NOBODY} 1\n"
+                    for name in ("uid_map", "gid_map"):
+                        Path(f"/proc/{first}/{name}").write_text(users)
+                    os.write(block, b"1")
+        except OSError as error:
+            program.end()
+            raise SandboxFailed(f"its users cannot be mapped: {error}") from None
+        finally:
+            os.close(info)
+            os.close(block)
+
+    def command(self, maps_users: bool = False) -> list[str]:
+        """The bubblewrap command in front of a program. ``maps_users``: who runs it will write the user maps."""
+        return _arguments(self._python, self.limits.scratch_bytes, maps_users)
+
+
+_ALTERNATIVE = (
+    "or set `sandbox: none` if you trust every program (it runs them with your rights, and says so on every run)"
+)
+
+
+@cache
+def _arguments(python: str, scratch_bytes: int, maps_users: bool) -> list[str]:
+    namespaces = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
+    command = [shutil.which("bwrap") or "bwrap", *namespaces, "--die-with-parent", "--new-session"]
+    command += ["--hostname", "sandbox", "--cap-drop", "ALL"]
+    if maps_users:  # the runner's first act is to become the inner user, which takes these two away again
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        command += ["--uid", str(_INNER_USER), "--gid", str(_INNER_USER)]
+    for path in _SYSTEM:
+        if Path(path).is_symlink():
+            command += ["--symlink", str(Path(path).readlink()), path]
+        elif Path(path).exists():
+            command += ["--ro-bind", path, path]
+    for path in _python_files(python):  # its folders first: bubblewrap would make them as private as they are outside
+        command += ["--dir", str(Path(path).parent), "--ro-bind", path, path]
+    for name in _DEVICES:
+        command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    command += ["--symlink", "/tmp", "/dev/shm", "--proc", "/proc"]
+    # the root is a file system in memory too, and without a limit: it must not be written to
+    command += ["--perms", "0777", "--size", str(scratch_bytes), "--tmpfs", "/tmp", "--remount-ro", "/"]
+    return [*command, "--chdir", "/tmp"]
+
+
+def _python_files(python: str) -> list[str]:
+    """The folders of the interpreter and its standard library, as far as they are not the system's own. A virtual
+    environment's packages are not among them, and those beside the standard library are not looked for."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    found = [python]
+    for root in dict.fromkeys((sys.base_exec_prefix, sys.base_prefix)):
+        if Path(root) == Path("/usr"):
+            found.append(str(Path(root, sys.platlibdir, version)))
+        else:
+            found = [path for path in found if not path.startswith(f"{root}/")] + [root]
+    return [path for path in found if not path.startswith(("/usr/lib/", "/usr/lib32/", "/usr/lib64/"))]
+
+
+@cache
+def _runner_code() -> bytes:
+    """The runner as compiled code for this very interpreter, which is also the one inside."""
+    modules = [Path(str(module.__file__)) for module in (values, runner)]
+    return marshal.dumps(
+        [compile(path.read_bytes(), path.name, "exec", dont_inherit=True, optimize=2) for path in modules]
+    )

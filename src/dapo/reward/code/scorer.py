@@ -1,0 +1,91 @@
+"""The code reward as the rest of the program sees it: a scorer whose work is done in worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dapo.config import CodeReward
+from dapo.records import Prompt, Reward
+from dapo.reward.code.names import read_tests
+from dapo.reward.contract import Doubt
+from dapo.reward.pool import WorkerPool
+from dapo.reward.pooled import PooledScorer
+
+UNSAFE = (
+    "reward `code` has `sandbox: none`: programs that the model writes run with your rights. They can read your files, "
+    "use your network and outlive their tests; remove the line unless you would run each of them yourself"
+)
+_BUSY = 4
+"""The worker itself ends programs whose time is up; it is killed only if it does not, on a machine this busy."""
+_START_S = 120.0
+_MOST_ROWS = 200
+"""Rows that are examined in one go, between which other work gets its turn."""
+
+
+class CodeScorer(PooledScorer):
+    """Runs the program in a response against the row's tests, in a sandbox. ``warnings``: what to tell the user."""
+
+    def __init__(self, config: CodeReward) -> None:
+        self._config = config
+        self.warnings: Sequence[str] = (UNSAFE,) if config.sandbox == "none" else ()
+        runs = 3 if "efficiency" in config.parts else 1  # the program, and twice the reference
+        self._pool = WorkerPool(
+            "dapo.reward.code.score:make_handler",
+            config.model_dump(mode="json"),
+            workers=config.workers,
+            timeout_s=runs * _BUSY * (config.timeout_s + config.test_timeout_s) + _START_S,
+        )
+
+    async def start(self) -> None:
+        """See :class:`Scorer`. Says aloud what ``warnings`` holds."""
+        for warning in self.warnings:
+            logging.getLogger(__name__).warning(warning)
+        await super().start()
+
+    async def score(self, prompt: Prompt, response: str) -> Reward:
+        """See :class:`Scorer`."""
+        meta = prompt.meta
+        return await self._score(
+            {
+                "response": response,
+                "tests": meta.get(self._config.tests_key),
+                "entry_point": _text(meta, self._config.entry_point_key),
+                "solution": _text(meta, self._config.solution_key),
+            }
+        )
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """Rows whose tests are absent or cannot be run, and those without the reference that a part needs: no response
+        to them can be scored."""
+        found: list[Doubt] = []
+        for start in range(0, len(prompts), _MOST_ROWS):
+            found += await asyncio.to_thread(self._examine, prompts[start : start + _MOST_ROWS], start)
+        return found
+
+    def _examine(self, prompts: Sequence[Prompt], start: int) -> list[Doubt]:
+        return [
+            Doubt(position, text, unusable=True)
+            for position, prompt in enumerate(prompts, start)
+            for text in self._faults(prompt.meta)
+        ]
+
+    def _faults(self, meta: Mapping[str, Any]) -> Iterator[str]:
+        config = self._config
+        entry_point = meta.get(config.entry_point_key)
+        if entry_point is not None and not isinstance(entry_point, str):
+            yield f"{config.entry_point_key}: must be text, but is {type(entry_point).__name__}"
+            entry_point = None
+        try:
+            read_tests(meta.get(config.tests_key), entry_point)
+        except ValueError as error:
+            yield f"{config.tests_key}: {error}"
+        if "efficiency" in config.parts and _text(meta, config.solution_key) is None:
+            yield f"{config.solution_key}: the part `efficiency` needs the row's reference solution, as text"
+
+
+def _text(meta: Mapping[str, Any], key: str) -> str | None:
+    value = meta.get(key)
+    return value if isinstance(value, str) else None

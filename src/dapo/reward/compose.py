@@ -1,0 +1,222 @@
+"""Several rewards put together: a weighted sum with gates, or ordered tiers.
+
+Consumes a response, produces one :class:`~dapo.records.Reward` in whose ``parts`` every part stands under its name.
+Waits for the parts, which are scored at the same time; one with ``only_if`` waits for the part that it names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dapo.config import ComposeReward
+from dapo.config.reward import Part
+from dapo.errors import RewardError
+from dapo.records import Prompt, Reward
+from dapo.reward.contract import Doubt, Scorer
+from dapo.reward.convert import LARGEST
+
+_LATEST = 256
+"""Scores of a part over which its share of failed ones is taken: it knows no steps."""
+_ENOUGH = 20
+"""Scores after which that share is judged."""
+
+_Done = TypeVar("_Done")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one part.
+
+    ``reward``: as its scorer gave it, or what stands for a part that failed or was not computed, which is not right.
+    ``value``: after ``from_range`` and ``clip``. ``error``: why it failed, or None.
+    """
+
+    reward: Reward
+    value: float
+    passes: bool
+    error: str | None = None
+
+
+_NOT_COMPUTED = Outcome(Reward(False, 0.0), 0.0, passes=False)
+
+
+class ComposedScorer:
+    """See :class:`~dapo.config.ComposeReward` for the rules.
+
+    A part that fails with ``on_error: drop`` leaves the sample without a verdict, also where it would not have counted
+    (a later tier): ``only_if`` has it computed only where it is needed.
+
+    Args:
+        config: how the parts are put together.
+        scorers: one for each part, by its name. They are started and closed with this one.
+    """
+
+    def __init__(self, config: ComposeReward, scorers: Mapping[str, Scorer]) -> None:
+        self._config = config
+        self._scorers = {name: scorers[name] for name in config.parts}
+        self._gates_first = sorted(config.parts, key=self._depth)
+        self._failures = {name: _Failures(name, part.reward.max_error_rate) for name, part in config.parts.items()}
+
+    async def start(self) -> None:
+        """Start all parts at the same time.
+
+        Raises:
+            RewardError: what keeps each part from starting, with its name.
+        """
+        await self._each(lambda scorer: scorer.start())
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """What any part has against a row, with the part's name."""
+        found = await self._each(lambda scorer: scorer.examine(prompts))
+        doubts = [replace(doubt, text=f"part {name}: {doubt.text}") for name, told in found.items() for doubt in told]
+        return sorted(doubts, key=lambda doubt: doubt.position)
+
+    async def score(self, prompt: Prompt, response: str) -> Reward:
+        """See :class:`Scorer`."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s) as deadline:
+                outcomes = await self._outcomes(prompt, response)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return Reward(None, 0.0, error=f"the parts together timed out after {self._config.timeout_s:g} s")
+        for name, outcome in outcomes.items():
+            if outcome.error is not None and self._config.parts[name].reward.on_error == "drop":
+                return Reward(None, 0.0, error=f"part {name}: {outcome.error}")
+        return put_together(self._config, outcomes)
+
+    async def close(self) -> None:
+        """Stop all parts at the same time, the others too if one fails to stop."""
+        await self._each(lambda scorer: scorer.close())
+
+    async def _each(self, do: Callable[[Scorer], Awaitable[_Done]]) -> dict[str, _Done]:
+        """``do`` with all scorers, each to its end. Users' errors are told together, others raised as they are."""
+        outcomes = await asyncio.gather(*map(do, self._scorers.values()), return_exceptions=True)
+        done: dict[str, _Done] = {}
+        problems = []
+        for name, outcome in zip(self._scorers, outcomes, strict=True):
+            if isinstance(outcome, RewardError):
+                problems.append(f"part {name}: {outcome}")
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                done[name] = outcome
+        if problems:
+            raise RewardError("\n".join(problems))
+        return done
+
+    async def _outcomes(self, prompt: Prompt, response: str) -> dict[str, Outcome]:
+        """What comes of each part, in the order of the recipe."""
+        tasks: dict[str, asyncio.Task[Outcome]] = {}
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name in self._gates_first:
+                    gate = self._config.parts[name].only_if
+                    part = self._part(name, tasks[gate] if gate else None, prompt, response)
+                    tasks[name] = group.create_task(part)
+        except BaseExceptionGroup as found:
+            failure = found.exceptions[0]  # the others followed from it, or came in the same moment
+        if failure is not None:  # out here, so that the wrapping is not shown as its context
+            raise failure
+        return {name: tasks[name].result() for name in self._config.parts}
+
+    async def _part(self, name: str, gate: asyncio.Task[Outcome] | None, prompt: Prompt, response: str) -> Outcome:
+        if gate is not None and not (await gate).passes:
+            return _NOT_COMPUTED
+        # No deadline here: a scorer counts its limit from when the work begins, and waiting in a queue is no failure.
+        try:
+            reward = await self._scorers[name].score(prompt, response)
+            self._failures[name].take(reward.error)
+            return outcome_of(self._config.parts[name], reward)
+        except RewardError as error:
+            raise RewardError(f"part {name}: {error}") from None
+
+    def _depth(self, name: str) -> int:
+        """How many gates stand one behind the other before a part."""
+        gate = self._config.parts[name].only_if
+        return 0 if gate is None else 1 + self._depth(gate)
+
+
+class _Failures:
+    """The failed scores among the latest ones of a part."""
+
+    def __init__(self, name: str, limit: float) -> None:
+        self._name, self._limit = name, limit
+        self._latest: deque[str | None] = deque(maxlen=_LATEST)
+
+    def take(self, error: str | None) -> None:
+        """
+        Raises:
+            RewardError: the share of failed scores is above the part's ``max_error_rate``.
+        """
+        self._latest.append(error)
+        made = len(self._latest)
+        if error is None or made < _ENOUGH:
+            return
+        errors = Counter(text for text in self._latest if text is not None)
+        if errors.total() > self._limit * made:
+            common = "; ".join(f"{text} ({count} x)" for text, count in errors.most_common(3))
+            raise RewardError(
+                f"{errors.total()} of its latest {made} scores failed (parts.{self._name}.reward.max_error_rate allows "
+                f"{self._limit:.0%}): {common}"
+            )
+
+
+def outcome_of(part: Part, reward: Reward) -> Outcome:
+    """What a score means for the whole.
+
+    Raises:
+        RewardError: ``from_range`` takes its value out of the range of numbers.
+    """
+    error = reward.error
+    if error is not None:
+        reward = Reward(False, part.reward.error_value)
+    value = reward.value
+    if part.from_range is not None:
+        low, high = part.from_range
+        value = (value - low) / (high - low)
+    if part.clip is not None:
+        value = min(max(value, part.clip[0]), part.clip[1])
+    if not abs(value) <= LARGEST:
+        raise RewardError(f"from_range {list(part.from_range or ())} makes {value:g} of its value {reward.value:g}")
+    passes = value > part.passes_at if reward.correct is None else reward.correct
+    return Outcome(reward, value, passes, error)
+
+
+def put_together(config: ComposeReward, outcomes: Mapping[str, Outcome]) -> Reward:
+    """The reward of the whole, from what came of each part of ``config``.
+
+    Raises:
+        RewardError: the sum is too large for a number.
+    """
+    if config.tiers is not None:
+        value = _tiers_value([outcomes[name] for name in config.tiers])
+    else:
+        value = sum(part.weight * outcomes[name].value for name, part in config.parts.items())
+    if not abs(value) <= LARGEST:
+        raise RewardError(f"the weighted parts add up to {value:g}, which is too large for a reward")
+    parts: dict[str, float] = {}
+    for name, outcome in outcomes.items():
+        inner = {f"{name}/{key}": part for key, part in outcome.reward.parts.items()}
+        if config.parts[name].reward.on_error == "value":
+            inner[f"{name}/failed"] = float(outcome.error is not None)
+        if name == config.correct and f"{name}/answer_found" in inner:
+            inner["answer_found"] = inner.pop(f"{name}/answer_found")
+        parts |= {name: outcome.value, **inner}
+    judge = outcomes[config.correct].reward if config.correct is not None else Reward(None, 0.0)
+    return Reward(judge.correct, value, parts, extracted=judge.extracted)
+
+
+def _tiers_value(tiers: Sequence[Outcome]) -> float:
+    """2 (t + s) / n - 1: t tiers pass one after the other, and s in 0..1 is the value of the next one. The last one
+    does not pass but is graded, so that s is the value of one of them always."""
+    last = len(tiers) - 1
+    passed = next((place for place, tier in enumerate(tiers) if not tier.passes), last)
+    tier = tiers[passed]
+    graded = 1.0 if passed == last and tier.reward.correct else min(max(tier.value, 0.0), 1.0)
+    return 2 * (passed + graded) / len(tiers) - 1

@@ -1,0 +1,98 @@
+"""The message to a judge, made from a Jinja template, and the grade in the judge's reply.
+
+Consumes a row and a response, produces text; consumes the judge's text, produces a number or None. The response is
+never read for a grade, and a template gets it as a value: braces in it are only characters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dapo.errors import RewardError
+from dapo.records import Prompt
+
+_GRADE = re.compile(r"[*_`]*Grade:[*_`]* *(-?[0-9]+(?:\.[0-9]+)?)[*_`]*")
+"""The last line of a reply; models like to set it in bold."""
+
+
+class RubricError(Exception):
+    """The template cannot be filled for this row. The message says why."""
+
+
+class Rubric:
+    """A template over ``prompt``, ``response``, ``answer``, ``meta``, ``scale`` and ``fence``.
+
+    ``fence`` is a line that depends on prompt and response: a response cannot hold it, since it would have to contain
+    its own hash, and the same question stays the same from run to run, which a cache needs.
+
+    Args:
+        file: the template; None: the built-in one.
+        scale: lowest and highest grade.
+
+    Raises:
+        RewardError: the file cannot be read, or is no template.
+    """
+
+    def __init__(self, file: str | None, scale: tuple[float, float]) -> None:
+        from jinja2 import StrictUndefined, TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        self._scale = scale
+        environment = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined, finalize=_printable, trim_blocks=True, lstrip_blocks=True
+        )
+        try:
+            self._template = environment.from_string(_read(file))
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            raise RewardError(f"reward.rubric: {file}{f', line {line}' if line else ''}: {error}") from None
+
+    def message(self, prompt: Prompt, response: str) -> str:
+        """What the judge is asked.
+
+        Raises:
+            RubricError: the template needs a key that this row has not, or prints what is null.
+        """
+        digest = hashlib.sha256(f"{len(prompt.text)} {prompt.text}{response}".encode("utf-8", "surrogatepass"))
+        values: dict[str, Any] = {
+            "prompt": prompt.text,
+            "response": response,
+            "answer": prompt.answer,
+            "meta": dict(prompt.meta),
+            "scale": [int(end) if end.is_integer() else end for end in self._scale],
+            "fence": f"-----{digest.hexdigest()[:32]}-----",
+        }
+        try:
+            return self._template.render(values)
+        except Exception as error:  # filters and arithmetic of a template raise all kinds
+            raise RubricError(f"the rubric cannot be filled for row {prompt.row + 1}: {error}") from None
+
+    def grade(self, reply: str) -> float | None:
+        """The number in the last line of the judge's reply, which must be ``Grade: N`` with N on the scale."""
+        lines = reply.split("\n")
+        while lines and not lines[-1].strip():
+            lines.pop()
+        found = _GRADE.fullmatch(lines[-1].strip()) if lines else None
+        low, high = self._scale
+        return grade if found and low <= (grade := float(found[1])) <= high else None
+
+
+def _printable(value: Any) -> Any:
+    if value is None:
+        raise ValueError("it prints a value that is null here; ask with {% if ... is not none %}")
+    return value
+
+
+def _read(file: str | None) -> str:
+    if file is None:
+        return resources.files("dapo.reward.judge").joinpath("rubric.jinja").read_text(encoding="utf-8")
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RewardError(f"reward.rubric: cannot read {file!r}: {error.strerror or error}") from None
+    except ValueError:
+        raise RewardError(f"reward.rubric: {file!r} is not a text file in UTF-8") from None

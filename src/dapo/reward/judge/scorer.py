@@ -1,0 +1,141 @@
+"""The scorer around a judge: a row and a response in, the judge's grade out, on the reward's scale.
+
+Consumes (prompt, response); waits for one of ``concurrency`` slots and for the endpoint, with its retries. The same
+question that is asked twice at the same time is one question; with a cache also at different times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Sequence
+
+from dapo.config import JudgeReward
+from dapo.records import Prompt, Reward
+from dapo.reward.contract import Doubt
+from dapo.reward.judge.cache import ReplyCache
+from dapo.reward.judge.endpoint import Endpoint, NoReply
+from dapo.reward.judge.rubric import Rubric, RubricError
+
+
+class JudgeScorer:
+    """The grade of a language model (:class:`~dapo.config.JudgeReward`). Belongs to one event loop.
+
+    The value is the grade mapped from the scale to -1..1: lowest grade -1, middle 0, highest +1. ``parts`` holds the
+    ``grade`` itself. A question that gets no grade is a failed score, never a low one.
+    """
+
+    def __init__(self, config: JudgeReward) -> None:
+        self._config = config
+        self._cache = ReplyCache(config.cache)
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._starting = asyncio.Lock()
+        self._rubric: Rubric | None = None
+        self._endpoint: Endpoint | None = None
+        self._asked: dict[str, asyncio.Task[Reward]] = {}
+
+    async def start(self) -> None:
+        """Read the rubric and look for the endpoint.
+
+        Raises:
+            RewardError: the rubric cannot be read, the key is missing, or there is no server at the address.
+        """
+        await self._ready()
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """Rows that the rubric cannot be filled for: a key is missing, or a value that it prints is null."""
+        rubric = await self._read_rubric()
+
+        def doubts() -> list[Doubt]:
+            found = []
+            for position, prompt in enumerate(prompts):
+                try:
+                    rubric.message(prompt, "")
+                except RubricError as error:
+                    found.append(Doubt(position, str(error), unusable=True))
+            return found
+
+        return await asyncio.to_thread(doubts)
+
+    async def score(self, prompt: Prompt, response: str) -> Reward:
+        """See :class:`Scorer`.
+
+        Raises:
+            RewardError: the endpoint refuses all questions: key, address or model are wrong.
+        """
+        rubric, endpoint = await self._ready()
+        try:
+            message = rubric.message(prompt, response)
+        except RubricError as error:
+            return Reward(None, 0.0, error=f"judge: {error}")
+        question = self._question(message)
+        key = hashlib.sha256(self._config.url.encode() + b"\n" + question).hexdigest()
+        task = self._asked.get(key)
+        if task is None:
+            task = self._asked[key] = asyncio.create_task(self._grade(key, question, rubric, endpoint))
+            task.add_done_callback(lambda done: self._settle(key, done))
+        # who is cancelled leaves the question to the others who wait for it
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Drop the calls that run."""
+        tasks = list(self._asked.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+    async def _ready(self) -> tuple[Rubric, Endpoint]:
+        rubric = await self._read_rubric()
+        async with self._starting:
+            if self._endpoint is None:
+                await self._cache.start()
+                endpoint = await asyncio.to_thread(Endpoint, self._config)  # aiohttp and certificates: 0.3 s
+                try:
+                    await endpoint.reach()
+                except BaseException:
+                    await endpoint.close()
+                    raise
+                self._endpoint = endpoint
+        return rubric, self._endpoint
+
+    async def _read_rubric(self) -> Rubric:
+        if self._rubric is None:
+            self._rubric = await asyncio.to_thread(Rubric, self._config.rubric, self._config.scale)
+        return self._rubric
+
+    def _question(self, message: str) -> bytes:
+        config = self._config
+        body = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": message}],
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        }
+        return json.dumps(body, sort_keys=True).encode()  # ASCII, so that half a letter in a response does no harm
+
+    async def _grade(self, key: str, question: bytes, rubric: Rubric, endpoint: Endpoint) -> Reward:
+        kept = await self._cache.read(key)
+        known = None if kept is None else rubric.grade(kept)
+        if known is not None:
+            return self._verdict(known)
+        try:
+            async with self._slots:  # in the pauses too: an endpoint in trouble gets no more calls than before
+                reply, grade = await endpoint.ask(question, rubric.grade)
+        except NoReply as error:
+            return Reward(None, 0.0, error=str(error))
+        await self._cache.write(key, reply)
+        return self._verdict(grade)
+
+    def _verdict(self, grade: float) -> Reward:
+        low, high = self._config.scale
+        bar = self._config.correct_at
+        value = 2.0 * (grade - low) / (high - low) - 1.0
+        return Reward(None if bar is None else grade >= bar, value, {"grade": grade})
+
+    def _settle(self, key: str, task: asyncio.Task[Reward]) -> None:
+        del self._asked[key]
+        if not task.cancelled():
+            task.exception()  # taken note of, also if all callers have gone

@@ -1,0 +1,105 @@
+"""How a canonical text is put together: brackets, items, relations, the name before a value. Pure text."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_BRACKET = re.compile(r"\\[{}]|[()\[\]{}]")
+SEPARATORS = r"[,;]|\\(?:cup|land|lor)(?![A-Za-z])"
+RELATIONS = r"\\(?:le|ge|ne)(?![A-Za-z])|[<>=]"
+FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
+_NAME = re.compile(
+    r"(?:\\angle ?|m ?\\angle ?|\|?)\\?[A-Za-z](?:[A-Za-z{} ]|\\[A-Za-z]+)*(?:_\s*(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?"
+    r"(?:\([\w, ]*\))?\|?"
+    r"|(?![xyzn]\()[A-Za-z](?:_\w)?\([^()]*\)"  # P(A \cap B), f(x+1)
+    r"|\\#[A-Za-z]+|\[[A-Z]+\]"  # a number of elements, an area
+    r"|\([A-Za-z]\w?(?:_\{?\w\}?)?(?:, ?[A-Za-z](?:_\{?\w\}?)?)+\)"  # (x, y)
+)
+_MEMBERSHIP = re.compile(r"(.+?)\s*\\in(?![A-Za-z])\s*(.+)")
+
+
+class Cut(NamedTuple):
+    """The pieces of a text and what stood between them."""
+
+    pieces: list[str]
+    cuts: list[str]
+
+
+def cut(text: str, separators: str) -> Cut:
+    """Cut at what matches the pattern ``separators``, but not within brackets."""
+    depth, start, result = 0, 0, Cut([], [])
+    for match in re.finditer(f"{_BRACKET.pattern}|{separators}", text):
+        if match[0][-1] in "([{":
+            depth += 1
+        elif match[0][-1] in ")]}":
+            depth -= 1
+        elif depth == 0:
+            result.pieces.append(text[start : match.start()].strip())
+            result.cuts.append(match[0])
+            start = match.end()
+    result.pieces.append(text[start:].strip())
+    return result
+
+
+def unbracket(text: str) -> tuple[str, str]:
+    """The two brackets that enclose the whole text ("" where none do) and what they enclose."""
+    match = re.fullmatch(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", text.strip(), re.DOTALL)
+    if match is None or not _is_balanced(match[2]):
+        return "", text
+    return match[1] + match[3], match[2].strip()
+
+
+def _is_balanced(inner: str) -> bool:
+    depth = 0
+    for char in inner:
+        depth += (char in "([{") - (char in ")]}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def is_name(text: str) -> bool:
+    r"""Whether a value can have this name: ``x``, ``f(2)``, ``\overline{AB}``, ``P(A \cap B)``, ``(x, y)``."""
+    return bool(_NAME.fullmatch(text))
+
+
+class Named(NamedTuple):
+    """A value and the name that is given to it ("": none)."""
+
+    name: str
+    value: str
+
+
+def strip_name(text: str) -> Named:
+    r"""``x = 3``, ``f(2) = 3`` and ``x \in (0, 1)`` as name and value."""
+    if "=" not in text and r"\in" not in text:
+        return Named("", text)
+    member = _MEMBERSHIP.fullmatch(text)
+    if member is not None and is_name(member[1]):
+        return Named(member[1], member[2])
+    sides, relations = cut(text, RELATIONS)
+    if relations == ["="] and is_name(sides[0]):
+        return Named(sides[0], sides[1])
+    return Named("", text)
+
+
+def assignments(text: str) -> str:
+    """``(x, y) = (1, 2)`` as ``x = 1, y = 2``; any other text as it is."""
+    name, value = strip_name(text)
+    names, values = (cut(unbracket(side)[1], ",").pieces for side in (name, value))
+    if unbracket(name)[0] != "()" or unbracket(value)[0] != "()" or len(names) != len(values):
+        return text
+    return ", ".join(f"{one} = {other}" for one, other in zip(names, values, strict=True))
+
+
+def both_signs(text: str) -> list[str]:
+    r"""``1 \pm 2`` as its two values; ``\mp`` has the other sign."""
+    if r"\pm" not in text and r"\mp" not in text:
+        return [text]
+    return [_with_sign(text, "+-"), _with_sign(text, "-+")]
+
+
+def _with_sign(text: str, signs: str) -> str:
+    text = text.replace(r"\pm", signs[0]).replace(r"\mp", signs[1]).strip()
+    return text.removeprefix("+").strip()

@@ -1,0 +1,143 @@
+r"""Units: what stands behind a value, or the currency before it, and how two units relate.
+
+Consumes canonical text (``notation.py``). A unit counts if both sides have one; those of the same dimension are
+converted exactly (2 m is 200 cm), all others must be the same word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Quantity(NamedTuple):
+    """A value and its unit as it is written ("": none)."""
+
+    value: str
+    unit: str
+
+
+PERCENT = "percent"
+_BASES: dict[str, tuple[str, int, str]] = {
+    "m": ("m", 1, "1"), "mm": ("m", 1, "1/1000"), "cm": ("m", 1, "1/100"), "dm": ("m", 1, "1/10"),
+    "km": ("m", 1, "1000"), "in": ("m", 1, "127/5000"), "ft": ("m", 1, "381/1250"), "yd": ("m", 1, "1143/1250"),
+    "mi": ("m", 1, "201168/125"), "g": ("g", 1, "1"), "mg": ("g", 1, "1/1000"), "kg": ("g", 1, "1000"),
+    "oz": ("g", 1, "28.349523125"), "lb": ("g", 1, "453.59237"), "s": ("s", 1, "1"), "min": ("s", 1, "60"),
+    "h": ("s", 1, "3600"), "day": ("s", 1, "86400"), "week": ("s", 1, "604800"), "l": ("m", 3, "1/1000"),
+    "ml": ("m", 3, "1/1000000"), "dollar": ("dollar", 1, "1"), "cent": ("dollar", 1, "1/100"),
+}  # fmt: skip
+"""Dimension, its power and the size in it."""
+_ALIASES = {
+    "meter": "m", "metre": "m", "millimeter": "mm", "millimetre": "mm", "centimeter": "cm", "centimetre": "cm",
+    "decimeter": "dm", "kilometer": "km", "kilometre": "km", "kms": "km", "inch": "in", "inche": "in", "foot": "ft",
+    "feet": "ft", "yard": "yd", "mile": "mi", "gram": "g", "gm": "g", "milligram": "mg", "kilogram": "kg", "kgs": "kg",
+    "ounce": "oz", "pound": "lb", "lbs": "lb", "second": "s", "sec": "s", "minute": "min", "mins": "min", "hour": "h",
+    "hr": "h", "hrs": "h", "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "usd": "dollar",
+    "percentage": PERCENT, "pct": PERCENT, "%": PERCENT, "deg": "degree", "unit": "", "penny": "cent",
+    "pennie": "cent", "people": "person", "children": "child", "men": "man", "women": "woman",
+}  # fmt: skip
+_SPEEDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
+_SHORT = "cm|mm|km|kg|mg|ml|dm|ft|in|mi|yd|lb|lbs|oz|hr|hrs|[aApP]\\.?[mM]"
+_ONE_LETTER = {"m": "m", "g": "g", "s": "s", "h": "s", "l": "m", "L": "m"}
+"""Units of one letter and their dimension: taken for units only beside one of the same dimension, "2 m" may be a
+product."""
+_AT_END = re.compile(
+    r"(?P<value>.*(?:[\d})!]|\\pi|(?<![A-Za-z\\])[a-z](?=\s*\\text)))\s*(?:"
+    r"\\text\s*\{\s*(?P<text>(?:[^{}]|\{[^{}]*\})*?)\s*\}\s*(?P<power>(?:\^\s*\{?\d\}?)?)"
+    rf"|(?P<word>(?<![\\A-Za-z])(?:[A-Za-z]{{3,}}(?:[ /]+[A-Za-z]+)*|(?:{_SHORT})(?:/[A-Za-z]+)?))"
+    r"(?P<wpower>(?:\^\s*\{?\d\}?)?)"
+    r"|(?P<percent>\\?%)|(?P<degree>\^\\circ)(?: ?[CF])?)"
+)
+_NOT_UNITS = {"i", "e", "t"}
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_CURRENCY = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "USD": "dollar", "EUR": "euro"}
+_AREA = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_RAISED = {"squared": 2, "cubed": 3}
+
+
+def split_unit(text: str, expected: str = "") -> Quantity:
+    """Take the unit off a canonical text: what follows a value, or a currency sign before it.
+
+    A bare letter is taken for a unit only if it can be one beside the unit ``expected``.
+    """
+    letter = re.fullmatch(r"(.*[\d}\)])\s*([A-Za-z])", text) if expected else None
+    if letter is not None and _ONE_LETTER.get(letter[2]) in {name for name, _ in _unit(expected).powers}:
+        return Quantity(letter[1].strip(), letter[2])
+    for sign, name in _CURRENCY.items():
+        if text.startswith((sign, "-" + sign)):
+            value = text.replace(sign, "", 1).strip()
+            return Quantity(split_unit(value).value, name)
+    if text.endswith(r"\$") and re.search(r"\d\s*\\\$$", text):
+        return Quantity(text[:-2].strip(), "dollar")
+    match = _AT_END.fullmatch(text)
+    if match is None:
+        return Quantity(text, "")
+    value = match["value"].strip()
+    if match["percent"]:
+        return Quantity(value, PERCENT)
+    if match["degree"]:
+        # the argument of a sine is an angle: there the degree sign is part of the value
+        return Quantity(text, "") if _TRIGONOMETRY.search(value) else Quantity(value, "degree")
+    raw = match["text"] if match["text"] is not None else match["word"]
+    if not raw or raw in _NOT_UNITS:
+        return Quantity(text, "")
+    raw += (match["power"] if match["text"] is not None else match["wpower"]) or ""
+    name = "" if not _unit(raw).powers else raw
+    return Quantity(value, PERCENT if _unit(raw) == _unit(PERCENT) else name)
+
+
+def unit_ratio(left: str, right: str) -> Fraction | None:
+    """How many of the unit ``right`` one of the unit ``left`` is; None: they measure different things."""
+    first, second = _unit(left), _unit(right)
+    return first.size / second.size if first.powers == second.powers else None
+
+
+class _Unit(NamedTuple):
+    powers: frozenset[tuple[str, int]]
+    size: Fraction
+
+
+@lru_cache(maxsize=256)
+def _unit(raw: str) -> _Unit:
+    text = re.sub(r"[.{}]|\\[ ,;]|~", lambda m: "" if m[0] in ".{}" else " ", raw).lower()
+    text = re.sub(r"\bper cent\b", PERCENT, text)
+    text = re.sub(r"\bper\b", "/", _SPEEDS.get(text.strip(), text))
+    powers: Counter[str] = Counter()
+    size = Fraction(1)
+    for place, part in enumerate(text.split("/")):
+        for name, power in _factors(part):
+            power = power if place == 0 else -power
+            base, base_power, base_size = _BASES.get(name, (name, 1, "1"))
+            powers[base] += base_power * power
+            size *= Fraction(base_size) ** power
+    return _Unit(frozenset((name, power) for name, power in powers.items() if name and power), size)
+
+
+def _factors(part: str) -> list[tuple[str, int]]:
+    """``square cm`` as [("cm", 2)]; words that are no known units are one name together."""
+    factors: list[tuple[str, int]] = []
+    unknown: list[str] = []
+    power = 1
+    for word, digit in re.findall(r"([^\W\d_]+|%)(?:\s*\^\s*(\d))?", part):
+        if word in _AREA:
+            power = _AREA[word]
+        elif word in _RAISED and factors:
+            factors[-1] = (factors[-1][0], _RAISED[word])
+        else:
+            name = _singular(word)
+            if name in _BASES or name in (PERCENT, "degree", ""):
+                factors.append((name, int(digit or power)))
+            else:
+                unknown.append(name + digit)
+    return [*factors, ("".join(unknown), power)] if unknown else factors
+
+
+def _singular(word: str) -> str:
+    if word in _ALIASES:
+        return _ALIASES[word]
+    if len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
+        word = word[:-1]
+    return _ALIASES.get(word, word)

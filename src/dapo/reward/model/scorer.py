@@ -1,0 +1,171 @@
+"""The scorer around a reward model: texts in, one score for each response out.
+
+Consumes (prompt, response); waits for a free network and, at most ``timeout_s``, for its batch. Two threads do the
+work, one that tokenizes and one that runs the network, so that the event loop is never blocked and the next batch is
+read while the last one is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from dapo.config import ModelReward
+from dapo.records import Prompt, Reward
+from dapo.reward.batching import Batcher
+from dapo.reward.contract import Doubt
+from dapo.reward.convert import LARGEST
+
+if TYPE_CHECKING:
+    from dapo.reward.model.network import RewardNetwork
+    from dapo.reward.model.text import Encoded
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def pick_alike(lengths: Sequence[int], budget: int) -> list[int]:
+    """The oldest item and those nearest to it in length, as long as the padded batch is within ``budget``.
+
+    The oldest always goes, so that none waits for ever, and goes alone if it is longer than the budget.
+
+    Args:
+        lengths: of the waiting items in tokens, the oldest first.
+        budget: most tokens of the batch: its longest item times the number of items.
+
+    Returns:
+        Positions in ``lengths``.
+    """
+    order = sorted(range(len(lengths)), key=lambda place: lengths[place])
+    low = order.index(0)
+    high = low + 1
+    while low > 0 or high < len(order):
+        shorter = lengths[0] - lengths[order[low - 1]] if low > 0 else None
+        longer = lengths[order[high]] - lengths[0] if high < len(order) else None
+        if longer is None or (shorter is not None and shorter <= longer):
+            start, end = low - 1, high
+        else:
+            start, end = low, high + 1
+        if lengths[order[end - 1]] * (end - start) > budget:
+            break
+        low, high = start, end
+    return order[low:high]
+
+
+class ModelScorer:
+    """The score of a reward model, as it is (:class:`~dapo.config.ModelReward`). Belongs to one event loop.
+
+    A text that is longer than ``max_length``, a batch that takes longer than ``timeout_s`` and a score that is not
+    finite are failed scores.
+    """
+
+    def __init__(self, config: ModelReward) -> None:
+        self._config = config
+        self._network: RewardNetwork | None = None
+        self._loading = asyncio.Lock()
+        self._reader = ThreadPoolExecutor(1, "reward tokenizer")
+        self._runner = ThreadPoolExecutor(1, "reward model")
+        self._running: asyncio.Future[list[float]] | None = None
+        self._batches: Batcher[Encoded, Reward] = Batcher(
+            self._score_batch,
+            size=config.tokens_per_batch,
+            pick=lambda items: pick_alike([item.length for item in items], config.tokens_per_batch),
+        )
+
+    async def start(self) -> None:
+        """Load model and tokenizer, and try them.
+
+        Raises:
+            RewardError: they cannot be loaded, or this is not a reward model.
+        """
+        await self._loaded()
+
+    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
+        """Any row will do."""
+        return ()
+
+    async def score(self, prompt: Prompt, response: str) -> Reward:
+        """See :class:`Scorer`. ``parts`` holds ``score``; ``correct`` is whether it is above ``correct_above``."""
+        network = await self._loaded()
+        item = await self._call(self._reader, network.text.encode, prompt.text, response)
+        limit = self._config.max_length
+        if item.length > limit:
+            return _failed(f"prompt and response are {item.length} tokens, more than reward.max_length={limit}")
+        if not item.length:
+            return _failed("prompt and response are no tokens at all")
+        return await self._batches.submit(item)
+
+    async def close(self) -> None:
+        """Drop what waits. A batch that is in the network cannot be stopped; nobody waits for it here."""
+        await self._batches.close()
+        for thread in (self._reader, self._runner):
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._network = None
+
+    async def _loaded(self) -> RewardNetwork:
+        async with self._loading:
+            if self._network is None:
+                self._network = await self._call(self._runner, _load, self._config)
+            return self._network
+
+    async def _score_batch(self, items: Sequence[Encoded]) -> Sequence[Reward]:
+        limit = self._config.timeout_s
+        if not await _done(self._running, limit):  # left behind by a time-out: a thread cannot be stopped
+            return [_failed(f"the model was busy for another {limit:g} s with a batch that had timed out")] * len(items)
+        network = await self._loaded()
+        self._running = self._call(self._runner, network.score, items)
+        self._running.add_done_callback(_take_note)
+        if not await _done(self._running, limit):
+            size = len(items) * max(item.length for item in items)
+            return [
+                _failed(
+                    f"timed out after {limit:g} s in a batch of {size} tokens; raise reward.timeout_s or lower "
+                    f"reward.tokens_per_batch={self._config.tokens_per_batch}"
+                )
+            ] * len(items)
+        error = self._running.exception()
+        if error is not None:
+            return [_failed(self._explain(error))] * len(items)
+        return [self._verdict(score) for score in self._running.result()]
+
+    def _verdict(self, score: float) -> Reward:
+        if not abs(score) <= LARGEST:
+            return _failed(f"the score is {score}, not a finite number of ordinary size")
+        above = self._config.correct_above
+        return Reward(None if above is None else score > above, score, {"score": score})
+
+    def _explain(self, error: BaseException) -> str:
+        if type(error).__name__ == "OutOfMemoryError":
+            return f"out of memory; lower reward.tokens_per_batch={self._config.tokens_per_batch}"
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+
+    def _call(
+        self, thread: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(thread, lambda: function(*args, **kwargs))
+
+
+def _take_note(call: asyncio.Future[Any]) -> None:
+    """Of an error that came after the time-out, when nobody asks any more."""
+    if not call.cancelled():
+        call.exception()
+
+
+async def _done(call: asyncio.Future[list[float]] | None, limit_s: float) -> bool:
+    """Whether ``call`` has ended, if need be within ``limit_s``. It goes on otherwise."""
+    if call is None:
+        return True
+    await asyncio.wait({call}, timeout=limit_s)
+    return call.done()
+
+
+def _load(config: ModelReward) -> RewardNetwork:
+    from dapo.reward.model.network import load_network  # torch and Transformers
+
+    return load_network(config)
+
+
+def _failed(text: str) -> Reward:
+    return Reward(None, 0.0, error=f"reward model: {text}")

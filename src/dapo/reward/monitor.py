@@ -1,0 +1,213 @@
+"""Reward hacking: does what is trained on still mean what it meant?
+
+Consumes the scored groups of each rollout step, produces metrics and warnings; waits for the held-out check, a second
+reward that is never trained on. Three alarms, each a comparison over several steps, so that one odd step raises none:
+
+- *false right*: the check calls wrong what the reward calls right;
+- *divergence*: the reward has risen, the check has not risen with it (each in its own standard deviations);
+- *length*: within groups the reward goes with the length of the response, and lengths have moved that way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from statistics import fmean, pstdev
+from typing import Any
+
+from dapo.config import MonitorConfig
+from dapo.records import Group, Reward, Sample
+from dapo.reward.contract import Scorer
+
+_LENGTH_MOVED = 1.2
+"""Factor by which the mean length must have changed for the length alarm."""
+_CHECKS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What was seen of one step. None: there was nothing to see it by.
+
+    ``reward`` and ``check``: mean values over the samples that were checked, and their standard deviations.
+    ``false_right``: of those that the reward calls right, the share that the check calls wrong. ``length``: mean
+    response length in tokens; ``length_correlation``: of reward and length within groups, -1 to 1.
+    """
+
+    reward: float | None
+    reward_std: float | None
+    check: float | None
+    check_std: float | None
+    false_right: float | None
+    length: float | None
+    length_correlation: float | None
+
+
+class Monitor:
+    """Audits of all steps so far, and the alarms that follow from them."""
+
+    def __init__(self, config: MonitorConfig, check: Scorer | None, seed: int = 0) -> None:
+        """
+        Args:
+            config: the recipe's ``monitor`` section.
+            check: scores for ``config.check``; started and closed by the caller.
+            seed: decides which samples are checked.
+        """
+        self._config, self._check, self._seed = config, check, seed
+        self._audits: list[Audit] = []
+        self._raised: set[str] = set()
+        self._running: asyncio.Task[tuple[dict[str, float | None], list[str]]] | None = None
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Start to look at the groups of a step, beside other work; :meth:`finish` gives what was seen."""
+        if self._running is None:
+            self._running = asyncio.create_task(self.observe(groups))
+
+    async def finish(self) -> tuple[dict[str, float | None], list[str]]:
+        """What :meth:`observe` says of the step that was begun. Waits for the check's scores."""
+        running, self._running = self._running, None
+        assert running is not None, "finish() without begin()"
+        return await running
+
+    async def close(self) -> None:
+        """Leave the step that was begun."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def observe(self, groups: Sequence[Group]) -> tuple[dict[str, float | None], list[str]]:
+        """Look at the groups of one step, all that were sampled for it.
+
+        Returns:
+            Metrics by the names of ``observe/metrics.py``, and a warning for each alarm that was not on before.
+        """
+        checked = await self._checked(groups)
+        audit = _audit(groups, [(s, c) for s, c in checked if c.error is None])
+        self._audits.append(audit)
+        alarms = dict(self._alarms())
+        new = [text for name, text in alarms.items() if name not in self._raised]
+        self._raised = set(alarms)
+        found: dict[str, float | None] = {"monitor/alarms": float(len(alarms))}
+        if self._check is not None:
+            found |= {
+                "monitor/reward": audit.reward,
+                "monitor/check": audit.check,
+                "monitor/false_right": audit.false_right,
+                "monitor/check_errors": fmean(c.error is not None for _, c in checked) if checked else None,
+            }
+        if audit.length_correlation is not None:
+            found["monitor/length_correlation"] = audit.length_correlation
+        return found, new
+
+    def state(self) -> dict[str, Any]:
+        """As JSON, for a checkpoint."""
+        return {"audits": [asdict(audit) for audit in self._audits], "raised": sorted(self._raised)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self._audits = [Audit(**audit) for audit in state["audits"]]
+        self._raised = set(state["raised"])
+
+    async def _checked(self, groups: Sequence[Group]) -> list[tuple[Sample, Reward]]:
+        check = self._check
+        if check is None:
+            return []
+        chosen = [(group, s) for group in groups for s in group.scored if self._is_chosen(group, s)]
+        room = asyncio.Semaphore(_CHECKS_AT_ONCE)
+
+        async def score(group: Group, sample: Sample) -> tuple[Sample, Reward]:
+            async with room:
+                return sample, await check.score(group.prompt, sample.text)
+
+        return list(await asyncio.gather(*(score(*pair) for pair in chosen)))
+
+    def _is_chosen(self, group: Group, sample: Sample) -> bool:
+        """By chance, but the same ones if the step is run again."""
+        return Random(f"{self._seed}/{group.draw}/{sample.index}").random() < self._config.share
+
+    def _alarms(self) -> Iterator[tuple[str, str]]:
+        config, window = self._config, self._config.window
+        false_right = _mean(a.false_right for a in self._audits[-window:])
+        if len(self._audits) >= window and false_right is not None and false_right > config.max_false_right:
+            yield (
+                "false right",
+                f"reward hacking? Over the last {window} steps the held-out check calls {false_right:.0%} of the "
+                f"responses wrong that the reward calls right (monitor.max_false_right={config.max_false_right:g}); "
+                "look at samples where they disagree, and mend the reward",
+            )
+        if len(self._audits) < 2 * window:
+            return
+        first, last = self._audits[:window], self._audits[-window:]
+        rise = _rise([a.reward for a in first], [a.reward for a in last], [a.reward_std for a in first])
+        check_rise = _rise([a.check for a in first], [a.check for a in last], [a.check_std for a in first])
+        if rise is not None and check_rise is not None and rise - max(check_rise, 0.0) > config.max_divergence:
+            yield (
+                "divergence",
+                f"reward hacking? Since the first {window} steps the reward has risen by {rise:.2f} standard "
+                f"deviations, the held-out check by {check_rise:.2f} (monitor.max_divergence="
+                f"{config.max_divergence:g}); compare responses of then and now",
+            )
+        correlation = _mean(a.length_correlation for a in last)
+        before, now = _mean(a.length for a in first), _mean(a.length for a in last)
+        if correlation is None or not before or not now or abs(correlation) <= config.max_length_correlation:
+            return
+        if now > before * _LENGTH_MOVED if correlation > 0 else now < before / _LENGTH_MOVED:
+            yield (
+                "length",
+                f"reward hacking? Reward and length go together within groups (correlation {correlation:+.2f}; "
+                f"monitor.max_length_correlation={config.max_length_correlation:g}), and responses went from "
+                f"{before:.0f} to {now:.0f} tokens; does the reward pay for length?",
+            )
+
+
+def _audit(groups: Sequence[Group], checked: Sequence[tuple[Sample, Reward]]) -> Audit:
+    values = [s.verdict.value for s, _ in checked]
+    checks = [check.value for _, check in checked]
+    right = [check.correct for s, check in checked if s.verdict.correct and check.correct is not None]
+    scored = [s for group in groups for s in group.scored]
+    return Audit(
+        reward=fmean(values) if values else None,
+        reward_std=pstdev(values) if values else None,
+        check=fmean(checks) if checks else None,
+        check_std=pstdev(checks) if checks else None,
+        false_right=1 - fmean(right) if right else None,
+        length=fmean(s.length for s in scored) if scored else None,
+        length_correlation=length_correlation(groups),
+    )
+
+
+def length_correlation(groups: Sequence[Group]) -> float | None:
+    """Pearson's correlation of raw reward and length, each taken from the mean of its group: a hard prompt has long
+    responses and a low reward, which says nothing. None: one of them does not vary within groups."""
+    products = rewards = lengths = 0.0
+    for group in groups:
+        if len(group.scored) < 2:
+            continue
+        value = fmean(s.verdict.value for s in group.scored)
+        length = fmean(s.length for s in group.scored)
+        for sample in group.scored:
+            up, longer = sample.verdict.value - value, sample.length - length
+            products += up * longer
+            rewards += up * up
+            lengths += longer * longer
+    if not rewards or not lengths:
+        return None
+    return products / math.sqrt(rewards * lengths)
+
+
+def _mean(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _rise(first: Sequence[float | None], last: Sequence[float | None], spread: Sequence[float | None]) -> float | None:
+    """From the mean of ``first`` to that of ``last``, in units of the mean ``spread``; None: there is no telling."""
+    before, now, unit = _mean(first), _mean(last), _mean(spread)
+    if before is None or now is None or unit is None:
+        return None
+    if unit < 1e-6:  # nothing varied at first: any change is a large one, none is none
+        return 0.0 if abs(now - before) < 1e-6 else math.copysign(math.inf, now - before)
+    return (now - before) / unit

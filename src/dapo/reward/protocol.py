@@ -1,0 +1,114 @@
+"""What a reward server and its clients say to each other, in JSON. One protocol for all kinds of reward.
+
+``POST /score`` takes a :class:`ScoreRequest` and answers with a :class:`ScoreReply`; or, to who accepts
+``application/x-ndjson``, with one :class:`Result` a line, each as soon as it is there. ``POST /examine`` takes an
+:class:`ExamineRequest` and answers with an :class:`ExamineReply`. Every other status than 200 comes with an
+:class:`ErrorReply`, and so does, as its last line, a stream that cannot be finished.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dapo.records import Prompt, Reward
+from dapo.reward.contract import Doubt
+from dapo.reward.convert import reward_to_json
+
+NDJSON = "application/x-ndjson"
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class Row(_Message):
+    """A row of the data, as far as a reward needs it."""
+
+    prompt: str
+    """The prompt as text."""
+    answer: str | None = None
+    """The reference answer."""
+    meta: dict[str, Any] = Field(default_factory=dict)
+    """The row's other keys."""
+    row: int | None = Field(None, ge=0)
+    """Number of the row in the data, counted from 0: messages name it."""
+
+    def as_prompt(self, position: int) -> Prompt:
+        """As the rest of the program knows it; the ``position`` in the request stands in for a missing number."""
+        return Prompt(position if self.row is None else self.row, self.prompt, (), self.answer, self.meta)
+
+
+class Item(Row):
+    """A response to score."""
+
+    response: str
+    """The response as text."""
+    id: str | int | None = None
+    """Comes back with the result."""
+
+
+class ScoreRequest(_Message):
+    items: list[Item]
+    """Responses to score. They may belong to different rows."""
+
+
+class Result(_Message):
+    """The verdict on one item. With an ``error`` there is none: a failed score is not a wrong answer."""
+
+    index: int = Field(ge=0)
+    """Place of the item in the request, counted from 0."""
+    id: str | int | None = None
+    """What the item came with."""
+    correct: bool | None
+    """Right or wrong; null: the reward has no notion of it."""
+    value: float
+    """The reward."""
+    parts: dict[str, float]
+    """What it is made of, by name."""
+    extracted: str | None
+    """The answer that was found in the response."""
+    error: str | None
+    """Why there is no verdict."""
+
+    @classmethod
+    def of(cls, index: int, item: Item, reward: Reward) -> Result:
+        """The result for the item at ``index``."""
+        return cls(index=index, id=item.id, **reward_to_json(reward))
+
+
+class ScoreReply(_Message):
+    results: list[Result]
+    """One for each item, in order."""
+
+
+class ExamineRequest(_Message):
+    rows: list[Row]
+    """Rows of the data."""
+
+
+class DoubtfulRow(_Message):
+    position: int = Field(ge=0)
+    """Place of the row in the request, counted from 0."""
+    text: str
+    """What is wrong with it."""
+    unusable: bool = False
+    """No response to this row can be scored."""
+
+    @classmethod
+    def of(cls, doubt: Doubt) -> DoubtfulRow:
+        """As a message."""
+        return cls(position=doubt.position, text=doubt.text, unusable=doubt.unusable)
+
+
+class ExamineReply(_Message):
+    doubts: list[DoubtfulRow]
+    """The rows with which something is wrong, in order."""
+
+
+class ErrorReply(_Message):
+    error: str
+    """What was wrong, and where."""
+    retry: bool = False
+    """Whether the same request may well be answered later. If not, it is the client or the reward that must change."""

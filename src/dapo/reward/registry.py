@@ -1,0 +1,145 @@
+"""The decorator that declares a reward function: under which name it is found, and whether it takes batches.
+
+``import dapo`` leads here with ``dapo.reward_function``: standard library only. A declared function stays an ordinary
+function. Its declaration is attached to it, and it is listed by module and name for those who look it up by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from dapo.errors import RewardError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+BATCH_SIZE = 64
+"""Most responses in one call of a batched function that does not say."""
+
+_MARK = "__dapo_reward_function__"
+_declared: dict[tuple[str, str], Callable[..., Any]] = {}
+"""By module and registered name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What the decorator was told. ``batch_size``: most responses in one call; None: it takes one at a time."""
+
+    name: str
+    batch_size: int | None
+
+
+@overload
+def reward_function(function: Function, /) -> Function: ...
+
+
+@overload
+def reward_function(
+    *, name: str | None = None, batched: bool = False, batch_size: int | None = None
+) -> Callable[[Function], Function]: ...
+
+
+def reward_function(
+    function: Any = None, /, *, name: str | None = None, batched: bool = False, batch_size: int | None = None
+) -> Any:
+    """Declare a reward function: ``@dapo.reward_function``, or with arguments in parentheses.
+
+    A function that takes one response is ``def f(prompt, response, answer, **meta)`` and returns a float, a bool, a
+    dict with "value" or a :class:`~dapo.records.Reward`. A batched one is ``def f(prompts, responses, answers,
+    **meta)``: it gets lists of one length, those of the row's other keys too (None where a row lacks the key), and
+    returns as many values, in order. Either may be ``async``, and leave out the parameters it has no use for. The
+    recipe's ``args`` are constants and come as they are, also in a batched function.
+
+    Args:
+        name: what it is found by, in Python (``train(..., reward="name")``) and in a recipe (``file.py:name``); by
+            default its own name.
+        batched: whether it takes lists. What waits to be scored goes into one call; none waits for others.
+        batch_size: most responses in one call, 64 by default.
+
+    Raises:
+        RewardError: the arguments do not fit, or the module has another function of this name.
+    """
+    if isinstance(function, str):
+        raise RewardError(f"reward_function({function!r}): write reward_function(name={function!r})")
+    if batch_size is not None and not batched:
+        raise RewardError(f"reward_function: batch_size={batch_size} has no effect without batched=True")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise RewardError(f"reward_function: batch_size must be a whole number of at least 1, got {batch_size!r}")
+    if name is not None and (not isinstance(name, str) or not name or ":" in name):
+        raise RewardError(f"reward_function: name must be text without a colon, got {name!r}")
+
+    def declare(found: Any) -> Any:
+        size = (batch_size or BATCH_SIZE) if batched else None
+        _register(found, Declaration(name or _own_name(found), size))
+        return found
+
+    return declare if function is None else declare(function)
+
+
+def declaration(function: Callable[..., Any]) -> Declaration | None:
+    """What the decorator was told of ``function``; None: it is not declared."""
+    return getattr(function, _MARK, None)
+
+
+def find_declared(name: str, module: str | None = None) -> Callable[..., Any] | None:
+    """The function that ``module`` (or just one of all modules) declares under ``name``, or None."""
+    found = [f for (place, known), f in _declared.items() if known == name and module in (None, place)]
+    return found[0] if len(found) == 1 else None
+
+
+def declared_names(module: str | None = None) -> list[str]:
+    """The names that ``module`` (or any) declares."""
+    return sorted({name for place, name in _declared if module in (None, place)})
+
+
+def named(name: str) -> Callable[..., Any]:
+    """The declared function called ``name``, in this process.
+
+    Raises:
+        RewardError: there is none, or several modules declare one.
+    """
+    function = find_declared(name)
+    if function is not None:
+        return function
+    places = sorted(place for place, known in _declared if known == name)
+    if places:
+        raise RewardError(
+            f"reward {name!r}: several modules declare it ({', '.join(places)}); pass the function itself"
+        )
+    near = difflib.get_close_matches(name, declared_names(), n=1)
+    known = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(declared_names()) or 'none'}"
+    raise RewardError(
+        f"reward {name!r}: no function is declared under this name with @dapo.reward_function; {known} (a function in "
+        "a file or module is named in the settings: reward.kind=function, reward.function=file.py:name)"
+    )
+
+
+def _own_name(function: Any) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _register(function: Any, told: Declaration) -> None:
+    if not callable(function):
+        raise RewardError(f"reward_function: expected a function, got {type(function).__name__} {function!r}")
+    module = getattr(function, "__module__", None) or ""
+    before = _declared.get((module, told.name))
+    # Declared anew: by a file that is imported again, a cell of a notebook that runs again, or a function of functions.
+    anew = module == "__main__" or _place(before) == _place(function) or "<locals>" in _place(function)
+    if before is not None and not anew:
+        raise RewardError(
+            f"reward_function: {module} declares two functions under the name {told.name!r}, {_place(before)} and "
+            f"{_place(function)}; give one of them another name=..."
+        )
+    try:
+        setattr(function, _MARK, told)
+    except AttributeError:
+        raise RewardError(
+            f"reward_function: {function!r} cannot be declared (nothing can be attached to it); put it into a function"
+        ) from None
+    _declared[module, told.name] = function
+
+
+def _place(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

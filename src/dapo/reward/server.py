@@ -1,0 +1,366 @@
+"""The reward server as an application: HTTP requests in, the verdicts of one scorer out.
+
+Consumes batches of items (``protocol.py``), produces one result for each: all together in order, or one by one as they
+finish. Waits for the scorer only; what is more than can wait is turned away with 429. How the process starts, listens
+and ends is in ``serving.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import dapo
+from dapo.config import RewardConfig
+from dapo.errors import RewardError
+from dapo.records import Reward
+from dapo.reward.contract import Scorer
+from dapo.reward.protocol import (
+    NDJSON,
+    DoubtfulRow,
+    ErrorReply,
+    ExamineReply,
+    ExamineRequest,
+    Item,
+    Result,
+    Row,
+    ScoreReply,
+    ScoreRequest,
+)
+from dapo.run_folder import BLANK, redact
+
+_WORK = ("/score", "/examine")
+_OPEN = ("/health",)
+_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_SHOWN_PROBLEMS = 3
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What is more is refused. ``max_waiting``: items that wait or are scored; ``max_items``: of one request;
+    ``max_body``: bytes of one request; ``max_text``: characters of one prompt, response or answer."""
+
+    max_waiting: int = 4096
+    max_items: int = 1024
+    max_body: int = 16 * 2**20
+    max_text: int = 1_000_000
+
+
+class Service:
+    """A scorer with what the server knows of it: whether it is ready, what waits, what was counted."""
+
+    def __init__(self, scorer: Scorer, config: RewardConfig, limits: Limits, token: str | None = None) -> None:
+        self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
+        self.state: Literal["starting", "ready", "draining"] = "starting"
+        self.waiting = 0
+        """Items that wait or are scored."""
+        self.answering = 0
+        """Requests whose answer is not yet written."""
+        self.counts = _Counts(self)
+
+    def scores(self, items: Sequence[Item]) -> _Scores:
+        """Begin to score.
+
+        Raises:
+            HTTPException: 429, too much waits already.
+        """
+        if self.waiting + len(items) > self.limits.max_waiting:
+            text = (
+                f"{self.waiting} items wait, and with these {len(items)} it would be more than "
+                f"{self.limits.max_waiting} (--max-waiting)"
+            )
+            raise HTTPException(429, text, {"Retry-After": "1"})
+        return _Scores(self, items)
+
+    async def score(self, index: int, item: Item) -> Result:
+        """The result for one item.
+
+        Raises:
+            RewardError: the reward broke its contract.
+        """
+        started = time.perf_counter()
+        try:
+            reward = await self.scorer.score(item.as_prompt(index), item.response)
+        except RewardError:
+            raise
+        except Exception as error:  # a fault of the scorer's: this item has no verdict, others go on
+            _log.exception("a score failed")
+            reward = Reward(None, 0.0, error=f"{type(error).__name__}: {error}")
+        self.counts.item(reward, time.perf_counter() - started)
+        return Result.of(index, item, reward)
+
+    def check(self, name: str, rows: Sequence[Row]) -> None:
+        """
+        Raises:
+            HTTPException: 422, there are too many ``rows``, or one holds too long a text.
+        """
+        if len(rows) > self.limits.max_items:
+            text = f"{name}: {len(rows)} in one request; this server takes {self.limits.max_items} (--max-items)"
+            raise HTTPException(422, text)
+        for place, row in enumerate(rows):
+            for key in ("prompt", "response", "answer"):
+                length = len(getattr(row, key, None) or "")
+                if length > self.limits.max_text:
+                    raise HTTPException(
+                        422,
+                        f"{name}[{place}].{key}: {length} characters; this server takes {self.limits.max_text} "
+                        "(--max-text)",
+                    )
+
+    def info(self) -> dict[str, Any]:
+        """What is served, without secrets."""
+        config = redact(self.config.model_dump(mode="json"))
+        return {"kind": config["kind"], "reward": _without_args(config), "version": dapo.__version__}
+
+
+class _Scores:
+    """The scores of one request under way."""
+
+    def __init__(self, service: Service, items: Sequence[Item]) -> None:
+        self._service = service
+        self._finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(service.score(index, item)) for index, item in enumerate(items)]
+        service.waiting += len(items)
+        for task in self._tasks:
+            task.add_done_callback(self._settle)
+
+    def _settle(self, task: asyncio.Task[Any]) -> None:
+        self._service.waiting -= 1
+        if not task.cancelled():
+            task.exception()  # taken note of, also if nobody asks for it
+        self._finished.put_nowait(task)
+
+    async def results(self, request: Request) -> AsyncIterator[Result]:
+        """As they finish. What is not begun when the client goes away is not done.
+
+        Raises:
+            ClientDisconnect: it has gone.
+            RewardError: the reward broke its contract.
+        """
+        gone: asyncio.Task[Any] = asyncio.create_task(_disconnected(request))
+        gone.add_done_callback(self._finished.put_nowait)
+        try:
+            for _ in self._tasks:
+                task = await self._finished.get()
+                if task is gone:
+                    raise ClientDisconnect
+                yield task.result()
+        finally:
+            for task in (gone, *self._tasks):
+                task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Counts:
+    """Metrics in a registry of their own."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter("dapo_reward_requests", "Requests answered", ["path", "code"], registry=registry)
+        self._items = Counter("dapo_reward_items", "Items scored, failed ones counted", registry=registry)
+        self._failures = Counter("dapo_reward_failures", "Items whose score failed", registry=registry)
+        self._seconds = Histogram(
+            "dapo_reward_seconds", "From the arrival of an item to its result", buckets=_BUCKETS, registry=registry
+        )
+        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored", registry=registry)
+        waiting.set_function(lambda: service.waiting)
+
+    def request(self, path: str, code: int) -> None:
+        self._requests.labels(path, str(code)).inc()
+
+    def item(self, reward: Reward, seconds: float) -> None:
+        self._items.inc()
+        self._failures.inc(reward.error is not None)
+        self._seconds.observe(seconds)
+
+
+class _Gate:
+    """Turns requests away before their body is read: without the token, too large, while starting or draining."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"] if scope["path"] in _WORK else "other"
+        service = self._service
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                service.counts.request(path, message["status"])
+            await send(message)
+
+        service.answering += path in _WORK
+        try:
+            refusal = self._refusal(scope)
+            await (refusal or self._app)(scope, self._limited(receive), counted)
+        finally:
+            service.answering -= path in _WORK
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        service, path = self._service, scope["path"]
+        headers = dict(scope["headers"])
+        expected = f"Bearer {service.token}".encode()
+        given = headers.get(b"authorization", b"")
+        if service.token is not None and path not in _OPEN and not hmac.compare_digest(given, expected):
+            return _error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        if path not in _WORK:
+            return None
+        if service.state == "draining":
+            return _error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
+        if service.state == "starting":
+            return _error(503, "the server is starting", {"Retry-After": "1"})
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > service.limits.max_body:
+            return _error(413, _too_large(service.limits), {"Connection": "close"})
+        return None
+
+    def _limited(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._service.limits.max_body:
+                raise HTTPException(413, _too_large(self._service.limits), {"Connection": "close"})
+            return message
+
+        return limited
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application around ``service``."""
+    app = FastAPI(title="dapo reward server", version=dapo.__version__, docs_url=None, redoc_url=None)
+    errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in (401, 413, 422, 429, 500, 503)}
+
+    @app.post("/score", response_model=ScoreReply, responses=errors)
+    async def score(body: ScoreRequest, request: Request, stream: bool = False) -> Response:
+        """Score a batch. With `Accept: application/x-ndjson` or `?stream=true`: one result a line, as they finish."""
+        service.check("items", body.items)
+        scores = service.scores(body.items)
+        if stream or NDJSON in request.headers.get("accept", ""):
+            return StreamingResponse(_lines(scores, request), media_type=NDJSON)
+        results = [result async for result in scores.results(request)]
+        return _json(ScoreReply(results=sorted(results, key=lambda result: result.index)))
+
+    @app.post("/examine", response_model=ExamineReply, responses=errors)
+    async def examine(body: ExamineRequest) -> Response:
+        """Say what is wrong with rows of the data: answers that cannot be read, tests that are missing."""
+        service.check("rows", body.rows)
+        doubts = await service.scorer.examine([row.as_prompt(place) for place, row in enumerate(body.rows)])
+        return _json(ExamineReply(doubts=[DoubtfulRow.of(doubt) for doubt in doubts]))
+
+    _add_reports(app, service)
+    _add_error_handlers(app)
+    return _Gate(app, service)
+
+
+def _add_reports(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process is alive. Needs no token."""
+        return {"state": service.state}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether scores can be asked for: 503 while the server starts or drains."""
+        return JSONResponse({"state": service.state}, 200 if service.state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(service.counts.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/info")
+    async def info() -> dict[str, Any]:
+        """What is served."""
+        return service.info()
+
+    @app.get("/schema")
+    async def schema() -> dict[str, Any]:
+        """The JSON Schema of request and reply of `POST /score`."""
+        return {"request": ScoreRequest.model_json_schema(), "reply": ScoreReply.model_json_schema()}
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        problems = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
+        more = len(problems) - _SHOWN_PROBLEMS
+        text = "; ".join(problems[:_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+        return _error(422, text)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, str(error.detail), error.headers)
+
+    @app.exception_handler(RewardError)
+    async def broken(request: Request, error: RewardError) -> Response:
+        return _error(500, str(error), retry=False)
+
+    @app.exception_handler(Exception)
+    async def faulty(request: Request, error: Exception) -> Response:
+        return _error(500, f"a fault of the server's: {type(error).__name__}: {error}", retry=True)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it; it is what the metrics count it as
+
+
+async def _lines(scores: _Scores, request: Request) -> AsyncIterator[str]:
+    with contextlib.suppress(ClientDisconnect):
+        try:
+            async for result in scores.results(request):
+                yield result.model_dump_json() + "\n"
+        except RewardError as error:
+            yield ErrorReply(error=str(error), retry=False).model_dump_json() + "\n"
+
+
+def _json(message: ScoreReply | ExamineReply) -> Response:
+    return Response(message.model_dump_json(), media_type="application/json")
+
+
+def _error(
+    code: int, text: str, headers: Mapping[str, str] | None = None, *, retry: bool | None = None
+) -> JSONResponse:
+    """Whether to ``retry`` is in the status, but for 500, which may be either."""
+    later = code in (429, 503) if retry is None else retry
+    return JSONResponse(ErrorReply(error=text, retry=later).model_dump(), code, headers)
+
+
+def _too_large(limits: Limits) -> str:
+    return f"the request is larger than the {limits.max_body / 2**20:g} MiB that this server takes (--max-body-mb)"
+
+
+def _place(location: Sequence[Any]) -> str:
+    """``items[3].response`` for ``("body", "items", 3, "response")``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
+    return text.lstrip(".") or "body"
+
+
+def _without_args(config: Any) -> Any:
+    """What a function is given may hold a secret under any name."""
+    if isinstance(config, dict):
+        return {key: BLANK if key == "args" and value else _without_args(value) for key, value in config.items()}
+    return [_without_args(item) for item in config] if isinstance(config, list) else config

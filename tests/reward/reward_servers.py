@@ -1,0 +1,152 @@
+"""Real servers for the tests of served rewards: `dapo reward-server` in a process, and one that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from dapo.records import Prompt
+
+COMMAND = "import typer; from dapo.cli.reward_server import reward_server; typer.run(reward_server)"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def prompt(answer: str | None = "4", row: int = 0, **meta: Any) -> Prompt:
+    return Prompt(row, "2 + 2 =", (), answer, meta)
+
+
+class RewardServer:
+    """A `dapo reward-server` in a process of its own; started again on the same port."""
+
+    def __init__(self, *words: str, env: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._words, self._env = words, env or {}
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        words = [sys.executable, "-c", COMMAND, *self._words, "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | self._env
+        )
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.communicate(timeout=20)
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Exit code and output."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, output
+
+    def wait_ready(self) -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                if httpx.get(f"{self.url}/ready", trust_env=False).status_code in (200, 401):
+                    return
+            except httpx.TransportError:
+                pass
+            assert self.process is not None and self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.05)
+        raise AssertionError("the server is not ready after 60 s")
+
+    def __enter__(self) -> RewardServer:
+        self.start()
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+
+Answer = Callable[[str, dict[str, Any]], Awaitable[bytes | None]]
+
+
+class ScriptedServer:
+    """HTTP over real sockets, byte by byte as a test says: ``answer`` makes the whole reply to a POST, headers
+    included, or None to hang up without one. A GET is answered with 200."""
+
+    def __init__(self, answer: Answer, port: int = 0) -> None:
+        self._answer, self._port = answer, port
+        self.requests: list[dict[str, Any]] = []
+        self.running = self.most_running = 0
+
+    async def __aenter__(self) -> ScriptedServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if head.startswith("GET"):
+                writer.write(response({}))
+            else:
+                lengths = [line for line in head.splitlines() if line.lower().startswith("content-length:")]
+                body = json.loads(await reader.readexactly(int(lengths[0].split(":")[1])))
+                self.requests.append(body)
+                self.running += 1
+                self.most_running = max(self.most_running, self.running)
+                try:
+                    reply = await self._answer(head, body)
+                finally:
+                    self.running -= 1
+                writer.write(reply or b"")
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The address of an ASGI application, served in a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+
+
+def response(body: Any, status: str = "200 OK", **headers: str) -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {"content-length": str(len(data)), "connection": "close"} | headers
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in named.items())
+    return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + data
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path

@@ -1,0 +1,186 @@
+"""Reward hacking: metrics with values worked out by hand, each alarm on a planted exploit, none without one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dapo.config import MonitorConfig
+from dapo.records import Group, Prompt, Reward, Sample
+from dapo.reward.monitor import Monitor, length_correlation
+
+
+def sample(index, reward, length=3, text="", correct=None):
+    tokens = np.zeros(length, np.int32)
+    verdict = Reward(correct, reward)
+    return Sample(0, index, tokens, tokens.astype(np.float32), tokens, "stop", text=text, reward=verdict)
+
+
+def group(draw, *samples):
+    return Group(draw, Prompt(draw, "p", (1,), "a"), samples)
+
+
+class Check:
+    """A check that reads its verdict from the response: "right", "wrong", a number, or a failure."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def score(self, prompt, response):
+        self.seen.append((prompt.row, response))
+        if response == "fails":
+            return Reward(None, 0.0, error="down")
+        if response in ("right", "wrong"):
+            return Reward(response == "right", 1.0 if response == "right" else -1.0)
+        return Reward(None, float(response))
+
+
+def watch(steps, check=None, **config):
+    """Metrics and alarms of each step."""
+
+    async def run():
+        monitor = Monitor(MonitorConfig(**{"share": 1.0, "window": 2} | config), check or Check())
+        return [await monitor.observe(groups) for groups in steps]
+
+    return asyncio.run(run())
+
+
+def test_correlation_of_length_and_reward_within_groups_by_hand():
+    # group means: reward 0 and length 4; deviations (1, 2) and (-1, -2): products 2 + 2, squares 2 and 8: 4 / sqrt(16)
+    easy = group(0, sample(0, 1.0, 6), sample(1, -1.0, 2))
+    assert length_correlation([easy]) == pytest.approx(1.0)
+    # a second group, deviations (1, -1) and (-1, 1): products -2, squares 2 and 2: (4 - 2) / sqrt(4 * 10)
+    hard = group(1, sample(0, 1.0, 99), sample(1, -1.0, 101))
+    assert length_correlation([easy, hard]) == pytest.approx(2 / math.sqrt(40))
+
+
+def test_lengths_of_hard_prompts_alone_are_no_correlation():
+    easy, hard = group(0, sample(0, 1.0, 5), sample(1, 1.0, 5)), group(1, sample(0, -1.0, 90), sample(1, -1.0, 90))
+    assert length_correlation([easy, hard]) is None
+
+
+def test_false_right_is_the_share_of_right_ones_that_the_check_calls_wrong():
+    groups = [
+        group(
+            0,
+            sample(0, 1.0, text="right", correct=True),
+            sample(1, 1.0, text="wrong", correct=True),
+            sample(2, 1.0, text="wrong", correct=True),
+            sample(3, -1.0, text="right", correct=False),
+            sample(4, 1.0, text="fails", correct=True),
+        )
+    ]
+    ((metrics, alarms),) = watch([groups])
+    assert metrics["monitor/false_right"] == pytest.approx(2 / 3)
+    assert metrics["monitor/check_errors"] == pytest.approx(1 / 5)
+    assert metrics["monitor/reward"] == pytest.approx(0.5)  # of the four that the check scored
+    assert metrics["monitor/check"] == pytest.approx(0.0)
+    assert alarms == [] and metrics["monitor/alarms"] == 0  # one step is not a window
+
+
+def hacked(k, share):
+    """A step in which the check calls ``share`` of ten right responses wrong."""
+    texts = ["wrong"] * round(10 * share) + ["right"] * (10 - round(10 * share))
+    return [group(k, *(sample(i, 1.0, text=t, correct=True) for i, t in enumerate(texts)))]
+
+
+def test_an_exploit_of_the_verifier_raises_the_alarm_once_and_again_after_it_was_off():
+    shares = [0.0, 0.1, 0.5, 0.9, 0.9, 0.0, 0.0, 0.9, 0.9]
+    seen = watch([hacked(k, share) for k, share in enumerate(shares)], max_divergence=1e9)
+    on = [metrics["monitor/alarms"] for metrics, _ in seen]
+    # means of two steps: 0.05 0.3 0.7 0.9 0.45 0 0.45 0.9 against 0.2
+    assert on == [0, 0, 1, 1, 1, 1, 0, 1, 1]
+    said = [k for k, (_, alarms) in enumerate(seen) if alarms]
+    assert said == [2, 7]
+    assert "calls 30% of the responses wrong that the reward calls right" in seen[2][1][0]
+
+
+def drifting(k, reward, check):
+    """Four samples whose reward is around ``reward`` and check around ``check``, each with standard deviation 1."""
+    return [group(k, *(sample(i, reward + d, text=str(check + d)) for i, d in enumerate((-1, 1, -1, 1))))]
+
+
+def test_a_reward_that_rises_without_the_check_is_an_alarm():
+    seen = watch([drifting(k, reward, 0.0) for k, reward in enumerate((0, 0, 0.5, 1.0, 1.5, 2.0))])
+    # rises over the first two steps' mean 0: means of the last two are 0.75, 1.25, 1.75 standard deviations
+    assert [metrics["monitor/alarms"] for metrics, _ in seen] == [0, 0, 0, 0, 1, 1]
+    assert "risen by 1.25 standard deviations, the held-out check by 0.00" in seen[4][1][0]
+
+
+def test_a_reward_that_rises_with_the_check_is_none():
+    seen = watch([drifting(k, x, x) for k, x in enumerate((0, 0, 0.5, 1.0, 1.5, 2.0))])
+    assert all(metrics["monitor/alarms"] == 0 for metrics, _ in seen)
+
+
+def test_a_check_that_falls_does_not_excuse_or_add_to_it():
+    seen = watch([drifting(k, 0.3 * k, -k) for k in range(6)], max_divergence=1.25)
+    # the reward's own rise, 0.3 * (4.5 - 0.5) = 1.2, is what counts, and is not above 1.25
+    assert seen[5][0]["monitor/alarms"] == 0
+
+
+def test_a_reward_that_pays_for_length_is_an_alarm_only_once_lengths_have_grown():
+    def step(k, scale):
+        return [group(k, sample(0, 1.0, 3 * scale, "right"), sample(1, -1.0, scale, "right"))]
+
+    steady = watch([step(k, 10) for k in range(6)])
+    growing = watch([step(k, 10 + 4 * k) for k in range(6)])
+    assert all(metrics["monitor/alarms"] == 0 for metrics, _ in steady)
+    assert growing[5][0]["monitor/alarms"] == 1
+    assert "correlation +1.00" in "".join(sum((alarms for _, alarms in growing), []))
+
+
+def test_a_reward_that_pays_for_shortness_is_found_too():
+    def step(k, scale):
+        return [group(k, sample(0, -1.0, 3 * scale, "right"), sample(1, 1.0, scale, "right"))]
+
+    seen = watch([step(k, 40 - 6 * k) for k in range(6)])
+    assert seen[5][0]["monitor/alarms"] == 1
+    assert "correlation -1.00" in "".join(sum((alarms for _, alarms in seen), []))
+
+
+def test_without_a_check_lengths_are_still_watched():
+    async def run():
+        monitor = Monitor(MonitorConfig(window=1), None)
+        return await monitor.observe([group(0, sample(0, 1.0, 6), sample(1, -1.0, 2))])
+
+    metrics, _ = asyncio.run(run())
+    assert metrics == {"monitor/alarms": 0.0, "monitor/length_correlation": pytest.approx(1.0)}
+
+
+def test_a_share_of_the_samples_is_checked_the_same_ones_if_the_step_is_run_again():
+    groups = [group(k, *(sample(i, 0.0, text=f"{k}.{i}") for i in range(8))) for k in range(50)]
+    first, again = Check(), Check()
+    watch([groups], first, share=0.25)
+    watch([groups], again, share=0.25)
+    assert sorted(first.seen) == sorted(again.seen)
+    assert 60 <= len(first.seen) <= 140  # 400 of them at a quarter: 100, within four standard deviations and more
+
+
+def test_failed_scores_are_left_out():
+    broken = replace(sample(1, 0.0), reward=Reward(None, 0.0, error="timed out"))
+    check = Check()
+    ((metrics, _),) = watch([[group(0, sample(0, 1.0, text="right", correct=True), broken)]], check)
+    assert check.seen == [(0, "right")] and metrics["monitor/false_right"] == 0.0
+
+
+def test_what_was_seen_survives_a_checkpoint():
+    async def run(stop):
+        steps = [drifting(k, reward, 0.0) for k, reward in enumerate((0, 0, 0.5, 1.0, 1.5, 2.0))]
+        config = MonitorConfig(share=1.0, window=2)
+        monitor, seen = Monitor(config, Check()), []
+        for k, groups in enumerate(steps):
+            if k == stop:
+                state = monitor.state()
+                monitor = Monitor(config, Check())
+                monitor.load_state(state)
+            monitor.begin(groups)
+            monitor.begin(groups)  # asked for twice, looked at once
+            seen.append(await monitor.finish())
+        return seen
+
+    whole = asyncio.run(run(None))
+    assert all(asyncio.run(run(stop)) == whole for stop in range(6))

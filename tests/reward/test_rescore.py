@@ -1,0 +1,198 @@
+"""The stored samples of a run, scored again: what counts as a change, and what is read of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from dapo.algorithm.admission import Verdict
+from dapo.config import CodeReward, ExactReward, FunctionReward, load_config
+from dapo.errors import DataError, UserError
+from dapo.observe.samples import samples_path
+from dapo.records import Reward
+from dapo.reward.rescore import StoredRows, kinds_of_change, rescore
+from stored_run import FAILED, RIGHT, ROWS, WRONG, group, stored_run
+
+EXACT = ExactReward(kind="exact")
+
+FUNCTIONS = """
+def scaled(response, scale):
+    return float(scale)
+
+def plain(response, answer, scale=None):
+    return response == answer and scale is None
+
+def fails(response, answer):
+    if response == "5":
+        raise ValueError("a bug")
+    return response.strip() == answer
+"""
+
+
+@pytest.fixture
+def function(tmp_path: Path):
+    (tmp_path / "f.py").write_text(FUNCTIONS)
+    return lambda name: FunctionReward(kind="function", function=f"{tmp_path / 'f.py'}:{name}", workers=1)
+
+
+def rescored(folder, reward, steps=(1,), warn=lambda text: None):
+    config = load_config(folder.config)
+    changes = []
+    asyncio.run(rescore(folder, steps, reward, config, StoredRows(config, reward, warn), changes.append))
+    return changes
+
+
+def found(correct, value=0.0, **parts):
+    return Reward(correct, value, parts)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kinds"),
+    [
+        (RIGHT, RIGHT, ()),
+        (RIGHT, WRONG, ("right_to_wrong",)),
+        (WRONG, RIGHT, ("wrong_to_right",)),
+        (WRONG, FAILED, ("failed",)),
+        (FAILED, RIGHT, ("recovered",)),
+        (FAILED, Reward(None, 0.0, error="another reason"), ()),
+        (RIGHT, Reward(None, 1.0), ("opened",)),
+        (Reward(None, 1.0), RIGHT, ("decided",)),
+        (RIGHT, Reward(True, 0.5), ("value",)),
+        (Reward(None, 0.1 + 0.2), Reward(None, 0.3), ()),
+        (found(True, answer_found=1.0), found(False, answer_found=0.0), ("right_to_wrong", "answer_lost")),
+        (found(False, answer_found=0.0), found(False, answer_found=1.0), ("answer_found",)),
+        (found(False, answer_found=1.0), found(False), ()),
+        (Reward(False, -1.0, extracted="4"), found(False, -1.0, answer_found=0.0), ("answer_lost",)),
+    ],
+)
+def test_kinds_of_change(before, after, kinds):
+    assert kinds_of_change(before, after) == kinds
+
+
+def test_the_numbers_of_a_step(tmp_path, function):
+    folder = stored_run(
+        tmp_path / "run",
+        {
+            1: [
+                # as stored: right, wrong. now: right, right: no longer mixed
+                group(0, 0, [("4", RIGHT), (" 4 ", WRONG)]),
+                # as stored: both wrong. now: right, wrong: newly mixed
+                group(1, 1, [("6", WRONG), ("7", WRONG)]),
+                # as stored: right, failed. now: right, failed (another one), wrong
+                group(2, 2, [("10", RIGHT), ("5", WRONG), ("11", FAILED)]),
+            ]
+        },
+    )
+    (step,) = rescored(folder, function("fails"))
+    numbers = {name: number for name, number in step.numbers().items() if number}
+    assert numbers == {
+        "samples": 7,
+        "changed": 4,
+        "compared": 5,
+        "sum_before": 1 - 1 - 1 - 1 + 1,
+        "sum_after": 1 + 1 + 1 - 1 + 1,
+        "failed_before": 1,
+        "failed_after": 1,
+        "groups": 3,
+        "kept_before": 2,
+        "kept_after": 2,
+        "no_longer_kept": 1,
+        "newly_kept": 1,
+        "wrong_to_right": 2,
+        "failed": 1,
+        "recovered": 1,
+    }
+    places = [(change.sample["draw"], change.sample["index"], change.kinds) for change in step.changes]
+    assert places == [
+        (0, 1, ("wrong_to_right",)),
+        (1, 0, ("wrong_to_right",)),
+        (2, 1, ("failed",)),
+        (2, 2, ("recovered",)),
+    ]
+    assert [(one.draw, one.row, one.before, one.after) for one in step.group_changes] == [
+        (0, 0, Verdict.MIXED, Verdict.ALL_RIGHT),
+        (1, 1, Verdict.ALL_WRONG, Verdict.MIXED),
+    ]
+    assert json.loads(json.dumps(step.as_json()))["group_changes"][0]["after"] == "all_right"
+
+
+def test_the_runs_own_reward_gives_its_own_verdicts_again(tmp_path):
+    right, wrong = Reward(True, 1.0, {"answer_found": 1.0}), Reward(False, -1.0, {"answer_found": 1.0})
+    steps = {1: [group(0, 0, [("4", right), ("5", wrong)])], 4: [group(1, 1, [("6", right), ("6", right)])]}
+    first, second = rescored(stored_run(tmp_path / "run", steps), EXACT, steps=(1, 4))
+    assert (first.step, second.step) == (1, 4)
+    assert first.changes == second.changes == () and first.group_changes == second.group_changes == ()
+    assert (first.kept_before, first.kept_after, second.kept_after) == (1, 1, 0)
+
+
+def test_other_keys_of_a_row_are_read_from_the_runs_data(tmp_path, function):
+    steps = {1: [group(0, 2, [("a", RIGHT)]), group(1, 0, [("b", RIGHT)])]}
+    (step,) = rescored(stored_run(tmp_path / "run", steps), function("scaled"))
+    assert [change.after.value for change in step.changes] == [ROWS[2]["scale"], ROWS[0]["scale"]]
+
+
+def test_without_its_data_a_function_gets_no_other_keys_and_that_is_said(tmp_path, function):
+    folder = stored_run(tmp_path / "run", {1: [group(0, 0, [("4", WRONG)])]}, rows=False)
+    warnings: list[str] = []
+    (step,) = rescored(folder, function("plain"), warn=warnings.append)
+    assert step.changes[0].after.correct is True
+    assert len(warnings) == 1 and "data.train names no files" in warnings[0]
+
+
+def test_a_reward_that_looks_at_prompt_response_and_answer_needs_no_data(tmp_path):
+    folder = stored_run(tmp_path / "run", {1: [group(0, 0, [("4", RIGHT)])]}, settings={"data.train": "gone.jsonl"})
+    (tmp_path / "run-rows.jsonl").unlink()
+    warnings: list[str] = []
+    (step,) = rescored(folder, EXACT, warn=warnings.append)
+    assert step.samples == 1 and warnings == []
+
+
+def test_tests_cannot_be_done_without(tmp_path):
+    folder = stored_run(tmp_path / "run", {1: [group(0, 0, [("4", RIGHT)])]})
+    (tmp_path / "run-rows.jsonl").unlink()
+    with pytest.raises(DataError, match=r"cannot read the rows of the run's data.*run-rows.jsonl: no such file"):
+        rescored(folder, CodeReward(kind="code"))
+
+
+def test_rows_that_have_changed_are_not_taken_for_those_of_the_run(tmp_path, function):
+    folder = stored_run(tmp_path / "run", {1: [group(0, 0, [("4", RIGHT)]), group(1, 2, [("4", RIGHT)])]})
+    rows = tmp_path / "run-rows.jsonl"
+    place = samples_path(folder.samples, 1)
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    with pytest.raises(DataError, match=f"{place}:2: sampled from row 3 .* has changed: there are 2 rows"):
+        rescored(folder, function("scaled"))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [ROWS[1], ROWS[0], ROWS[2]]))
+    with pytest.raises(DataError, match=f"{place}:1: sampled from row 1 .* {rows}:1 is another prompt"):
+        rescored(folder, function("scaled"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"draw": 0, "row": 0}', "not a sample of a run: index, prompt, response"),
+        ("{,}", "not a line of samples"),
+        ({"response": 4}, "not a sample of a run: response missing or not what it should be"),
+        ({"reward": None}, "not a sample of a run: reward missing or not what it should be"),
+        ({"correct": 1}, "not a sample of a run: correct missing"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, line, words):
+    folder = stored_run(tmp_path / "run", {1: [group(0, 0, [("4", RIGHT), ("5", WRONG)])]})
+    path = samples_path(folder.samples, 1)
+    first, second = path.read_text().splitlines()
+    damaged = line if isinstance(line, str) else json.dumps(json.loads(second) | line)
+    path.write_text(f"{first}\n{damaged}\n")
+    with pytest.raises(UserError, match=f"{path}:2: {words}"):
+        rescored(folder, EXACT)
+
+
+def test_groups_without_right_and_wrong_are_judged_by_their_spread(tmp_path, function):
+    flat, spread = Reward(None, 0.5), Reward(None, 0.7)
+    settings = {"algorithm.filter_groups.metric": "score"}
+    steps = {1: [group(0, 0, [("4", flat), ("5", spread)]), group(1, 1, [("6", flat), ("7", flat)])]}
+    (step,) = rescored(stored_run(tmp_path / "run", steps, settings=settings), function("scaled"))
+    assert (step.kept_before, step.kept_after) == (1, 0)
+    assert [(one.draw, one.before, one.after) for one in step.group_changes] == [(0, Verdict.MIXED, Verdict.FLAT)]
