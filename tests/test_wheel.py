@@ -1,4 +1,4 @@
-"""What is in the wheel: the package, its type marker, its rubric and the recipes, found there by an installed program."""
+"""What is in the wheel: the package, its type marker, a rubric and the recipes, found there by an installed program."""
 
 from __future__ import annotations
 

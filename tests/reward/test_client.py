@@ -368,7 +368,7 @@ def test_a_key_that_rows_lack_is_found_before_the_run() -> None:
         ({"url": "http://user:hunter2@host"}, "must hold no user and password"),
         ({"request": {"items": ["$itme"]}}, r"\$itme is no field"),
         ({"request": {"items": ["$prompt"]}}, "must send the response"),
-        ({"request": {"text": "$response"}}, "reward.batch_size=1"),
+        ({"request": {"text": "$response"}}, r"reward\.request: .* set batch_size=1"),
     ],
 )
 def test_a_request_that_cannot_work_is_refused_at_parse(change: dict[str, Any], said: str) -> None:

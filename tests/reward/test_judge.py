@@ -357,6 +357,11 @@ def test_a_fault_of_the_endpoint_is_tried_again():
 def test_a_fault_that_stays_is_a_failed_score_and_never_a_low_one():
     with serving(faulty(99)) as server:
         rewards = score_all(config(server.url, retries=1), FAULTS)
+    errors = {fault: str(reward.error) for fault, reward in zip(FAULTS, rewards, strict=True)}
+    assert {fault for fault in FAULTS if "larger than 2 MiB" in errors[fault]} == {
+        "too large",
+        "too large when unpacked",
+    }
     for reward in rewards:
         assert reward.correct is None and reward.parts == {} and reward.error is not None
         assert reward.error.startswith(f"judge some-judge at {server.url}: ") and "call 2 of 2" in reward.error

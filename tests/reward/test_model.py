@@ -316,7 +316,7 @@ def test_a_model_whose_batches_are_not_its_own_scores_is_refused(tmp_path, monke
 
 
 def test_a_text_that_no_batch_can_hold_is_refused_at_parse():
-    with pytest.raises(ValueError, match="tokens_per_batch=100 cannot hold one text of max_length=101"):
+    with pytest.raises(ValueError, match="tokens_per_batch: 100 cannot hold one text of max_length=101; use 101"):
         config("x", max_length=101, tokens_per_batch=100)
 
 

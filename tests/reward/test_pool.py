@@ -180,7 +180,7 @@ asyncio.run(run())
 
 def test_a_cancelled_score_does_not_leave_its_reply_to_the_next_one(tmp_path):
     async def run():
-        scorer = make_scorer(function("by_name", workers=1, timeout_s=30, state=str(tmp_path)))
+        scorer = make_scorer(function("by_name", workers=1, timeout_s=3, state=str(tmp_path)))
         await scorer.score(prompt(), "fine")
         call = asyncio.create_task(scorer.score(prompt(), "loop"))
         await asyncio.sleep(0.2)

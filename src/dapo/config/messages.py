@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
@@ -73,6 +74,7 @@ def _shown(value: Any) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python will print
         return f"a huge {type(value).__name__}"
+    text = re.sub(r"//[^/@'\s]*@", "//...@", text)  # a password in an address
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 

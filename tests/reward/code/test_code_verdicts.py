@@ -277,10 +277,6 @@ ATTACKS = {
         "class L:\n    def __len__(self): return -1\ndef f(x):\n    return L()\n",
         ["assert len(f(1)) == 0"],
     ),
-    "mocked input": (
-        "import sys, io\nsys.stdin = io.StringIO('3 4\\n')\na, b = map(int, input().split())\nprint(a + b)\n",
-        SUM,
-    ),
     "marker on the output": ("print('PASSED')\nprint('[\"pass\", \"\"]')\n", SUM),
     "atexit in a program": (
         "import atexit, os\natexit.register(lambda: os._exit(0))\nprint(sum(map(int, input().split())))\nraise ValueError\n",

@@ -10,7 +10,10 @@ from fractions import Fraction
 
 TOKEN = re.compile(r"\\[A-Za-z]+|\d+(?:\.\d+)?|\.\d+|[A-Za-z]|[-+^/(){}\[\]|*]|\S")
 POINTS = [
-    {letter: complex(low + 0.37 * k % 1.9, 0) for k, letter in enumerate("abcdefghjklmnopqrstuvwxyzABCDEFGHJKLMNOPQRSTUVWXYZ")}
+    {
+        letter: complex(low + 0.37 * k % 1.9, 0)
+        for k, letter in enumerate("abcdefghjklmnopqrstuvwxyzABCDEFGHJKLMNOPQRSTUVWXYZ")
+    }
     for low in (1.137, 2.411, 0.583)
 ]
 
@@ -283,7 +286,13 @@ def of_number(gold, rng):
     near |= {1 / number} if number else set()
     near -= {number}
     misses = [rng.choice(list(number_rewrites(other))) for other in sorted(near)]
-    return rewrites, [*misses, f"{gold}, 98765432", f"{gold}x+1", rf"{gold} \text{{ or }} 98765432", f"98765432, {gold}"]
+    return rewrites, [
+        *misses,
+        f"{gold}, 98765432",
+        f"{gold}x+1",
+        rf"{gold} \text{{ or }} 98765432",
+        f"98765432, {gold}",
+    ]
 
 
 def of_separated(gold, rng):
@@ -295,8 +304,16 @@ def of_separated(gold, rng):
 def of_decorated(gold, rng):
     """Degrees, percent, money and units."""
     for pattern, others, wrong in (
-        (r"(?P<n>.+?)\s*\^\{?\\circ\}?", [r"{}^{{\circ}}", r"{}°", r"{} \text{{ degrees}}", "{} degrees", r"{}^\circ"], [r"{}\%"]),
-        (r"(?P<n>.+?)\s*\\%", [r"{}\%", "{}%", r"{} \text{{ percent}}", "{} percent", r"\frac{{{}}}{{100}}"], [r"{}^\circ"]),
+        (
+            r"(?P<n>.+?)\s*\^\{?\\circ\}?",
+            [r"{}^{{\circ}}", r"{}°", r"{} \text{{ degrees}}", "{} degrees", r"{}^\circ"],
+            [r"{}\%"],
+        ),
+        (
+            r"(?P<n>.+?)\s*\\%",
+            [r"{}\%", "{}%", r"{} \text{{ percent}}", "{} percent", r"\frac{{{}}}{{100}}"],
+            [r"{}^\circ"],
+        ),
         (r"\\\$\s*(?P<n>.+)", [r"\${}", "${}", r"\$ {}", "{} dollars", r"{} \text{{ dollars}}"], ["{} euros", r"{}\%"]),
         (
             r"(?P<n>.+?)\s*\\(?:text|mbox)\{\s*(?P<unit>(?!units?\b)[a-z]{2,})\s*\}",
@@ -323,7 +340,14 @@ def of_text(gold, rng):
     if match is None:
         return None
     word = match[1]
-    rewrites = [word, rf"\textbf{{{word}}}", rf"\mathrm{{{word}}}", rf"\text{{ {word} }}", f"{word}.", rf"\text{{{word}}}."]
+    rewrites = [
+        word,
+        rf"\textbf{{{word}}}",
+        rf"\mathrm{{{word}}}",
+        rf"\text{{ {word} }}",
+        f"{word}.",
+        rf"\text{{{word}}}.",
+    ]
     if len(word) > 1:
         return [*rewrites, word.lower(), word.upper()], [
             f"{word}x", word[:-1], word[1:], f"not {word}", f"{word} or another", "5", rf"\text{{x{word}}}",

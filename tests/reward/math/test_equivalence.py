@@ -59,6 +59,7 @@ DIFFERENT = [
     (r"\text{B}", "(C)"),
 ]  # fmt: skip
 
+
 @pytest.mark.parametrize("gold, answer", SAME)
 def test_same(gold, answer):
     assert equivalent(gold, answer)

@@ -30,12 +30,14 @@ KINDS = read_table()
 def test_the_table_is_read_whole():
     rows = [row for kind in KINDS.values() for row in kind]
     assert len(KINDS) > 35 and len(rows) > 1800
-    assert min(sum(same for *_, same in rows), sum(not same for *_, same in rows)) > 800
+    assert min(sum(same for *_, same in rows), sum(not same for *_, same in rows)) > 700
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_verdicts(kind):
-    wrong = [f"{g} {'==' if same else '!='} {a}" for g, a, same in KINDS[kind] if _bounded(equivalent, g, a) is not same]
+    wrong = [
+        f"{g} {'==' if same else '!='} {a}" for g, a, same in KINDS[kind] if _bounded(equivalent, g, a) is not same
+    ]
     assert wrong == []
 
 

@@ -184,7 +184,7 @@ class Grader:
                 verdict.compiles = not program.is_malformed()
                 if verdict.compiles:
                     verdict.add(*self._compare(output, test.stdout, program))
-                    verdict.used(program.wait())
+                    verdict.used(program.end())
 
     def _converse(self, program: Program, stdin: bytes) -> bytes:
         """Write all of ``stdin`` and read the output, until the program has ended; at most one byte over the limit."""

@@ -228,6 +228,7 @@ def _arguments(python: str, scratch_bytes: int, maps_users: bool) -> list[str]:
             command += ["--ro-bind", path, path]
     for path in _python_files(python):  # its folders first: bubblewrap would make them as private as they are outside
         command += ["--dir", str(Path(path).parent), "--ro-bind", path, path]
+    command += ["--dir", "/dev"]
     for name in _DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     command += ["--symlink", "/tmp", "/dev/shm", "--proc", "/proc"]

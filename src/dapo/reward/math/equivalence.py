@@ -31,7 +31,9 @@ _MAX_LENGTH = 4000
 """Longest text in characters that is looked into; beyond, only equal texts are equal."""
 _INEQUALITIES = r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]"
 _SUM_OF_LETTERS = re.compile(r"[A-Za-z](?: ?\+ ?[A-Za-z])+")
-_LOOKS_LIKE_A_SET = re.compile(rf"{_INEQUALITIES}|\\(?:cup|cap|setminus|in|notin|emptyset|mathbb)(?![A-Za-z])|\\\{{|^[\[(]")
+_LOOKS_LIKE_A_SET = re.compile(
+    rf"{_INEQUALITIES}|\\(?:cup|cap|setminus|in|notin|emptyset|mathbb)(?![A-Za-z])|\\\{{|^[\[(]"
+)
 
 
 def equivalent(gold: str, answer: str) -> bool:
