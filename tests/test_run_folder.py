@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from dapo.config import Config, build_config, load_config
+from dapo.config.reward import REWARD_KINDS
 from dapo.errors import UserError
-from dapo.run_folder import BLANK, RunFolder, redact, redact_command
+from dapo.redaction import BLANK, redact, redact_command
+from dapo.run_folder import RunFolder
 
 
 def make_config(folder: Path, **sections: Any) -> Config:
@@ -162,3 +164,17 @@ def test_what_a_reward_is_given_is_not_in_the_recorded_command(override: str) ->
 def test_secrets_of_further_spellings_are_blanked() -> None:
     tree = {"headers": ["X-Api-Key: SEKRET"], "OPENAI_KEY_2": "SEKRET", "url": "https://x.y/z?sig=SEKRET"}
     assert "SEKRET" not in str(redact(tree)) and "x.y" in str(redact(tree))
+
+
+def test_no_default_of_any_reward_is_taken_for_a_secret():
+    required = {
+        "function": "a:b",
+        "path": "p",
+        "url": "http://127.0.0.1",
+        "model": "m",
+        "parts": {"a": {"reward": {"kind": "math"}}},
+    }
+    for kind, section in REWARD_KINDS.items():
+        given = {key: value for key, value in required.items() if key in section.model_fields and kind != "code"}
+        values = section.model_validate({"kind": kind, **given}).model_dump(mode="json")
+        assert redact(values) == values, kind

@@ -42,6 +42,7 @@ from dapo.inputs import (
     longest_sequence,
     set_threads,
     training_prompts,
+    try_check,
     try_reward,
 )
 from dapo.model.loading import copy_model, load_model, load_tokenizer, stop_token_ids
@@ -97,7 +98,7 @@ class Experiment:
             "tokenizer": fingerprint_tokenizer(self.tokenizer),
             "data.train": self.source.fingerprint,
             "evaluation.data": fingerprint_prompts(self.heldout),
-            "reward": fingerprint_reward(config),
+            "reward": fingerprint_reward(config, inputs.reward),
         }
         check_lengths(config, model, self.heldout)
         set_threads(config, model)
@@ -114,9 +115,9 @@ class Experiment:
             threads=torch.get_num_threads(),
         )
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
-        check = make_scorer(config.monitor.check) if config.monitor.check else None
-        self.monitor = Monitor(config.monitor, check, config.seed)
-        self._scorers = [self.scorer, check] if check else [self.scorer]
+        self.check: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
+        self.monitor = Monitor(config.monitor, self.check, config.seed)
+        self._scorers = [self.scorer, self.check] if self.check else [self.scorer]
         self.preparer = Preparer(config, self.trainer.policy)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
@@ -159,6 +160,7 @@ class Experiment:
             evaluation = await self._maybe_evaluate(step + 1, clock)
             await self._record(step + 1, self._step, self._step.batch, evaluation)
             self.preparer.observe(self._step.reports, self._step.batch)
+            self.monitor.settle()
             self.steps_done, self._step = step + 1, None
             await self._maybe_save()
 
@@ -167,6 +169,8 @@ class Experiment:
         for scorer in self._scorers:
             await scorer.start()
         await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener)
+        if self.check is not None:
+            await try_check(self.check, self.source, self.listener)
         await self._open_folder()
         self.seconds.lap("start")
         try:

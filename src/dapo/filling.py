@@ -19,7 +19,7 @@ from dapo.algorithm.admission import Admission, Verdict, admit, judge, refill_si
 from dapo.config import Config, RewardConfig
 from dapo.errors import RewardError
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.reward.contract import Scorer
+from dapo.reward.contract import Scorer, in_place_of_failed
 from dapo.rollout.engine import Engine, EngineError, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
@@ -173,10 +173,7 @@ class _Scores:
         self.failed += 1
         self._errors[reward.error] += 1
         self.check()
-        if self._config.on_error == "drop":
-            return reward
-        correct = False if self._metric == "acc" else None
-        return replace(reward, error=None, correct=correct, value=self._config.error_value)
+        return in_place_of_failed(reward, self._config, self._metric)
 
     def check(self, final: bool = False) -> None:
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,18 @@ def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
     return {"rows": len(prompts), "hash": _hash([[p.text, p.answer] for p in prompts])}
 
 
-def fingerprint_reward(config: Config) -> dict[str, Any]:
-    """Kind, and for a user's file a hash over it; of every part, if it is put together."""
+def fingerprint_reward(config: Config, function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Kind, and for a user's file a hash over it; of every part, if it is put together.
+
+    Args:
+        config: the recipe.
+        function: a function passed from Python, which stands in for the recipe's reward.
+    """
+    if function is not None:
+        return {"kind": "python", "function": getattr(function, "__qualname__", type(function).__name__)}
     reward = config.reward
     if isinstance(reward, ComposeReward):
-        return {"kind": reward.kind, "parts": {name: _of_one(part.reward) for name, part in reward.parts.items()}}
+        return {"kind": reward.kind, "parts": {name: _of_one(one) for name, one in reward.rewards.items()}}
     return _of_one(reward)
 
 

@@ -99,7 +99,8 @@ def heldout_prompts(config: Config, inputs: Inputs, template: PromptTemplate, li
 
 
 def _needs_answer(config: Config, inputs: Inputs) -> bool:
-    return inputs.reward is None and needs_answer(config.reward)
+    check = config.monitor.check
+    return (inputs.reward is None and needs_answer(config.reward)) or (check is not None and needs_answer(check))
 
 
 async def try_reward(
@@ -124,6 +125,20 @@ async def try_reward(
             "the reward does not say whether a response is correct, which algorithm.filter_groups.metric=acc decides "
             "by; return a bool or Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
         )
+
+
+async def try_check(check: Scorer, source: PromptSource, listener: Listener) -> None:
+    """The same of the monitor's held-out check.
+
+    Raises:
+        DataError: rows cannot be scored, whatever the response.
+        RewardError: the check breaks its contract.
+    """
+    await examine_rows("monitor.check: data.train", source.untokenized(), check, listener)
+    prompt = source.prompts[0]
+    reward = await check.score(prompt, prompt.answer or "")
+    if reward.error is not None:
+        listener.warning(f"a trial of monitor.check, with the reference answer as response, failed: {reward.error}")
 
 
 async def examine_rows(name: str, prompts: Sequence[Prompt], scorer: Scorer, listener: Listener) -> None:

@@ -12,7 +12,8 @@ import yaml
 from dapo.config import Config, load_config
 from dapo.errors import ConfigError
 from dapo.fingerprint import differences
-from dapo.run_folder import BLANK, RunFolder, redact
+from dapo.redaction import blanks, redact
+from dapo.run_folder import RunFolder
 
 MAY_CHANGE = (
     *("training.steps", "training.max_skipped_updates", "training.mismatch_alarm"),
@@ -54,7 +55,7 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
     config = load_config(recipe or folder.config, [*overrides, f"run.dir={run}"])
-    hidden = list(_blanks(config.model_dump(mode="json")))
+    hidden = list(blanks(config.model_dump(mode="json")))
     if hidden:
         raise ConfigError(
             f"--resume {run}: secrets are not kept in the run folder: give {', '.join(hidden)} again, as "
@@ -89,14 +90,3 @@ def _refused(stored: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
         key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", line.partition(":")[0])
         if not any(key == name or key.startswith(f"{name}.") for name in allowed):
             yield line
-
-
-def _blanks(value: Any, key: str = "") -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _blanks(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for item in value:
-            yield from _blanks(item, key)
-    elif isinstance(value, str) and BLANK in value:
-        yield key

@@ -24,7 +24,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -42,19 +41,8 @@ import dapo
 from dapo.config import Config
 from dapo.errors import UserError
 from dapo.files import write_atomic, write_json
+from dapo.redaction import redact, redact_command
 
-BLANK = "(not recorded)"
-
-_SECRET_ENDINGS = (
-    *("key", "keys", "keyid", "token", "secret", "secrets", "password", "passwords", "passwd", "pwd", "passphrase"),
-    *("auth", "authorization", "credential", "credentials", "bearer", "cookie"),
-)
-_SECRET_WORD = re.compile(r"key|token|secret|passw|pwd|auth|cookie|credential|bearer", re.IGNORECASE)
-_SECRET_ITEM = re.compile(r"^\s*([\w-]+)\s*:\s*\S")
-_NO_SECRETS = ("promptkey", "answerkey")
-_SECRET_QUERY = re.compile(r"(?<=[?&])([^=&\s]*(?:key|token|secret|password|auth|sig)[^=&\s]*)=[^&\s]+", re.IGNORECASE)
-_BEARER = re.compile(r"\b(Bearer|Basic)\s+\S+", re.IGNORECASE)
-_ADDRESS_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
 
 
@@ -181,42 +169,6 @@ class RunFolder:
 def config_yaml(config: Config) -> str:
     """The resolved recipe as YAML, without secrets."""
     return str(yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True, width=110))
-
-
-def redact(value: Any, key: str = "") -> Any:
-    """``value`` with what is under secret-looking keys, and logins in addresses, blanked."""
-    if isinstance(value, Mapping):
-        secret = key if _is_secret(key) else ""
-        return {name: redact(item, secret or str(name)) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(item, key) for item in value]
-    if _is_secret(key) and value is not None and not isinstance(value, bool):
-        return BLANK
-    if not isinstance(value, str):
-        return value
-    header = _SECRET_ITEM.match(value)
-    if header and _is_secret(header[1]):  # "X-Api-Key: ..." in a list of headers
-        return f"{header[1]}: {BLANK}"
-    value = _SECRET_QUERY.sub(rf"\1={BLANK}", _ADDRESS_LOGIN.sub(BLANK, value))
-    return _BEARER.sub(rf"\1 {BLANK}", value)
-
-
-def _is_secret(key: str) -> bool:
-    """Whether a value under this key is kept out of all files. ``X-API-Key``, ``apiKey`` and ``api_key`` are one."""
-    name = re.sub(r"[^a-z0-9]", "", key.lower()).rstrip("0123456789")
-    return name.endswith(_SECRET_ENDINGS) and not name.endswith(_NO_SECRETS)
-
-
-def redact_command(command: Sequence[str]) -> list[str]:
-    """A command line with secrets blanked: overrides ``some.api_key=...`` and logins in addresses."""
-    words = []
-    for word in command:
-        key, equals, value = word.partition("=")
-        # what a reward function is given may hold a secret under any name; config.yaml has it, by its keys
-        given = key.startswith("reward.args") or (key == "reward" and "args" in value)
-        hides = _is_secret(key) or given or (":" in value and _SECRET_WORD.search(value))
-        words.append(f"{key}={BLANK}" if equals and hides else str(redact(word)))
-    return words
 
 
 def describe_environment(config: Config, command: Sequence[str]) -> dict[str, Any]:

@@ -372,10 +372,10 @@ MISTAKES = [
     (TWO, {"tiers": ["format", "math", "math"]}, "tiers: math is named 2 times"),
     (TWO, {"tiers": []}, "at least 1 item"),
     ({"a": part(only_if="b")}, {}, "parts.a.only_if: there is no part 'b'; the parts are a"),
-    ({"a": part(only_if="a")}, {}, "parts.a.only_if: a only if a can never begin"),
-    ({"a": part(only_if="b"), "b": part(only_if="a")}, {}, "parts.b.only_if: b only if a only if b can never begin"),
+    ({"a": part(only_if="a")}, {}, "parts.a: a waits for a can never begin"),
+    ({"a": part(only_if="b"), "b": part(only_if="a")}, {}, "parts.b: b waits for a waits for b can never begin"),
     ({"a": part(weight=2)}, {"tiers": ["a"]}, "parts.a.weight: is 2, but weights are for a sum"),
-    ({**TWO, "c": part()}, {"tiers": ["format", "math"]}, "parts.c: is none of the tiers, no only_if"),
+    ({**TWO, "c": part()}, {"tiers": ["format", "math"]}, "parts.c: is none of the tiers, no other part waits for it"),
     ({"a": part(weight=0)}, {}, "parts: every weight is 0"),
     ({"a": part(clip=[1, 0])}, {}, "the first must be below the second"),
     ({"a": part(from_range=[1, 1])}, {}, "the first must be below the second"),
@@ -414,7 +414,7 @@ IN_A_RECIPE = [
     (replaced("weight:", "wieght:"), "recipe.yaml:18: reward.parts.brevity.wieght: unknown key"),
     (replaced("timeout_s: 2", "timeout_s: -2"), "recipe.yaml:15: reward.parts.brevity.reward.timeout_s: "),
     (replaced("[0, 1]", "[1, 0]"), "recipe.yaml:20: reward.parts.brevity.clip: the first must be below the second"),
-    (RECIPE + "    third:\n      weight: 1\n", "recipe.yaml:21: reward.parts.third.reward: required but not given"),
+    (RECIPE + "    third:\n      weight: 1\n", "recipe.yaml:21: reward.parts.third: needs either a reward or `of`"),
 ]
 
 
@@ -425,3 +425,59 @@ def test_mistakes_in_a_recipe_are_told_with_their_line(tmp_path, text, message):
         load_config(tmp_path / "recipe.yaml")
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_a_part_measures_beside_its_value_can_be_weighted_and_gated():
+    # passes, is clean at 0.5 and fast at 0.25: 1 + 0.2 * 0.5 + 0.1 * 0.25; nothing of it where it does not pass
+    parts = {
+        "passes": part(),
+        "clean": {"of": "passes/style", "only_if": "passes", "weight": 0.2},
+        "fast": {"of": "passes/efficiency", "only_if": "passes", "weight": 0.1},
+    }
+    right = Reward(True, 1.0, {"style": 0.5, "efficiency": 0.25})
+    wrong = Reward(False, -1.0, {"style": 1.0, "efficiency": 1.0})
+    inner = {"passes/style": 0.5, "passes/efficiency": 0.25}
+    found = score(parts, {"passes": right}, correct="passes")
+    assert found.correct and found.value == pytest.approx(1.125)
+    assert found.parts == {"passes": 1.0, **inner, "clean": 0.5, "fast": 0.25}
+    found = score(parts, {"passes": wrong}, correct="passes")
+    assert (found.correct, found.value, found.parts["clean"]) == (False, -1.0, 0.0)
+
+
+def test_compiles_then_passes_then_clean():
+    tiers = {"compiles": {"of": "runs/compiles"}, "runs": part(from_range=(-1, 1)), "clean": {"of": "runs/style"}}
+
+    def value(compiles, passed, style):
+        given = {"runs": Reward(passed, 1.0 if passed else -1.0, {"compiles": compiles, "style": style})}
+        return score(tiers, given, tiers=["compiles", "runs", "clean"], correct="runs").value
+
+    # 2 (t + s) / 3 - 1: nothing; compiles; passes too and is clean by half
+    assert value(0.0, False, 1.0) == pytest.approx(-1.0)
+    assert value(1.0, False, 1.0) == pytest.approx(2 / 3 - 1)
+    assert value(1.0, True, 0.5) == pytest.approx(2 * 2.5 / 3 - 1)
+
+
+def test_a_part_of_what_failed_or_was_not_computed_is_zero():
+    parts = {"a": part(on_error="value", error_value=0.5), "b": {"of": "a/x"}}
+    failed = score(parts, {"a": Reward(None, 0.0, error="down")})
+    assert (failed.value, failed.parts) == (0.5, {"a": 0.5, "a/failed": 1.0, "b": 0.0})
+
+
+def test_a_part_that_the_other_reward_does_not_give_is_named():
+    with pytest.raises(RewardError, match="part b: a gave no part 'z'; its parts are: x, y"):
+        score({"a": part(), "b": {"of": "a/z"}}, {"a": Reward(None, 0.0, {"x": 1.0, "y": 2.0})})
+
+
+OF_MISTAKES = [
+    ({"a": part(), "b": {"of": "c/x"}}, "parts.b.of: 'c/x' is no PART/KEY of a part with a reward; such are a/..."),
+    ({"a": part(), "b": {"of": "a"}}, "parts.b.of: 'a' is no PART/KEY"),
+    ({"a": part(), "b": {"of": "a/x", "reward": {"kind": "math"}}}, "parts.b: needs either a reward or `of`"),
+    ({"a": part(only_if="b"), "b": {"of": "a/x"}}, "parts.a: a waits for b waits for a can never begin"),
+    ({"token": part()}, "parts.token: what stands under a name like this is kept out of all files"),
+]
+
+
+@pytest.mark.parametrize("parts, message", OF_MISTAKES, ids=[message for _, message in OF_MISTAKES])
+def test_links_that_lead_nowhere_are_refused(parts, message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        compose(parts)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dapo.config import MonitorConfig
+from dapo.errors import RewardError
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.monitor import Monitor, length_correlation
 
@@ -39,12 +40,19 @@ class Check:
         return Reward(None, float(response))
 
 
+async def look(monitor, groups):
+    monitor.begin(groups)
+    seen = await monitor.finish()
+    monitor.settle()
+    return seen
+
+
 def watch(steps, check=None, **config):
     """Metrics and alarms of each step."""
 
     async def run():
         monitor = Monitor(MonitorConfig(**{"share": 1.0, "window": 2} | config), check or Check())
-        return [await monitor.observe(groups) for groups in steps]
+        return [await look(monitor, groups) for groups in steps]
 
     return asyncio.run(run())
 
@@ -130,7 +138,7 @@ def test_a_reward_that_pays_for_length_is_an_alarm_only_once_lengths_have_grown(
     growing = watch([step(k, 10 + 4 * k) for k in range(6)])
     assert all(metrics["monitor/alarms"] == 0 for metrics, _ in steady)
     assert growing[5][0]["monitor/alarms"] == 1
-    assert "correlation +1.00" in "".join(sum((alarms for _, alarms in growing), []))
+    assert "correlation +1.00" in str([alarms for _, alarms in growing])
 
 
 def test_a_reward_that_pays_for_shortness_is_found_too():
@@ -139,13 +147,13 @@ def test_a_reward_that_pays_for_shortness_is_found_too():
 
     seen = watch([step(k, 40 - 6 * k) for k in range(6)])
     assert seen[5][0]["monitor/alarms"] == 1
-    assert "correlation -1.00" in "".join(sum((alarms for _, alarms in seen), []))
+    assert "correlation -1.00" in str([alarms for _, alarms in seen])
 
 
 def test_without_a_check_lengths_are_still_watched():
     async def run():
         monitor = Monitor(MonitorConfig(window=1), None)
-        return await monitor.observe([group(0, sample(0, 1.0, 6), sample(1, -1.0, 2))])
+        return await look(monitor, [group(0, sample(0, 1.0, 6), sample(1, -1.0, 2))])
 
     metrics, _ = asyncio.run(run())
     assert metrics == {"monitor/alarms": 0.0, "monitor/length_correlation": pytest.approx(1.0)}
@@ -177,10 +185,36 @@ def test_what_was_seen_survives_a_checkpoint():
                 state = monitor.state()
                 monitor = Monitor(config, Check())
                 monitor.load_state(state)
-            monitor.begin(groups)
-            monitor.begin(groups)  # asked for twice, looked at once
-            seen.append(await monitor.finish())
+            seen.append(await look(monitor, groups))
         return seen
 
     whole = asyncio.run(run(None))
     assert all(asyncio.run(run(stop)) == whole for stop in range(6))
+
+
+def test_a_step_that_is_interrupted_counts_once_and_its_warning_is_given_again():
+    async def run(interrupted):
+        monitor, seen = Monitor(MonitorConfig(share=1.0, window=2), Check()), []
+        for k, share in enumerate([0.0, 0.9, 0.9]):
+            if interrupted:
+                monitor.begin(hacked(k, share))
+                await monitor.finish()
+                state = monitor.state()
+                monitor = Monitor(MonitorConfig(share=1.0, window=2), Check())
+                monitor.load_state(state)
+            seen.append(await look(monitor, hacked(k, share)))
+        return seen
+
+    whole = asyncio.run(run(False))
+    assert [len(alarms) for _, alarms in whole] == [0, 1, 0]
+    assert asyncio.run(run(True)) == whole
+
+
+def test_a_check_that_breaks_ends_the_watching_and_not_the_run():
+    class Broken(Check):
+        async def score(self, prompt, response):
+            raise RewardError("it returned None")
+
+    (metrics, said), (later, silent) = watch([hacked(0, 0.5), hacked(1, 0.5)], Broken())
+    assert said == ["monitor.check has ended and says no more: it returned None"] and silent == []
+    assert "monitor/check" not in metrics and "monitor/check" not in later

@@ -67,7 +67,7 @@ def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list
 
 def _values(config: Config, open_keys: Sequence[str]) -> dict[str, Any]:
     """The tree as plain values, without secrets; null where a required key is still open."""
-    from dapo.run_folder import redact
+    from dapo.redaction import redact
 
     values: dict[str, Any] = redact(config.model_dump(mode="json"))
     for name in open_keys:

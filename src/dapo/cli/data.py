@@ -203,7 +203,7 @@ class _Progress:
 
 def _write(output: Path, found: CheckReport) -> None:
     from dapo.files import write_json
-    from dapo.run_folder import redact_command
+    from dapo.redaction import redact_command
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

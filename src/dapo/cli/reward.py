@@ -118,7 +118,7 @@ def score(
     """
     with errors_for_people(debug):
         from dapo.cli.reward_report import Summary
-        from dapo.config import load_config
+        from dapo.config import load_config, load_reward
         from dapo.observe.run_view import RunView
         from dapo.reward.rescore import StepChange, StoredRows, rescore
 
@@ -128,7 +128,12 @@ def score(
         view = RunView.read(run)
         wanted = _steps(view, steps)
         config = load_config(view.folder.config)
-        chosen = _reward(view, reward, overrides)
+        if reward is None and view.reward_from_python is not None:
+            raise ConfigError(
+                f"{view.folder.root}: was trained on a Python function ({view.reward_from_python}), which the folder "
+                "does not hold; name a reward with --reward, such as file.py's in a recipe"
+            )
+        chosen = load_reward(reward or view.folder.config, overrides)
         _require_writable(output, [str(view.folder.config)])
         rows = StoredRows(config, chosen, _warn)
         summary = Summary(examples)
@@ -184,24 +189,6 @@ def _steps(view: RunView, text: str) -> list[int]:
     return wanted
 
 
-def _reward(view: RunView, named: str | None, overrides: Sequence[str]) -> RewardConfig:
-    """
-    Raises:
-        ConfigError: it is wrong, or is the run's own and lacks a secret that was not recorded.
-    """
-    from dapo.config import load_reward
-    from dapo.resume import _blanks
-
-    chosen = load_reward(named or view.folder.config, overrides)
-    hidden = list(_blanks(chosen.model_dump(mode="json"), "reward"))
-    if hidden:
-        raise ConfigError(
-            f"{view.folder.config}: secrets are not kept in the run folder: give {', '.join(hidden)} again, as "
-            "reward.key=value, or name the recipe with --reward"
-        )
-    return chosen
-
-
 # --- what is said -------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +221,7 @@ def _print_lines(lines: Iterator[str] | Sequence[str]) -> None:
 
 
 def _told(config: RewardConfig) -> Any:
-    from dapo.run_folder import redact
+    from dapo.redaction import redact
 
     return redact(config.model_dump(mode="json"))
 
@@ -260,7 +247,7 @@ def _require_writable(output: Path | None, inputs: Sequence[str]) -> None:
 
 def _write(output: Path, found: Mapping[str, Any]) -> None:
     from dapo.files import write_json
-    from dapo.run_folder import redact_command
+    from dapo.redaction import redact_command
 
     try:
         write_json(output, {"command": redact_command(sys.argv), **found})

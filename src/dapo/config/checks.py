@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the tree calls these checks when it is built
+    from dapo.config.reward import RewardConfig
     from dapo.config.tree import Config
 
 
@@ -71,11 +72,24 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"algorithm.kl.horizon: is {algorithm.kl.horizon}, but one step has {n} x {rollout.samples_per_prompt} = "
             f"{samples} samples, on which the coefficient would fall below zero; use at least {samples}"
         )
+    key = _leaves_right_open(config.reward)
+    if key is not None and algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc":
+        yield (
+            f"reward.{key}: is null, so that right and wrong are left open, but algorithm.filter_groups.metric=acc "
+            "decides by them; give it, or use algorithm.filter_groups.metric=score"
+        )
     if algorithm.loss_constant is not None and algorithm.loss_agg_mode != "constant":
         yield (
             f"algorithm.loss_constant: is used by loss_agg_mode=constant only, which is "
             f"{algorithm.loss_agg_mode}; use loss_agg_mode=constant or loss_constant=null"
         )
+
+
+def _leaves_right_open(reward: RewardConfig) -> str | None:
+    """The key that would say what is right, in a reward of which it is known here that it says nothing of it."""
+    keys = {"compose": "correct", "model": "correct_above", "judge": "correct_at", "kserve": "correct"}
+    key = keys.get(reward.kind)
+    return key if key is not None and getattr(reward, key) is None else None
 
 
 def _divisors_near(total: int, wanted: int) -> list[int]:
@@ -99,6 +113,11 @@ def warnings_for(config: Config) -> list[str]:
     low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
     if high < low:
         found.append(f"algorithm.clip_ratio_high={high} is below clip_ratio_low={low}: the opposite of Clip-Higher")
+    rewards = config.reward.rewards.values() if config.reward.kind == "compose" else (config.reward,)
+    if config.runtime.deterministic and any(reward.kind == "model" for reward in rewards):
+        found.append(
+            "runtime.deterministic: a reward model's last bits depend on what else is in its batch; so will the run's"
+        )
     kl = config.algorithm.kl
     if kl.mode == "loss" and kl.estimator == "k1":
         found.append("algorithm.kl: k1 in the loss has a gradient of zero mean; use k2 or k3")

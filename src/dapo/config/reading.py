@@ -16,6 +16,7 @@ from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
+from dapo.redaction import blanks
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -61,8 +62,13 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
         kinds = ", ".join(sorted(REWARD_KINDS))
         raise ConfigError(f"{name}: there is no such recipe, and no such kind of reward; the kinds are {kinds}")
     reward: RewardConfig = _reward_beside(
-        build_config({"model": {"path": name}, **tree}, source, where).reward, path.parent
+        build_config(_NO_RUN | {"model": {"path": name}} | tree, source, where).reward, path.parent
     )
+    hidden = list(blanks(reward.model_dump(mode="json"), "reward"))
+    if hidden:
+        raise ConfigError(
+            f"{name}: secrets are not kept in a run folder: give {', '.join(hidden)} again, as section.key=value"
+        )
     return reward
 
 
@@ -147,7 +153,7 @@ def _beside(config: Config, folder: Path) -> Config:
 def _reward_beside(reward: Any, folder: Path) -> Any:
     if isinstance(reward, ComposeReward):
         parts = {
-            name: part.model_copy(update={"reward": _reward_beside(part.reward, folder)})
+            name: part.model_copy(update={"reward": part.reward and _reward_beside(part.reward, folder)})
             for name, part in reward.parts.items()
         }
         return reward.model_copy(update={"parts": parts})
@@ -287,6 +293,8 @@ def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
     tree[last] = value
 
 
+_NO_RUN = {"algorithm": {"filter_groups": {"metric": "score"}}}
+"""Around a reward alone: nothing is sampled, so it need not say what is right."""
 _MODULE = re.compile(r"[\w.]+:\w+")
 """A function in a module: not a file."""
 _DEEPEST = 50

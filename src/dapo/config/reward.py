@@ -46,7 +46,7 @@ class MathReward(WorkerReward):
     """Memory in MiB that one scoring process may take beyond what it holds after its start."""
 
 
-class ExactReward(WorkerReward):
+class ExactReward(RewardBase):
     kind: Literal["exact"]
     """+1 if the answer text equals the reference after trimming white space, -1 otherwise."""
     after: str | None = None
@@ -286,11 +286,14 @@ class Part(Section):
     """One part of a reward that is put together. Its value is what its reward gave, after `from_range` and `clip`. It
     passes where it is right, or, if it knows no right and wrong, where its value is above `passes_at`."""
 
-    reward: PlainReward
+    reward: PlainReward | None = None
     """What scores it: a reward of any other kind, with its own time limit and its own policy for failed scores. With
     `on_error` = `drop` a failed part leaves the whole without a verdict; with `value`, `error_value` stands in for what
     it would have given, it is not right, and `NAME/failed` among the parts tells how often. If its share of failed
     scores exceeds its `max_error_rate`, the run stops."""
+    of: str | None = None
+    """In place of a reward: PART/KEY, the part KEY of what the reward of another part gave, such as `solved/style`. It
+    knows no right and wrong; where the other one failed or was not computed, it is 0 and does not pass."""
     weight: float = 1.0
     """Its factor in the sum; with 0 it is measured only. (With `tiers`: 0 for a part outside of them, else 1.)"""
     only_if: str | None = None
@@ -330,6 +333,11 @@ class ComposeReward(RewardBase):
     timeout_s: float = Field(3600.0, gt=0)
     """Longest time for all parts of one response, waiting for a free worker or server included. Each part has its own
     limit for the work itself."""
+
+    @property
+    def rewards(self) -> dict[str, PlainReward]:
+        """The rewards of those parts that have one of their own."""
+        return {name: part.reward for name, part in self.parts.items() if part.reward is not None}
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> ComposeReward:
@@ -377,7 +385,7 @@ REWARD_KINDS: dict[str, type[RewardBase]] = {
 def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
     """The rewards that ``reward`` is put together from, or itself."""
     if isinstance(reward, ComposeReward):
-        yield from (part.reward for part in reward.parts.values())
+        yield from reward.rewards.values()
     else:
         yield reward
 

@@ -26,10 +26,11 @@ from dapo.inference import Prompting, label_of, load_engine, load_prompting, set
 from dapo.inputs import examine_rows
 from dapo.progress import Listener
 from dapo.records import Prompt
+from dapo.redaction import redact
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
-from dapo.run_folder import describe_environment, redact
+from dapo.run_folder import describe_environment
 
 
 @dataclass(frozen=True, slots=True)

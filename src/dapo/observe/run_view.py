@@ -57,6 +57,12 @@ class RunView:
         return max((entry.get("step", 0) for entry in self.metrics), default=0)
 
     @property
+    def reward_from_python(self) -> str | None:
+        """Name of the function that was passed as reward from Python: the recipe's reward is not what it trained on."""
+        reward = _section(_mapping(self.folder.fingerprint), "reward")
+        return str(reward.get("function")) if reward.get("kind") == "python" else None
+
+    @property
     def steps_planned(self) -> int | None:
         """``training.steps`` of the recipe."""
         steps = _section(self.config, "training").get("steps")

@@ -66,7 +66,7 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
         case ComposeReward():
             from dapo.reward.compose import ComposedScorer
 
-            return ComposedScorer(config, {name: make_scorer(part.reward) for name, part in config.parts.items()})
+            return ComposedScorer(config, {name: make_scorer(one) for name, one in config.rewards.items()})
         case _:
             assert_never(config)
 
@@ -74,5 +74,5 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
 def needs_answer(config: RewardConfig) -> bool:
     """Whether every row must have a reference answer: a user's function, a judge or a server may do without."""
     if isinstance(config, ComposeReward):
-        return any(needs_answer(part.reward) for part in config.parts.values())
+        return any(map(needs_answer, config.rewards.values()))
     return isinstance(config, MathReward | ExactReward)

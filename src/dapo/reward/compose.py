@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dapo.config import ComposeReward
+from dapo.config.compose import waits_for
 from dapo.config.reward import Part
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
@@ -57,9 +58,9 @@ class ComposedScorer:
 
     def __init__(self, config: ComposeReward, scorers: Mapping[str, Scorer]) -> None:
         self._config = config
-        self._scorers = {name: scorers[name] for name in config.parts}
-        self._gates_first = sorted(config.parts, key=self._depth)
-        self._failures = {name: _Failures(name, part.reward.max_error_rate) for name, part in config.parts.items()}
+        self._scorers = {name: scorers[name] for name in config.rewards}
+        self._in_order = sorted(config.parts, key=self._depth)
+        self._failures = {name: _Failures(name, one.max_error_rate) for name, one in config.rewards.items()}
 
     async def start(self) -> None:
         """Start all parts at the same time.
@@ -85,7 +86,7 @@ class ComposedScorer:
                 raise
             return Reward(None, 0.0, error=f"the parts together timed out after {self._config.timeout_s:g} s")
         for name, outcome in outcomes.items():
-            if outcome.error is not None and self._config.parts[name].reward.on_error == "drop":
+            if outcome.error is not None and self._config.rewards[name].on_error == "drop":
                 return Reward(None, 0.0, error=f"part {name}: {outcome.error}")
         return put_together(self._config, outcomes)
 
@@ -115,31 +116,34 @@ class ComposedScorer:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                for name in self._gates_first:
-                    gate = self._config.parts[name].only_if
-                    part = self._part(name, tasks[gate] if gate else None, prompt, response)
-                    tasks[name] = group.create_task(part)
+                for name in self._in_order:
+                    tasks[name] = group.create_task(self._part(name, tasks, prompt, response))
         except BaseExceptionGroup as found:
             failure = found.exceptions[0]  # the others followed from it, or came in the same moment
         if failure is not None:  # out here, so that the wrapping is not shown as its context
             raise failure
         return {name: tasks[name].result() for name in self._config.parts}
 
-    async def _part(self, name: str, gate: asyncio.Task[Outcome] | None, prompt: Prompt, response: str) -> Outcome:
-        if gate is not None and not (await gate).passes:
+    async def _part(
+        self, name: str, others: Mapping[str, asyncio.Task[Outcome]], prompt: Prompt, response: str
+    ) -> Outcome:
+        part = self._config.parts[name]
+        if part.only_if is not None and not (await others[part.only_if]).passes:
             return _NOT_COMPUTED
+        if part.of is not None:
+            source, _, key = part.of.partition("/")
+            return _inner(name, part, source, key, await others[source])
         # No deadline here: a scorer counts its limit from when the work begins, and waiting in a queue is no failure.
         try:
             reward = await self._scorers[name].score(prompt, response)
             self._failures[name].take(reward.error)
-            return outcome_of(self._config.parts[name], reward)
+            return outcome_of(part, reward)
         except RewardError as error:
             raise RewardError(f"part {name}: {error}") from None
 
     def _depth(self, name: str) -> int:
-        """How many gates stand one behind the other before a part."""
-        gate = self._config.parts[name].only_if
-        return 0 if gate is None else 1 + self._depth(gate)
+        """How many parts stand one behind the other before a part."""
+        return max((1 + self._depth(other) for other in waits_for(self._config.parts[name])), default=0)
 
 
 class _Failures:
@@ -174,7 +178,7 @@ def outcome_of(part: Part, reward: Reward) -> Outcome:
         RewardError: ``from_range`` takes its value out of the range of numbers.
     """
     error = reward.error
-    if error is not None:
+    if error is not None and part.reward is not None:
         reward = Reward(False, part.reward.error_value)
     value = reward.value
     if part.from_range is not None:
@@ -186,6 +190,17 @@ def outcome_of(part: Part, reward: Reward) -> Outcome:
         raise RewardError(f"from_range {list(part.from_range or ())} makes {value:g} of its value {reward.value:g}")
     passes = value > part.passes_at if reward.correct is None else reward.correct
     return Outcome(reward, value, passes, error)
+
+
+def _inner(name: str, part: Part, source: str, key: str, outcome: Outcome) -> Outcome:
+    """The part ``key`` of what another part's reward gave."""
+    if outcome is _NOT_COMPUTED or outcome.error is not None:
+        return _NOT_COMPUTED
+    value = outcome.reward.parts.get(key)
+    if value is None:
+        given = ", ".join(outcome.reward.parts) or "none"
+        raise RewardError(f"part {name}: {source} gave no part {key!r}; its parts are: {given}")
+    return outcome_of(part, Reward(None, value))
 
 
 def put_together(config: ComposeReward, outcomes: Mapping[str, Outcome]) -> Reward:
@@ -203,7 +218,7 @@ def put_together(config: ComposeReward, outcomes: Mapping[str, Outcome]) -> Rewa
     parts: dict[str, float] = {}
     for name, outcome in outcomes.items():
         inner = {f"{name}/{key}": part for key, part in outcome.reward.parts.items()}
-        if config.parts[name].reward.on_error == "value":
+        if name in config.rewards and config.rewards[name].on_error == "value":
             inner[f"{name}/failed"] = float(outcome.error is not None)
         if name == config.correct and f"{name}/answer_found" in inner:
             inner["answer_found"] = inner.pop(f"{name}/answer_found")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from dapo.config import RewardConfig
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 
@@ -51,6 +52,19 @@ class Scorer(Protocol):
     async def close(self) -> None:
         """Stop all workers, within a bounded time."""
         ...
+
+
+def in_place_of_failed(reward: Reward, config: RewardConfig, metric: str) -> Reward:
+    """What stands for a score (``reward.on_error``): itself, unless it failed and a value is to be taken instead.
+
+    Args:
+        reward: the score.
+        config: the recipe's ``reward`` section.
+        metric: ``algorithm.filter_groups.metric``; under ``acc`` what stands for a failed score is not right.
+    """
+    if reward.error is None or config.on_error == "drop":
+        return reward
+    return replace(reward, error=None, correct=False if metric == "acc" else None, value=config.error_value)
 
 
 def reference(prompt: Prompt) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from random import Random
@@ -19,6 +20,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from dapo.config import MonitorConfig
+from dapo.errors import RewardError
 from dapo.records import Group, Reward, Sample
 from dapo.reward.contract import Scorer
 
@@ -56,20 +58,38 @@ class Monitor:
             seed: decides which samples are checked.
         """
         self._config, self._check, self._seed = config, check, seed
-        self._audits: list[Audit] = []
+        self._steps = 0
+        self._first: list[Audit] = []
+        """Of the first ``window`` steps; if the window is widened on resume, of as many as it had."""
+        self._last: deque[Audit] = deque(maxlen=config.window)
         self._raised: set[str] = set()
+        self._seen: tuple[Audit, set[str]] | None = None
         self._running: asyncio.Task[tuple[dict[str, float | None], list[str]]] | None = None
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Start to look at the groups of a step, beside other work; :meth:`finish` gives what was seen."""
-        if self._running is None:
-            self._running = asyncio.create_task(self.observe(groups))
+        assert self._running is None, "begin() twice"
+        self._running = asyncio.create_task(self._observe(groups))
 
     async def finish(self) -> tuple[dict[str, float | None], list[str]]:
-        """What :meth:`observe` says of the step that was begun. Waits for the check's scores."""
+        """What was seen of the step that was begun. Waits for the check's scores.
+
+        Returns:
+            Metrics by the names of ``observe/metrics.py``, and a warning for each alarm that was not on before.
+        """
         running, self._running = self._running, None
         assert running is not None, "finish() without begin()"
         return await running
+
+    def settle(self) -> None:
+        """The step is done: what was seen of it counts from now on. A step that is interrupted before is looked at
+        again when the run goes on."""
+        assert self._seen is not None, "settle() without finish()"
+        (audit, self._raised), self._seen = self._seen, None
+        self._steps += 1
+        if len(self._first) < self._config.window and len(self._first) == self._steps - 1:
+            self._first.append(audit)
+        self._last.append(audit)
 
     async def close(self) -> None:
         """Leave the step that was begun."""
@@ -78,18 +98,33 @@ class Monitor:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def observe(self, groups: Sequence[Group]) -> tuple[dict[str, float | None], list[str]]:
-        """Look at the groups of one step, all that were sampled for it.
+    def state(self) -> dict[str, Any]:
+        """As JSON, for a checkpoint."""
+        return {
+            "steps": self._steps,
+            "first": [asdict(audit) for audit in self._first],
+            "last": [asdict(audit) for audit in self._last],
+            "raised": sorted(self._raised),
+        }
 
-        Returns:
-            Metrics by the names of ``observe/metrics.py``, and a warning for each alarm that was not on before.
-        """
-        checked = await self._checked(groups)
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self._steps, self._raised = state["steps"], set(state["raised"])
+        self._first = [Audit(**audit) for audit in state["first"]]
+        self._last.clear()
+        self._last.extend(Audit(**audit) for audit in state["last"])
+
+    async def _observe(self, groups: Sequence[Group]) -> tuple[dict[str, float | None], list[str]]:
+        said: list[str] = []
+        try:
+            checked = await self._checked(groups)
+        except RewardError as error:
+            checked, self._check = [], None  # a check that is broken is no reason to stop what it watches
+            said.append(f"monitor.check has ended and says no more: {error}")
         audit = _audit(groups, [(s, c) for s, c in checked if c.error is None])
-        self._audits.append(audit)
-        alarms = dict(self._alarms())
-        new = [text for name, text in alarms.items() if name not in self._raised]
-        self._raised = set(alarms)
+        alarms = dict(self._alarms(audit))
+        said += [text for name, text in alarms.items() if name not in self._raised]
+        self._seen = audit, set(alarms)
         found: dict[str, float | None] = {"monitor/alarms": float(len(alarms))}
         if self._check is not None:
             found |= {
@@ -100,16 +135,7 @@ class Monitor:
             }
         if audit.length_correlation is not None:
             found["monitor/length_correlation"] = audit.length_correlation
-        return found, new
-
-    def state(self) -> dict[str, Any]:
-        """As JSON, for a checkpoint."""
-        return {"audits": [asdict(audit) for audit in self._audits], "raised": sorted(self._raised)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave."""
-        self._audits = [Audit(**audit) for audit in state["audits"]]
-        self._raised = set(state["raised"])
+        return found, said
 
     async def _checked(self, groups: Sequence[Group]) -> list[tuple[Sample, Reward]]:
         check = self._check
@@ -122,25 +148,32 @@ class Monitor:
             async with room:
                 return sample, await check.score(group.prompt, sample.text)
 
-        return list(await asyncio.gather(*(score(*pair) for pair in chosen)))
+        tasks = [asyncio.create_task(score(*pair)) for pair in chosen]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:  # where one raised, the others are not left running
+                task.cancel()
 
     def _is_chosen(self, group: Group, sample: Sample) -> bool:
         """By chance, but the same ones if the step is run again."""
         return Random(f"{self._seed}/{group.draw}/{sample.index}").random() < self._config.share
 
-    def _alarms(self) -> Iterator[tuple[str, str]]:
+    def _alarms(self, newest: Audit) -> Iterator[tuple[str, str]]:
+        """The alarms that are on with the audit of a step that is not settled yet."""
         config, window = self._config, self._config.window
-        false_right = _mean(a.false_right for a in self._audits[-window:])
-        if len(self._audits) >= window and false_right is not None and false_right > config.max_false_right:
+        steps, last = self._steps + 1, [*self._last, newest][-window:]
+        false_right = _mean(a.false_right for a in last)
+        if steps >= window and false_right is not None and false_right > config.max_false_right:
             yield (
                 "false right",
                 f"reward hacking? Over the last {window} steps the held-out check calls {false_right:.0%} of the "
                 f"responses wrong that the reward calls right (monitor.max_false_right={config.max_false_right:g}); "
                 "look at samples where they disagree, and mend the reward",
             )
-        if len(self._audits) < 2 * window:
+        if steps < 2 * window:
             return
-        first, last = self._audits[:window], self._audits[-window:]
+        first = self._first
         rise = _rise([a.reward for a in first], [a.reward for a in last], [a.reward_std for a in first])
         check_rise = _rise([a.check for a in first], [a.check for a in last], [a.check_std for a in first])
         if rise is not None and check_rise is not None and rise - max(check_rise, 0.0) > config.max_divergence:

@@ -29,7 +29,7 @@ from dapo.observe.samples import read_samples, samples_path
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running, score_each
-from dapo.reward.contract import Scorer
+from dapo.reward.contract import Scorer, in_place_of_failed
 from dapo.reward.convert import reward_to_json
 from dapo.run_folder import RunFolder
 
@@ -182,7 +182,8 @@ async def _rescore_step(
         return samples, items
 
     samples, items = await asyncio.to_thread(read)
-    rewards = await score_each(scorer, items, advance)
+    policy, metric = config.reward, config.algorithm.filter_groups.metric
+    rewards = [in_place_of_failed(r, policy, metric) for r in await score_each(scorer, items, advance)]
     before = [_stored_reward(sample) for sample in samples]
     return _compare(step, [{"step": step, **sample} for sample in samples], before, rewards, config)
 

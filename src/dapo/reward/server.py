@@ -28,6 +28,7 @@ import dapo
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
 from dapo.records import Reward
+from dapo.redaction import BLANK, redact
 from dapo.reward.contract import Scorer
 from dapo.reward.protocol import (
     NDJSON,
@@ -41,7 +42,6 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.run_folder import BLANK, redact
 
 _WORK = ("/score", "/examine")
 _OPEN = ("/health",)

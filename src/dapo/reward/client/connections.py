@@ -60,7 +60,7 @@ class HttpConnections:
             async with self._opened().request(method, url, data=body, headers=headers, allow_redirects=False) as reply:
                 yield reply
         except (aiohttp.ClientError, OSError) as error:
-            raise connection_fault(error, self._token) from None
+            raise connection_fault(error) from None
 
     @staticmethod
     async def beginning(reply: aiohttp.ClientResponse, most: int) -> bytes:
@@ -78,9 +78,8 @@ class HttpConnections:
             await self._session.close()
 
 
-def connection_fault(error: Exception, token: str | None = None) -> Fault:
-    """What an exception of the connection's means: a server that is not there, or one that went away. The message does
-    not hold the token, which a server may repeat in a reply that is none."""
+def connection_fault(error: Exception) -> Fault:
+    """What an exception of the connection's means: a server that is not there, or one that went away."""
     number = getattr(error, "errno", None) or 0
     if isinstance(error, aiohttp.ClientSSLError):
         cause = str(error.args[-1])  # what TLS says; its numbers are not those of the system
@@ -88,7 +87,6 @@ def connection_fault(error: Exception, token: str | None = None) -> Fault:
         cause = os.strerror(number)  # asyncio's own text names the call that failed
     else:
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    cause = cause if token is None else cause.replace(token, "***")
     if isinstance(error, aiohttp.ClientConnectorError):
         return Fault(f"cannot connect: {cause}")
     return Fault(f"the connection broke: {cause}", smaller=True)

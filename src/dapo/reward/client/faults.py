@@ -1,5 +1,5 @@
-"""What can go wrong between a client and its server, by what is to be done about it. A third kind, what the user must
-mend (a wrong token, a wrong address), is a :class:`~dapo.errors.RewardError`."""
+"""What can go wrong between a client and its server, by what is to be done about it. What the user must mend (a wrong
+token, a wrong address) is a :class:`~dapo.errors.RewardError`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ class Fault(Exception):
     def __init__(self, cause: str, *, pause_s: float = 0.0, smaller: bool = False, alive: bool = False) -> None:
         super().__init__(shortened(cause))
         self.pause_s, self.smaller, self.alive = pause_s, smaller, alive
+
+
+class Refusal(Exception):
+    """The server does not take this request, such as one that is too large: with fewer responses it may; for one alone
+    there is no verdict."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(shortened(cause))
 
 
 class BadReply(Exception):

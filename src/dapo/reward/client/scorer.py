@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dapo.config.reward import RemoteReward
@@ -20,7 +19,9 @@ from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.batching import Batcher
 from dapo.reward.client.connections import token_in
-from dapo.reward.client.faults import BadReply, Fault
+from dapo.reward.client.faults import BadReply, Fault, Refusal
+from dapo.reward.client.pauses import Pauses
+from dapo.reward.client.secrecy import Secrets, shown
 from dapo.reward.contract import Doubt
 
 T = TypeVar("T")
@@ -40,32 +41,18 @@ class Call:
     bad_replies: int = 0
 
 
-@dataclass(slots=True)
-class _Pauses:
-    """Exponential back-off with jitter."""
-
-    chance: random.Random
-    seconds: float = _FIRST_PAUSE_S
-
-    def next(self, at_least: float) -> float:
-        """The next pause in seconds. Jitter, so that clients that failed together do not come back together."""
-        pause = max(self.seconds, at_least) * self.chance.uniform(1.0, 1.5)
-        self.seconds = min(_LONGEST_PAUSE_S, 2 * self.seconds)
-        return pause
-
-
 class RemoteScorer(abc.ABC):
     """Belongs to the event loop that it is first used in."""
 
     def __init__(self, config: RemoteReward) -> None:
         self._config = config
-        self._name = f"reward server {config.url}"
+        self._name = f"reward server {shown(config.url)}"
         self._token = token_in(config.token_env, "reward.token_env")
+        self._secrets = Secrets(self._token, config.url)
         self._batcher: Batcher[Call, None] = Batcher(self._work, size=config.batch_size, concurrency=config.concurrency)
         self._submitted: set[asyncio.Task[None]] = set()
         self._most_connections = config.concurrency * (1 if config.hedge_after_s is None else 2)
-        self._chance = random.Random()
-        self._silent_since: float | None = None  # the first fault since the last verdict
+        self._silent_since: float | None = None  # the first fault since the last verdict, while scores are asked for
 
     @abc.abstractmethod
     def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
@@ -73,6 +60,7 @@ class RemoteScorer(abc.ABC):
 
         Raises:
             Fault: ask again later.
+            Refusal: ask for fewer.
             BadReply: the whole reply breaks the agreement.
             RewardError: asking again would not help.
         """
@@ -95,30 +83,43 @@ class RemoteScorer(abc.ABC):
         Raises:
             RewardError: it is not, or refuses.
         """
-        await self._patiently(self._check_ready)
+        try:
+            await self._patiently(self._check_ready, min(_REACHED_WITHIN_S, self._config.give_up_after_s))
+        except Refusal as refusal:
+            raise self._error(f"{self._name}: {refusal}; is it the right address?") from None
 
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``ask``, which is asked again as :meth:`start` says.
+    async def _patiently(self, ask: Callable[[], Awaitable[T]], reached_within_s: float) -> T:
+        """The result of ``ask``, which is asked at least twice: for ``reached_within_s``, or, if the server says that
+        it is not ready, for ``give_up_after_s``.
 
         Raises:
-            RewardError: there is none.
+            Refusal: the server does not take this request.
+            RewardError: there is no result.
         """
-        begun, pauses, longest = time.monotonic(), _Pauses(self._chance), self._config.give_up_after_s
+        begun, pauses, again = time.monotonic(), Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), False
         while True:
-            within = min(_REACHED_WITHIN_S, longest)
+            within, requested_s = reached_within_s, 0.0
             try:
                 async with asyncio.timeout(self._config.timeout_s):
                     return await ask()
             except TimeoutError:
                 cause = f"no answer within {self._config.timeout_s:g} s"
-            except (Fault, BadReply) as error:
+            except BadReply as error:
                 cause = str(error)
-                if isinstance(error, Fault) and error.alive:
-                    within = longest
+            except Fault as error:
+                cause, requested_s = str(error), error.pause_s
+                within = self._config.give_up_after_s if error.alive else within
+            except RewardError as error:
+                raise self._error(str(error)) from None
             left = begun + within - time.monotonic()
-            if left <= 0:
-                raise RewardError(f"{self._name}: not ready after {within:g} s: {cause}; is it the right address?")
-            await asyncio.sleep(min(pauses.next(0), left))
+            if left <= 0 and again:
+                text = f"{self._name}: not ready after {within:g} s: {cause}; is it the right address?"
+                raise self._error(text)
+            again = True
+            await asyncio.sleep(max(0.0, min(pauses.next(requested_s), left)))
+
+    def _error(self, text: str) -> RewardError:
+        return RewardError(self._secrets.blanked(text))
 
     @abc.abstractmethod
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
@@ -126,6 +127,8 @@ class RemoteScorer(abc.ABC):
 
     async def score(self, prompt: Prompt, response: str) -> Reward:
         """See :class:`Scorer`."""
+        if not self._submitted:
+            self._silent_since = None  # nobody asked: that there was no answer says nothing
         call = Call(prompt, response, asyncio.get_running_loop().create_future())
         submitted = asyncio.create_task(self._batcher.submit(call))
         self._submitted.add(submitted)  # the batch may go on for others after this verdict is there
@@ -153,39 +156,55 @@ class RemoteScorer(abc.ABC):
 
     async def _work(self, calls: Sequence[Call]) -> Sequence[None]:
         """Ask until each call has its verdict."""
-        size, pauses, since = len(calls), _Pauses(self._chance), time.monotonic()
+        size, pauses, since = len(calls), Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), time.monotonic()
         waiting = list(calls)
         while waiting := [call for call in waiting if not call.verdict.done()]:
             asked = waiting[:size]
-            try:
-                await self._attempt(asked)
-                fault = None
-            except Fault as error:
-                fault = error
-            except BadReply as error:
-                fault = None
-                for call in asked:
-                    self._strike(call, error)
-            if fault is None or any(call.verdict.done() for call in asked):
-                size, pauses, since = min(2 * size, len(calls)), _Pauses(self._chance), time.monotonic()
-                continue
-            if self._should_give_up(since):
-                for call in waiting:
-                    _settle(call, Reward(None, 0.0, error=f"{self._name}: {fault}"))
+            problem = await self._try(asked)
+            if problem is None or any(_is_answered(call) for call in asked):
+                size, pauses, since = (
+                    min(2 * size, len(calls)),
+                    Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+                    time.monotonic(),
+                )
+            elif isinstance(problem, Refusal):
+                size, since = max(1, len(asked) // 2), time.monotonic()
+                if len(asked) == 1:
+                    self._fail(asked, problem)
+            elif self._should_give_up(since):
+                self._fail(waiting, problem)
             else:
                 waiting = waiting[size:] + asked  # one that brings the server down must not keep the others waiting
-                size = max(1, len(asked) // 2) if fault.smaller else size
-                await asyncio.sleep(self._pause(pauses, fault, since))
+                size = max(1, len(asked) // 2) if problem.smaller else size
+                await asyncio.sleep(self._pause(pauses, problem, since))
         return [None] * len(calls)
 
-    async def _attempt(self, calls: Sequence[Call]) -> None:
-        """One request, and a second one beside it if the first takes long."""
+    async def _try(self, calls: Sequence[Call]) -> Fault | Refusal | None:
+        """One attempt; returns what kept the server from a reply. A reply that breaks the agreement, in however many
+        ways, is one strike against a call."""
+        struck: dict[Call, BadReply] = {}
+        try:
+            await self._attempt(calls, struck)
+        except (Fault, Refusal) as problem:
+            return problem
+        except BadReply as error:
+            struck = dict.fromkeys(calls, error) | struck
+        finally:
+            for call, problem_of_call in struck.items():
+                call.bad_replies += 1
+                if call.bad_replies >= _CHANCES:
+                    self._fail([call], problem_of_call)
+        return None
+
+    async def _attempt(self, calls: Sequence[Call], struck: dict[Call, BadReply]) -> None:
+        """One request, and a second one beside it if the first takes long. What is wrong with single results goes into
+        ``struck``."""
         hedge_s = self._config.hedge_after_s
-        requests = {asyncio.create_task(self._request(calls))}
+        requests = {asyncio.create_task(self._request(calls, struck))}
         try:
             done, running = await asyncio.wait(requests, timeout=hedge_s)
             if not done:
-                requests.add(asyncio.create_task(self._request(calls)))
+                requests.add(asyncio.create_task(self._request(calls, struck)))
             while True:
                 done, running = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
                 succeeded = [request for request in done if request.exception() is None]
@@ -198,23 +217,33 @@ class RemoteScorer(abc.ABC):
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
 
-    async def _request(self, calls: Sequence[Call]) -> None:
+    async def _request(self, calls: Sequence[Call], struck: dict[Call, BadReply]) -> None:
         """One request within its time."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 async for place, verdict in self._ask(calls):
                     self._silent_since = None
                     if isinstance(verdict, Reward):
-                        _settle(calls[place], verdict)
+                        self._answer(calls[place], verdict)
                     else:
-                        self._strike(calls[place], verdict)
+                        struck[calls[place]] = verdict
         except TimeoutError:
             raise Fault(f"no answer within {self._config.timeout_s:g} s", smaller=True) from None
+        except Refusal:
+            self._silent_since = None
+            raise
+        except RewardError as error:
+            raise self._error(str(error)) from None
 
-    def _strike(self, call: Call, problem: BadReply) -> None:
-        call.bad_replies += 1
-        if call.bad_replies >= _CHANCES:
-            _settle(call, Reward(None, 0.0, error=f"{self._name}: {problem}"))
+    def _fail(self, calls: Sequence[Call], problem: Exception) -> None:
+        for call in calls:
+            self._answer(call, Reward(None, 0.0, error=f"{self._name}: {problem}"))
+
+    def _answer(self, call: Call, reward: Reward) -> None:
+        if call.verdict.done():  # by a hedged request, or nobody waits any more
+            return
+        error = None if reward.error is None else self._secrets.blanked(reward.error)
+        call.verdict.set_result(replace(reward, error=error))
 
     def _should_give_up(self, since: float) -> bool:
         """When this batch has got nothing for too long; or no batch has, and then each further one is tried once."""
@@ -223,12 +252,11 @@ class RemoteScorer(abc.ABC):
             self._silent_since = now
         return now - min(since, self._silent_since) >= self._config.give_up_after_s
 
-    def _pause(self, pauses: _Pauses, fault: Fault, since: float) -> float:
+    def _pause(self, pauses: Pauses, fault: Fault, since: float) -> float:
         """Never beyond the time to give up, so that there is a last attempt then."""
         left = since + self._config.give_up_after_s - time.monotonic()
         return max(0.0, min(pauses.next(fault.pause_s), left))
 
 
-def _settle(call: Call, reward: Reward) -> None:
-    if not call.verdict.done():  # by a hedged request, or nobody waits any more
-        call.verdict.set_result(reward)
+def _is_answered(call: Call) -> bool:
+    return call.verdict.done() and not call.verdict.cancelled()

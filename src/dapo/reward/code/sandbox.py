@@ -221,14 +221,14 @@ def _arguments(python: str, scratch_bytes: int, maps_users: bool) -> list[str]:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--uid", str(_INNER_USER), "--gid", str(_INNER_USER)]
+    bound = [path for path in _SYSTEM if Path(path).exists() and not Path(path).is_symlink()] + _python_files(python)
+    for folder in dict.fromkeys(("/dev", *(str(Path(path).parent) for path in bound))):
+        command += ["--dir", folder]  # left to itself, bubblewrap makes them unreadable for all but its own user
+    for path in bound:
+        command += ["--ro-bind", path, path]
     for path in _SYSTEM:
         if Path(path).is_symlink():
             command += ["--symlink", str(Path(path).readlink()), path]
-        elif Path(path).exists():
-            command += ["--ro-bind", path, path]
-    for path in _python_files(python):  # its folders first: bubblewrap would make them as private as they are outside
-        command += ["--dir", str(Path(path).parent), "--ro-bind", path, path]
-    command += ["--dir", "/dev"]
     for name in _DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     command += ["--symlink", "/tmp", "/dev/shm", "--proc", "/proc"]

@@ -1,0 +1,41 @@
+"""Secrets that a client sends stay out of what it says: a server may repeat them in whatever it answers."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+_BLANK = "***"
+_TELLING = 8
+"""Characters. So much of a secret is blanked where a text was cut in the middle of one; shorter values in the query of
+an address ("v1") are no secrets."""
+
+
+class Secrets:
+    """What must not be shown: the ``token``, and the values in the query of ``url``, one of which may be a key."""
+
+    def __init__(self, token: str | None, url: str) -> None:
+        query = urlsplit(url).query
+        values = {value for _, value in parse_qsl(query)} | {part.partition("=")[2] for part in query.split("&")}
+        values = {value for value in values | set(map(unquote, values)) if len(value) >= _TELLING}
+        # the longest first: one may be a part of another
+        self._secrets = sorted(values | ({token} if token else set()), key=len, reverse=True)
+
+    def blanked(self, text: str) -> str:
+        """``text`` without them, nor the beginning of one."""
+        for secret in self._secrets:
+            text = _without(text, secret)
+        return text
+
+
+def shown(url: str) -> str:
+    """The address for messages: without the query and a login."""
+    parts = urlsplit(url)
+    query = "?..." if parts.query else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}{query}"
+
+
+def _without(text: str, secret: str) -> str:
+    begin, rest = secret[:_TELLING], secret[_TELLING:]
+    before, *after = text.split(begin)
+    return before + "".join(_BLANK + part.removeprefix(os.path.commonprefix([part, rest])) for part in after)
