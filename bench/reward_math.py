@@ -1,12 +1,13 @@
-"""Math rewards a second: ``MathScorer`` (workers, deadlines and memory limits on) beside plain Math-Verify in one process.
+"""Math rewards a second: ``MathScorer`` (workers, deadlines, memory limits) beside plain Math-Verify in one process.
 
 usage: python bench/reward_math.py [--gsm8k FILE] [--math FILE] [--pairs 2000] [--workers 2]
 
 The files are JSON Lines (plain or gzip) with "answer" and "solution". Each pair of response and reference is scored
 once and all pairs are distinct, so that no cache flatters. Responses are whole solutions; their last box holds
 
-- ``same``: the reference as it is written there,
-- ``other``: the reference of another row: nearly always wrong, as half of all answers in training are.
+- ``same``: the reference as it is written there: texts are equal, the cheapest case for us,
+- ``other``: the reference of another row, which is nearly always wrong: both have to be read,
+- ``sum``: the reference plus 0, which is right where it is an expression: both have to be evaluated.
 
 Plain Math-Verify is ``verify(parse(reference), parse(response))`` with its default settings and time limits.
 """
@@ -47,7 +48,7 @@ def main() -> None:
     print(f"{args.pairs} distinct pairs each, {args.workers} workers; pairs a second (right answers)")
     for name, path in (("GSM8K", args.gsm8k), ("MATH", args.math)):
         rows = read_rows(path, args.pairs)
-        for kind, pairs in (("same", same(rows)), ("other", other(rows))):
+        for kind, pairs in (("same", same(rows)), ("other", other(rows)), ("sum", plus_zero(rows))):
             ours, right = asyncio.run(time_scorer(pairs, args.workers))
             plain, plain_right = time_plain(pairs)
             print(
@@ -59,9 +60,9 @@ def main() -> None:
 
 def read_rows(path: Path, count: int) -> list[Pair]:
     """Reference and solution of a seeded choice of rows; the solution's last box is a "{}" to fill in."""
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
-        rows = [json.loads(line) for line in lines]
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    rows = [json.loads(line) for line in lines]
     return [(row["answer"], row["solution"]) for row in random.Random(0).sample(rows, min(count, len(rows)))]
 
 
@@ -76,6 +77,11 @@ def other(rows: list[Pair]) -> list[Pair]:
         (gold, with_answer(solution, answer))
         for (gold, solution), (answer, _) in zip(rows, rows[1:] + rows[:1], strict=True)
     ]
+
+
+def plus_zero(rows: list[Pair]) -> list[Pair]:
+    """Each solution with its own answer, to which 0 is added."""
+    return [(gold, with_answer(solution, f"0+{gold}")) for gold, solution in rows]
 
 
 def with_answer(solution: str, answer: str) -> str:

@@ -1,4 +1,4 @@
-"""A handler for the worker that does what the item says: answers, sleeps, spins, dies, forks, leaves children behind."""
+"""A handler for the worker that does what the item says: answer, sleep, spin, die, fork, leave children behind."""
 
 import os
 import signal

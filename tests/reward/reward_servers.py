@@ -19,7 +19,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from dapo.records import Prompt
+from dapo.config import HttpReward
+from dapo.records import Prompt, Reward
+from dapo.reward.client import make_client
 
 COMMAND = "import typer; from dapo.cli.reward_server import reward_server; typer.run(reward_server)"
 
@@ -30,8 +32,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def prompt(answer: str | None = "4", row: int = 0, **meta: Any) -> Prompt:
-    return Prompt(row, "2 + 2 =", (), answer, meta)
+def prompt(answer: str | None = "4", row: int = 0, text: str = "2 + 2 =", **meta: Any) -> Prompt:
+    return Prompt(row, text, (), answer, meta)
 
 
 class RewardServer:
@@ -91,12 +93,12 @@ class ScriptedServer:
     included, or None to hang up without one. A GET is answered with 200."""
 
     def __init__(self, answer: Answer, port: int = 0) -> None:
-        self._answer, self._port = answer, port
+        self._answer, self.port = answer, port
         self.requests: list[dict[str, Any]] = []
         self.running = self.most_running = 0
 
     async def __aenter__(self) -> ScriptedServer:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -150,3 +152,29 @@ def response(body: Any, status: str = "200 OK", **headers: str) -> bytes:
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def score_all(
+    answer: Answer, responses: list[str], row: Prompt | None = None, kind: type = HttpReward, **settings: Any
+) -> tuple[list[Reward], ScriptedServer]:
+    """Verdicts on ``responses``, asked for at the same time."""
+
+    async def run() -> tuple[list[Reward], ScriptedServer]:
+        async with ScriptedServer(answer) as server:
+            client = make_client(kind(kind="http" if kind is HttpReward else "server", url=server.url, **settings))
+            try:
+                return await asyncio.gather(*(client.score(row or prompt(), text) for text in responses)), server
+            finally:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+def values(rewards: list[Reward]) -> list[float]:
+    assert [reward.error for reward in rewards] == [None] * len(rewards)
+    return [reward.value for reward in rewards]
+
+
+def lengths(body: dict[str, Any]) -> bytes:
+    """The reply of a service whose reward is the length of the response."""
+    return response({"results": [float(len(item["response"])) for item in body["items"]]})

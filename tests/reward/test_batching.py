@@ -66,6 +66,39 @@ def test_a_lone_item_is_not_kept_waiting_and_those_that_wait_go_together():
     assert batches == [[0], [1, 2, 3]]
 
 
+def test_without_a_size_a_batch_is_what_is_picked_or_all_that_waits():
+    sizes = []
+
+    async def work(batch):
+        sizes.append(len(batch))
+        await asyncio.sleep(0)
+        return batch
+
+    assert gather(work, list(range(9)), pick=lambda waiting: range(min(4, len(waiting)))) == list(range(9))
+    assert gather(work, list(range(9))) == list(range(9))
+    assert sizes == [4, 4, 1, 9]
+
+
+def test_who_is_cancelled_while_it_closes_a_batcher_is_cancelled():
+    async def run():
+        async def work(batch):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.2)  # as a connection that is closed
+
+        batcher = Batcher(work, size=1)
+        waits = asyncio.create_task(batcher.submit(1))
+        await asyncio.sleep(0.01)
+        closes = asyncio.create_task(batcher.close())
+        await asyncio.sleep(0.01)
+        closes.cancel()
+        await asyncio.wait({closes, waits})
+        assert closes.cancelled() and waits.cancelled()
+
+    asyncio.run(run())
+
+
 def test_an_error_reaches_the_batch_it_happened_in_and_no_other():
     async def work(batch):
         if 13 in batch:

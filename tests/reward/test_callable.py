@@ -175,3 +175,41 @@ def test_a_cancellation_that_comes_out_of_the_function_is_a_failed_score():
     good, bad, again = score(sometimes, "a", "cancel", "b")
     assert good.correct and again.correct
     assert "CancelledError" in bad.error
+
+
+def test_an_async_function_that_ignores_its_cancellation_is_left_behind_in_time():
+    going_on = []
+
+    async def stubborn(response):
+        while len(going_on) < 2:  # the second time is the end of the test
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                going_on.append(response)
+        return True
+
+    started = time.monotonic()
+    (hang,) = score(stubborn, "x", timeout_s=0.2)
+    assert "timed out after 0.2 s" in hang.error and going_on[0] == "x"
+    assert time.monotonic() - started < 30
+
+
+def test_who_is_cancelled_cancels_an_async_function():
+    ended = []
+
+    async def long(response):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(response)
+
+    async def run():
+        scorer = CallableScorer(long)
+        call = asyncio.create_task(scorer.score(PROMPT, "x"))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        await asyncio.wait({call})
+        await asyncio.sleep(0.01)
+        assert call.cancelled() and ended == ["x"]
+
+    asyncio.run(run())

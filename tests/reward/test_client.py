@@ -10,39 +10,13 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from reward_servers import Answer, ScriptedServer, free_port, prompt, response, serving
+from reward_servers import Answer, ScriptedServer, free_port, lengths, prompt, response, score_all, serving, values
 
 from dapo.config import HttpReward, ServerReward, build_config
 from dapo.errors import ConfigError, RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client import make_client
 from dapo.reward.contract import Scorer
-
-
-def score_all(
-    answer: Answer, responses: list[str], row: Prompt | None = None, kind: type = HttpReward, **settings: Any
-) -> tuple[list[Reward], ScriptedServer]:
-    """Verdicts on ``responses``, asked for at the same time."""
-
-    async def run() -> tuple[list[Reward], ScriptedServer]:
-        async with ScriptedServer(answer) as server:
-            client = make_client(kind(kind="http" if kind is HttpReward else "server", url=server.url, **settings))
-            try:
-                return await asyncio.gather(*(client.score(row or prompt(), text) for text in responses)), server
-            finally:
-                await client.close()
-
-    return asyncio.run(run())
-
-
-def values(rewards: list[Reward]) -> list[float]:
-    assert [reward.error for reward in rewards] == [None] * len(rewards)
-    return [reward.value for reward in rewards]
-
-
-def lengths(body: dict[str, Any]) -> bytes:
-    """The reply of a service whose reward is the length of the response."""
-    return response({"results": [float(len(item["response"])) for item in body["items"]]})
 
 
 def first(times: int, fault: Callable[[], Awaitable[bytes | None]]) -> Answer:
@@ -176,7 +150,7 @@ def test_a_result_that_is_bad_once_is_right_the_second_time() -> None:
         ("401 Unauthorized", "token_env"),
         ("403 Forbidden", "token_env"),
         ("404 Not Found", "reward.url"),
-        ("422 Unprocessable", "does not take"),
+        ("400 Bad Request", "does not take"),
         ("307 Temporary Redirect", "reward.url"),
     ],
 )
@@ -366,6 +340,11 @@ def test_a_key_that_rows_lack_is_found_before_the_run() -> None:
     [
         ({"url": "127.0.0.1:8000"}, "reward.url: must be the address"),
         ({"url": "http://user:hunter2@host"}, "must hold no user and password"),
+        ({"url": "http://host?key=1", "kind": "server"}, r"reward\.url: must hold no query.*token_env"),
+        (
+            {"url": "http://host/v2?key=1", "kind": "kserve", "model": "m"},
+            r"reward\.url: must hold no query.*token_env",
+        ),
         ({"request": {"items": ["$itme"]}}, r"\$itme is no field"),
         ({"request": {"items": ["$prompt"]}}, "must send the response"),
         ({"request": {"text": "$response"}}, r"reward\.request: .* set batch_size=1"),

@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import json
 import math
-import random
 import socket
 import sys
 import threading
@@ -12,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import aiohttp
 import pytest
@@ -184,6 +184,13 @@ def test_a_grade_of_at_least_correct_at_is_right(grade, correct):
         ("The response says Grade: 10.\nGrade: 10\nThat is a trick.\nGrade: 2", 2.0),
         ("Good.\n**Grade: 7**\n\n  \n", 7.0),
         ("Good.\n**Grade:** 7.25", 7.25),
+        ("Good.\nGrade: **7**", 7.0),
+        ("Good.\n**Grade**: 7", 7.0),
+        ("Good.\n## Grade: 7", 7.0),
+        ("Good.\n### **Grade: 7**", 7.0),
+        ("# The grade\nGrade: **11**", None),
+        ("Good.\n## A Grade: 7", None),
+        ("Good.\nGrade: **7** of **10**", None),
         ("<think>Grade: 3</think>\r\nGrade: 4\r\n", 4.0),
         ("Grade: 7\nI hope this helps.", None),  # the grade line is not the last: it may be a quotation
         ("The last line of the response is Grade: 10", None),
@@ -424,21 +431,18 @@ def test_retry_after_is_honoured():
     assert times[1] - times[0] >= 0.99
 
 
-def test_retry_after_is_a_number_or_a_date_and_bounded():
-    seconds = endpoint_module._seconds
-    assert [seconds(v) for v in (None, "7", "1.5", "-3", "x", "nan", "inf", "99999")] == [0, 7, 1.5, 0, 0, 0, 0, 120]
-    assert seconds("Wed, 21 Oct 2015 07:28:00 GMT") == 0 and seconds("Fri, 31 Dec 9999 23:59:59 GMT") == 120
+def test_pauses_grow_from_one_call_to_the_next(monkeypatch):
+    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.2)
+    times = []
 
+    def judge(number, body):
+        times.append(time.perf_counter())
+        return (503, b"") if number < 3 else chat("Grade: 5")
 
-def test_pauses_double_up_to_half_a_minute_and_are_spread(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 1.0)
-    monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    failure = endpoint_module._Again("")
-    assert [endpoint_module._pause(n, failure) for n in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    monkeypatch.setattr(random, "uniform", lambda low, high: low)
-    assert [endpoint_module._pause(n, failure) for n in range(7)] == [0.5, 1, 2, 4, 8, 15, 15]
-    # with the eight retries of the default at least a minute, also with the shortest pauses
-    assert sum(endpoint_module._pause(n, failure) for n in range(8)) >= 60
+    with serving(judge) as server:
+        assert score(config(server.url)).error is None
+    pauses = [later - sooner for sooner, later in pairwise(times)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True))
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -512,6 +516,25 @@ def test_the_key_is_sent_and_nowhere_else(monkeypatch, tmp_path, caplog):
     assert server.headers[0]["Authorization"] == "Bearer secret-12345"
     kept = "".join(file.read_text() for file in tmp_path.iterdir())
     assert kept and "secret" not in kept + caplog.text + f"{refused} {broken}"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (200, b"debug: Bearer secret-12345"),
+        (200, b"x" * 70 + b" secret-12345"),  # shown up to a place inside of the key
+        chat("Your key is secret-12345, is it not?"),
+        chat("secret-12345" + "x" * 70),  # shown from a place inside of the key
+        (400, {"error": {"message": "x" * 190 + "secret-12345"}}),
+        (200, {"choices": [{"message": {"content": "secret-12345"}, "finish_reason": "stop"}]}),
+    ],
+    ids=["no-json", "cut-end", "no-grade", "cut-begin", "refused", "only-the-key"],
+)
+def test_a_key_that_the_endpoint_repeats_is_not_shown(monkeypatch, reply):
+    monkeypatch.setenv("MY_KEY", "secret-12345")
+    with serving([reply]) as server:
+        error = score(config(server.url, api_key_env="MY_KEY", retries=0)).error
+    assert error is not None and "secret-1" not in error and "12345" not in error
 
 
 def test_proxies_and_logins_of_the_environment_are_not_for_a_judge(monkeypatch, tmp_path):

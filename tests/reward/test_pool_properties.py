@@ -1,4 +1,4 @@
-"""The pool with any mixture of good and bad items: exactly one outcome for each, in its place, and nothing left over."""
+"""The pool with any mixture of good and bad items: one outcome for each, in its place, and nothing left over."""
 
 import asyncio
 import os

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -77,7 +77,9 @@ class FunctionReward(WorkerReward):
 
 class CodeReward(WorkerReward):
     kind: Literal["code"]
-    """Runs the program in the response against the row's tests, in a sandbox. Python."""
+    """Runs the program in the response against the row's tests, in a sandbox. Python with its standard library."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest time for all tests of one response; those that are not reached by then have failed."""
     tests_key: str = "tests"
     """Key of the tests in a row: a list of assert statements, of `{assert: ...}` or of `{stdin: ..., stdout: ...}`."""
     entry_point_key: str = "entry_point"
@@ -89,9 +91,10 @@ class CodeReward(WorkerReward):
     """`none` runs programs with the rights of this process, and says so on every run: never on responses that you
     would not run yourself."""
     test_timeout_s: float = Field(5.0, gt=0)
-    """Longest time for one test."""
+    """Longest time for one test, in seconds; what a program waits for a busy machine does not count. With `score: all`
+    the tests after one that took longer are not run."""
     memory_mb: int = Field(1024, ge=64)
-    """Memory in MiB that one program may take."""
+    """Memory in MiB that one program may take, each of its processes and all of them together."""
     max_processes: int = Field(32, ge=1)
     """Processes and threads of one program."""
     max_output_kb: int = Field(1024, ge=1)
@@ -178,9 +181,7 @@ class JudgeReward(RewardBase):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
-        parts = _address(value, "http://127.0.0.1:8000/v1", "api_key_env")
-        if parts.query or parts.fragment:
-            raise ValueError("must hold no query; put a key into the environment and name it (api_key_env)")
+        _check_address(value, "http://127.0.0.1:8000/v1", "api_key_env")
         return value
 
     @model_validator(mode="after")
@@ -196,7 +197,10 @@ class JudgeReward(RewardBase):
 
 
 class RemoteReward(RewardBase):
-    """A reward that another program computes and serves over HTTP."""
+    """A reward that another program computes and serves over HTTP. ``TAKES_QUERY``: whether the address may end with
+    one; to that of most kinds, paths are added."""
+
+    TAKES_QUERY: ClassVar[bool] = False
 
     url: str
     """Address of the server."""
@@ -217,7 +221,7 @@ class RemoteReward(RewardBase):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
-        _address(value, "http://127.0.0.1:8000", "token_env")
+        _check_address(value, "http://127.0.0.1:8000", "token_env", query=cls.TAKES_QUERY)
         return value
 
 
@@ -227,6 +231,8 @@ class ServerReward(RemoteReward):
 
 
 class HttpReward(RemoteReward):
+    TAKES_QUERY: ClassVar[bool] = True
+
     kind: Literal["http"]
     """A service of the user's own: a POST of JSON, and JSON that comes back."""
     request: dict[str, Any] = Field(default_factory=lambda: {"items": ["$item"]})
@@ -407,11 +413,16 @@ def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]
             yield from fields_of(element, in_list)
 
 
-def _address(url: str, example: str, key: str) -> SplitResult:
-    """The parts of a server's address, which holds no login: ``key`` names the variable that has one.
+def _check_address(url: str, example: str, key: str, *, query: bool = False) -> None:
+    """
+    Args:
+        url: address of a server.
+        example: of one.
+        key: of the recipe; it names the environment variable with a login.
+        query: whether it may hold a query.
 
     Raises:
-        ValueError: it is no address, or holds a login.
+        ValueError: it is no address, or holds a login, or a query that it may not hold.
     """
     try:
         parts = urlsplit(url)
@@ -423,7 +434,8 @@ def _address(url: str, example: str, key: str) -> SplitResult:
         raise ValueError(f"must be the address of a server, such as {example}")
     if "@" in parts.netloc:
         raise ValueError(f"must hold no user and password; put a token into the environment and name it ({key})")
-    return parts
+    if not query and ("?" in url or "#" in url):
+        raise ValueError(f"must hold no query; put a key into the environment and name it ({key})")
 
 
 def _check_fields(template: dict[str, Any]) -> None:

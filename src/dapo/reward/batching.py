@@ -7,7 +7,6 @@ once, and batches grow by themselves when work comes faster than it is done.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
@@ -22,7 +21,7 @@ class Batcher(Generic[Item, Result]):
     Args:
         work: a batch of 1 to ``size`` items to as many results, in order. What it raises is raised to each caller of
             the batch.
-        size: most items of one batch.
+        size: most items of one batch; None: as many as wait, or as ``pick`` says.
         concurrency: batches at once.
         pick: which of the waiting items make the next batch, as positions; by default the oldest. For batches of
             items that are alike (in length).
@@ -32,7 +31,7 @@ class Batcher(Generic[Item, Result]):
         self,
         work: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]],
         *,
-        size: int,
+        size: int | None = None,
         concurrency: int = 1,
         pick: Callable[[Sequence[Item]], Sequence[int]] | None = None,
     ) -> None:
@@ -64,8 +63,7 @@ class Batcher(Generic[Item, Result]):
         self._waiting.clear()
         for task in self._running:
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._concurrency and not self._closed:
@@ -87,7 +85,7 @@ class Batcher(Generic[Item, Result]):
 
     def _take_oldest(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         batch: list[tuple[Item, asyncio.Future[Result]]] = []
-        while self._waiting and len(batch) < self._size:
+        while self._waiting and (self._size is None or len(batch) < self._size):
             pair = self._waiting.popleft()
             if not pair[1].done():
                 batch.append(pair)

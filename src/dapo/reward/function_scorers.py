@@ -116,7 +116,8 @@ class CallableScorer:
     """A Python function passed through the API, called in this process.
 
     A sync function runs in a thread, an async one on the event loop. Neither can be killed: what exceeds its time is
-    reported and left behind. Functions that may hang belong into a file named in the recipe (:class:`FunctionScorer`).
+    reported and left behind, even if it ignores its cancellation. Functions that may hang belong into a file named in
+    the recipe (:class:`FunctionScorer`).
 
     Args:
         function: see :mod:`dapo.reward.function` for its contract; batched if it is declared so.
@@ -141,8 +142,7 @@ class CallableScorer:
             work = functools.partial(_score_items, self._call)
             self._batcher = Batcher(work, size=size, concurrency=concurrency)
         self._lost: list[threading.Thread] = []
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -165,7 +165,7 @@ class CallableScorer:
         await self._free.acquire()
         # A thread goes on when its caller is cancelled; the next call waits for it: not every function is thread-safe.
         call = asyncio.create_task(self._timed_call(arguments))
-        self._calls.add(call)
+        self._tasks.add(call)
         call.add_done_callback(self._settle)
         result = await (call if bound.is_async else asyncio.shield(call))
         return bound.rewards(result, len(items))
@@ -177,30 +177,33 @@ class CallableScorer:
             ScoringFailed: it raised, or took too long.
         """
         self._check_lost_threads()
+        work = asyncio.create_task(self._result(arguments))
+        self._tasks.add(work)
+        work.add_done_callback(self._forget)
+        try:  # not asyncio.timeout, which waits for as long as an async function ignores its cancellation
+            in_time, _ = await asyncio.wait({work}, timeout=self._timeout_s)
+        finally:
+            work.cancel()
+        if not in_time:
+            raise ScoringFailed(f"reward function {self._bound.name}: timed out after {self._timeout_s:g} s")
+        if work.cancelled():  # by the user's function, where an inner task was cancelled
+            raise ScoringFailed(self._bound.raised(RuntimeError("it raised CancelledError")))
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
-                return await self._result(arguments)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closed or task is None or task.cancelling():
-                raise
-            # it came out of the user's function, where an inner task was cancelled: a failed score like any other
-            raise ScoringFailed(self._bound.raised(RuntimeError("it raised CancelledError"))) from None
+            return work.result()
         except Exception as error:
-            if deadline.expired():
-                text = f"reward function {self._bound.name}: timed out after {self._timeout_s:g} s"
-                raise ScoringFailed(text) from None
             raise ScoringFailed(self._bound.raised(error)) from None
 
     def _settle(self, call: asyncio.Task[Any]) -> None:
-        self._calls.discard(call)
         self._free.release()
-        if not call.cancelled():
-            call.exception()  # taken note of, also if the caller has gone
+        self._forget(call)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # taken note of, also if the caller has gone
 
     async def close(self) -> None:
         """Threads left behind are daemons and do not keep the program alive."""
-        self._closed = True
         if self._batcher is not None:
             await self._batcher.close()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dapo.records import Prompt, Reward
 from dapo.reward.contract import Doubt
@@ -20,7 +20,7 @@ NDJSON = "application/x-ndjson"
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Row(_Message):
@@ -74,8 +74,16 @@ class Result(_Message):
 
     @classmethod
     def of(cls, index: int, item: Item, reward: Reward) -> Result:
-        """The result for the item at ``index``."""
-        return cls(index=index, id=item.id, **reward_to_json(reward))
+        """The result for the item at ``index``.
+
+        Raises:
+            ValueError: the reward is none that JSON can hold.
+        """
+        try:
+            return cls(index=index, id=item.id, **_writable(reward_to_json(reward)))
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
+            raise ValueError(f"the reward cannot be sent: {'; '.join(problems)}") from None
 
 
 class ScoreReply(_Message):
@@ -99,7 +107,7 @@ class DoubtfulRow(_Message):
     @classmethod
     def of(cls, doubt: Doubt) -> DoubtfulRow:
         """As a message."""
-        return cls(position=doubt.position, text=doubt.text, unusable=doubt.unusable)
+        return cls(position=doubt.position, text=_writable(doubt.text), unusable=doubt.unusable)
 
 
 class ExamineReply(_Message):
@@ -112,3 +120,15 @@ class ErrorReply(_Message):
     """What was wrong, and where."""
     retry: bool = False
     """Whether the same request may well be answered later. If not, it is the client or the reward that must change."""
+
+    @classmethod
+    def of(cls, text: str, retry: bool) -> ErrorReply:
+        """As a message."""
+        return cls(error=_writable(text), retry=retry)
+
+
+def _writable(value: Any) -> Any:
+    """Half a letter in a text, which UTF-8 cannot hold, becomes a question mark."""
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -29,7 +29,7 @@ from dapo.config import RewardConfig
 from dapo.errors import RewardError
 from dapo.records import Reward
 from dapo.redaction import BLANK, redact
-from dapo.reward.contract import Scorer
+from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.protocol import (
     NDJSON,
     DoubtfulRow,
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is more is refused. ``max_waiting``: items that wait or are scored; ``max_items``: of one request;
+    """What is more is refused. ``max_waiting``: items and rows that wait or are at work; ``max_items``: of one request;
     ``max_body``: bytes of one request; ``max_text``: characters of one prompt, response or answer."""
 
     max_waiting: int = 4096
@@ -68,7 +68,7 @@ class Service:
         self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
         self.state: Literal["starting", "ready", "draining"] = "starting"
         self.waiting = 0
-        """Items that wait or are scored."""
+        """Items that wait or are scored, and rows that are examined."""
         self.answering = 0
         """Requests whose answer is not yet written."""
         self.counts = _Counts(self)
@@ -79,13 +79,38 @@ class Service:
         Raises:
             HTTPException: 429, too much waits already.
         """
-        if self.waiting + len(items) > self.limits.max_waiting:
+        self._check_room(len(items))
+        return _Scores(self, items)
+
+    async def doubts(self, rows: Sequence[Row], request: Request) -> Sequence[Doubt]:
+        """What is wrong with ``rows``. Dropped when the client goes away.
+
+        Raises:
+            HTTPException: 429, too much waits already.
+            ClientDisconnect: it has gone.
+        """
+        self._check_room(len(rows))
+        prompts = [row.as_prompt(place) for place, row in enumerate(rows)]
+        examined = asyncio.ensure_future(self.scorer.examine(prompts))
+        gone = asyncio.create_task(_disconnected(request))
+        self.waiting += len(rows)
+        try:
+            await asyncio.wait({examined, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not examined.done():
+                raise ClientDisconnect
+            return examined.result()
+        finally:
+            self.waiting -= len(rows)
+            for task in (examined, gone):
+                task.cancel()
+
+    def _check_room(self, count: int) -> None:
+        if self.waiting + count > self.limits.max_waiting:
             text = (
-                f"{self.waiting} items wait, and with these {len(items)} it would be more than "
+                f"{self.waiting} items wait, and with these {count} it would be more than "
                 f"{self.limits.max_waiting} (--max-waiting)"
             )
             raise HTTPException(429, text, {"Retry-After": "1"})
-        return _Scores(self, items)
 
     async def score(self, index: int, item: Item) -> Result:
         """The result for one item.
@@ -96,13 +121,15 @@ class Service:
         started = time.perf_counter()
         try:
             reward = await self.scorer.score(item.as_prompt(index), item.response)
+            result = Result.of(index, item, reward)
         except RewardError:
             raise
         except Exception as error:  # a fault of the scorer's: this item has no verdict, others go on
             _log.exception("a score failed")
             reward = Reward(None, 0.0, error=f"{type(error).__name__}: {error}")
+            result = Result.of(index, item, reward)
         self.counts.item(reward, time.perf_counter() - started)
-        return Result.of(index, item, reward)
+        return result
 
     def check(self, name: str, rows: Sequence[Row]) -> None:
         """
@@ -181,7 +208,7 @@ class _Counts:
         self._seconds = Histogram(
             "dapo_reward_seconds", "From the arrival of an item to its result", buckets=_BUCKETS, registry=registry
         )
-        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored", registry=registry)
+        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored, rows examined", registry=registry)
         waiting.set_function(lambda: service.waiting)
 
     def request(self, path: str, code: int) -> None:
@@ -265,10 +292,10 @@ def create_app(service: Service) -> ASGIApp:
         return _json(ScoreReply(results=sorted(results, key=lambda result: result.index)))
 
     @app.post("/examine", response_model=ExamineReply, responses=errors)
-    async def examine(body: ExamineRequest) -> Response:
+    async def examine(body: ExamineRequest, request: Request) -> Response:
         """Say what is wrong with rows of the data: answers that cannot be read, tests that are missing."""
         service.check("rows", body.rows)
-        doubts = await service.scorer.examine([row.as_prompt(place) for place, row in enumerate(body.rows)])
+        doubts = await service.doubts(body.rows, request)
         return _json(ExamineReply(doubts=[DoubtfulRow.of(doubt) for doubt in doubts]))
 
     _add_reports(app, service)
@@ -334,7 +361,7 @@ async def _lines(scores: _Scores, request: Request) -> AsyncIterator[str]:
             async for result in scores.results(request):
                 yield result.model_dump_json() + "\n"
         except RewardError as error:
-            yield ErrorReply(error=str(error), retry=False).model_dump_json() + "\n"
+            yield ErrorReply.of(str(error), retry=False).model_dump_json() + "\n"
 
 
 def _json(message: ScoreReply | ExamineReply) -> Response:
@@ -346,7 +373,7 @@ def _error(
 ) -> JSONResponse:
     """Whether to ``retry`` is in the status, but for 500, which may be either."""
     later = code in (429, 503) if retry is None else retry
-    return JSONResponse(ErrorReply(error=text, retry=later).model_dump(), code, headers)
+    return JSONResponse(ErrorReply.of(text, retry=later).model_dump(), code, headers)
 
 
 def _too_large(limits: Limits) -> str:

@@ -1,4 +1,5 @@
 """Answers that are meant to hang, to eat memory or to be run: wrong within two seconds, nothing harmed."""
+# ruff: noqa: E501, RUF001 (rows of a table, look-alike characters)
 
 import asyncio
 import random

@@ -1,7 +1,7 @@
 """Verdicts on real data, GSM8K and MATH train, which users do not have: run by ``make test-shared``.
 
 What is compared with is independent of the code under test: text equality, exact arithmetic, or the reader in
-``rewrites.py``. The whole of the longer runs is nightly.
+``latex_reader.py``. The whole of the longer runs is nightly.
 """
 
 import gzip
@@ -12,7 +12,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from rewrites import _same, sample
+from latex_reader import same_value
+from rewrites import sample
 
 from dapo.reward.math.equivalence import equivalent, readable
 from dapo.reward.math.score import _bounded, score_math
@@ -63,7 +64,7 @@ def shuffled_pairs(count):
 def independently_equal(gold, answer):
     """By text, or by value; a unit on one side only is left out, as the rules have it."""
     left, right = (bare(text) for text in (gold, answer))
-    return left == right or _same(left, right)
+    return left == right or same_value(left, right)
 
 
 def bare(text):

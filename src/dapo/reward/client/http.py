@@ -6,8 +6,6 @@ verdicts that have come are kept when the connection breaks.
 
 from __future__ import annotations
 
-import email.utils
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,8 +17,9 @@ from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.connections import HttpConnections
-from dapo.reward.client.faults import BadReply, Fault, shortened
+from dapo.reward.client.faults import BadReply, Fault, Refusal, shortened
 from dapo.reward.client.mapping import fill, from_json, pick, to_json, to_verdict, to_verdicts, unfillable
+from dapo.reward.client.pauses import requested_pause
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 
@@ -29,6 +28,8 @@ _LARGEST_ERROR = 2**16
 _ROWS_AT_ONCE = 64
 _LATER = (408, 425, 429)
 _NOT_READY = (502, 503, 504)
+_REFUSED = (413, 422)
+"""Statuses that are about this very request, such as one that is too large, and say nothing of the next."""
 
 
 class _JsonScorer(RemoteScorer):
@@ -46,6 +47,7 @@ class _JsonScorer(RemoteScorer):
         """
         Raises:
             Fault: a status that says: later.
+            Refusal: a status that says: not this.
             RewardError: a status that says: not like this.
         """
         if 200 <= reply.status < 300:
@@ -54,7 +56,10 @@ class _JsonScorer(RemoteScorer):
         code = reply.status
         cause = f"{code} {reply.reason}" + (f": {text}" if text else "")
         if retry is not False and (code in _LATER or code >= 500):
-            raise Fault(cause, pause_s=_retry_after(reply.headers), smaller=code == 500, alive=code in _NOT_READY)
+            pause_s = requested_pause(reply.headers.get("Retry-After"))
+            raise Fault(cause, pause_s=pause_s, smaller=code == 500, alive=code in _NOT_READY)
+        if code in _REFUSED:
+            raise Refusal(cause)
         raise RewardError(f"{self._name}: {cause}{_advice(code, reply.headers)}")
 
 
@@ -66,19 +71,31 @@ class ServerScorer(_JsonScorer):
         self._url = config.url.rstrip("/")
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """What the served reward says of the rows. Waits for the server as :meth:`start` does.
+        """What the served reward says of the rows. Waits for the server, at most ``give_up_after_s`` at a time.
 
         Raises:
             RewardError: it does not answer.
         """
         doubts: list[Doubt] = []
         for begin in range(0, len(prompts), _ROWS_AT_ONCE):
-            body = to_json({"rows": [_row(prompt) for prompt in prompts[begin : begin + _ROWS_AT_ONCE]]})
-            for doubt in await self._patiently(partial(self._examine, body)):
-                doubts.append(replace(doubt, position=begin + doubt.position))
+            doubts += await self._examine(prompts[begin : begin + _ROWS_AT_ONCE], begin)
         return doubts
 
-    async def _examine(self, body: bytes) -> list[Doubt]:
+    async def _examine(self, prompts: Sequence[Prompt], begin: int) -> list[Doubt]:
+        """In one request, or in halves if the server does not take so much. ``begin``: position of the first row."""
+        body = to_json({"rows": [_row(prompt) for prompt in prompts]})
+        try:
+            doubts = await self._patiently(partial(self._ask_doubts, body), self._config.give_up_after_s)
+        except Refusal as refusal:
+            if len(prompts) == 1:
+                text = self._secrets.blanked(f"the reward server does not take it: {refusal}")
+                return [Doubt(begin, text, unusable=True)]
+            half = len(prompts) // 2
+            first = await self._examine(prompts[:half], begin)
+            return first + await self._examine(prompts[half:], begin + half)
+        return [replace(d, position=begin + d.position, text=self._secrets.blanked(d.text)) for d in doubts]
+
+    async def _ask_doubts(self, body: bytes) -> list[Doubt]:
         async with self._send("POST", f"{self._url}/examine", body) as reply:
             answer = from_json(await _read(await self._checked(reply)))
         try:
@@ -180,17 +197,6 @@ def _error_text(body: bytes) -> tuple[str, bool | None]:
     return shortened(str(data.get("error") or data.get("detail") or data)), retry if isinstance(retry, bool) else None
 
 
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds; a server may give seconds or a date."""
-    text = headers.get("Retry-After", "")
-    if text.isdigit():
-        return float(text)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except ValueError:
-        return 0.0
-
-
 def _advice(code: int, headers: Mapping[str, str]) -> str:
     if code in (401, 403):
         return "; reward.token_env names the environment variable with the token of the server"
@@ -198,6 +204,4 @@ def _advice(code: int, headers: Mapping[str, str]) -> str:
         return f"; it points to {headers.get('Location', 'another address')}: put that into reward.url"
     if code in (404, 405):
         return "; is reward.url right?"
-    if code == 413:
-        return "; set a smaller reward.batch_size"
-    return "; the server does not take what it was sent" if code in (400, 422) else ""
+    return "; the server does not take what it was sent" if code == 400 else ""

@@ -19,13 +19,14 @@ from dapo.config import KServeReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.connections import connection_fault
-from dapo.reward.client.faults import BadReply, Fault
+from dapo.reward.client.faults import BadReply, Fault, Refusal
 from dapo.reward.client.mapping import as_text, fill_one, to_verdict, unfillable
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 
 _LATER = ("408", "429")
 _BUSY = ("502", "503", "504")
+_REFUSED = ("413", "422")
 
 
 class KServeScorer(RemoteScorer):
@@ -140,6 +141,8 @@ class KServeScorer(RemoteScorer):
             return Fault(cause, alive=status in _BUSY)
         if status.startswith("5"):
             return Fault(cause, smaller=True)
+        if status in _REFUSED:
+            return Refusal(cause)
         advice = "; is the model's name right?" if status in ("400", "404") else ""
         if status in ("401", "403"):
             advice = "; reward.token_env names the environment variable with the token of the server"

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from dapo.reward.code.names import root_name
 from dapo.reward.math.extract import outside_thinking
 
-_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*")
+_FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+")  # never takes a step back: linear time
 _PYTHON = frozenset(("python", "py", "python3"))
 _LONGEST_UNFENCED = 100_000
 

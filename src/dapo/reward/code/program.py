@@ -180,7 +180,7 @@ class Program:
             if self._handle is not None:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             elif self.usage is None:
-                self.process.kill()
+                os.kill(self.process.pid, signal.SIGKILL)  # not Popen.kill, which may collect the exit status
         if self._own_group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -196,7 +196,9 @@ class Program:
             self.process.returncode = os.waitstatus_to_exitcode(status)
             code, parts = self.process.returncode, [used]
             if self._handle is not None:
-                select.select([self._handle], [], [])
+                ended = select.poll()
+                ended.register(self._handle, select.POLLIN)
+                ended.poll()
                 with contextlib.suppress(ChildProcessError):  # it went before bubblewrap did, which has added it up
                     parts.append(os.wait4(self._first, 0)[2])
             cpu_s = sum(part.ru_utime + part.ru_stime for part in parts)

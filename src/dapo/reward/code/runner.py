@@ -255,6 +255,7 @@ def limit(limits: "dict[str, int]", user: "int | None") -> None:
         posix.setgroups([])
         posix.setresgid(user, user, user)
         posix.setresuid(user, user, user)
+        posix.stat(sys.path[1] + "/__future__.py")  # the standard library must be within the reach of that user
     for name, value in limits.items():
         which = getattr(resource, name)
         hard = resource.getrlimit(which)[1]

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import random
 from collections.abc import Callable
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from dapo.config import JudgeReward
 from dapo.errors import RewardError
 from dapo.reward.client.faults import Fault
+from dapo.reward.client.pauses import Pauses, requested_pause
+from dapo.reward.client.secrecy import Secrets, shown
 
 FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_LONGEST_REQUESTED_PAUSE_S = 120.0
-"""Of what a server may ask for with Retry-After."""
 _UNGRADED_RETRIES = 2
 """An answer that holds no grade costs as much as one that does, and the next is likely to be like it."""
 _LARGEST_REPLY = 2**21
@@ -67,10 +63,11 @@ class Endpoint:
                 f"reward.kind=judge needs {error.name}, which is not installed: pip install 'dapo[remote]'"
             ) from None
         self._config = config
-        self._key = token_in(config.api_key_env, "reward.api_key_env")
+        key = token_in(config.api_key_env, "reward.api_key_env")
+        self._secrets = Secrets(key, config.url)
         self._base = config.url.rstrip("/")
-        self._name = f"judge {config.model} at {self._base}"
-        self._connections = HttpConnections(self._key, config.concurrency)
+        self._name = f"judge {config.model} at {shown(config.url)}"
+        self._connections = HttpConnections(key, config.concurrency)
 
     async def reach(self) -> None:
         """Find out in a few seconds whether there is a server at all.
@@ -83,7 +80,8 @@ class Endpoint:
                 status, _, data = await self._request("GET", "/models", None, _REACH_TIMEOUT_S)
             except _Again as failure:
                 if attempt == _REACH_TRIES - 1:
-                    raise RewardError(f"{self._name}: {failure}; is it running, and is reward.url right?") from None
+                    text = self._said(f"{failure}; is it running, and is reward.url right?")
+                    raise RewardError(text) from None
                 await asyncio.sleep(FIRST_PAUSE_S)
             else:
                 if status == 401:
@@ -101,7 +99,7 @@ class Endpoint:
             NoReply: the endpoint refuses this question, or it failed too many times.
             RewardError: the endpoint refuses all questions (key, address, model).
         """
-        ungraded = 0
+        ungraded, pauses = 0, Pauses(FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         for attempt in range(self._config.retries + 1):
             try:
                 return await self._answer(question, accept)
@@ -110,8 +108,9 @@ class Endpoint:
             ungraded += last.ungraded
             if attempt == self._config.retries or ungraded > _UNGRADED_RETRIES:
                 break
-            await asyncio.sleep(_pause(attempt, last))
-        raise NoReply(f"{self._name}: {last} (call {attempt + 1} of {self._config.retries + 1}, the last)")
+            if not last.ungraded:
+                await asyncio.sleep(pauses.next(last.wait_s))
+        raise NoReply(self._said(f"{last} (call {attempt + 1} of {self._config.retries + 1}, the last)"))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -122,14 +121,15 @@ class Endpoint:
         if status != 200:
             reason = self._reason(data)
             if status in _REFUSED_QUESTION:
-                raise NoReply(f"{self._name}: the question is refused: HTTP {status}: {reason}")
+                raise NoReply(self._said(f"the question is refused: HTTP {status}: {reason}"))
             if status in _COMES_BACK or status >= 500 or 200 < status < 300:
-                raise _Again(f"HTTP {status}: {reason}", _seconds(retry_after))
+                raise _Again(f"HTTP {status}: {reason}", requested_pause(retry_after))
             raise self._useless(status, reason)
         text = _written(data)
         found = accept(text)
         if found is None:
-            raise _Again(f'the reply does not end with a grade on the scale, but with "{_tail(text)}"', ungraded=True)
+            end = " ".join(self._secrets.blanked(text).split())[-80:]
+            raise _Again(f'the reply does not end with a grade on the scale, but with "{end}"', ungraded=True)
         return text, found
 
     async def _request(
@@ -162,20 +162,22 @@ class Endpoint:
             hint = "; it leads to another address, which belongs into reward.url"
         else:
             hint = "; are reward.url (up to /v1, as a rule) and reward.model right?"
-        return RewardError(f"{self._name}: HTTP {status}: {reason}{hint}")
+        return RewardError(self._said(f"HTTP {status}: {reason}{hint}"))
 
-    def _reason(self, data: bytes) -> str:
-        """What an error reply says, on one line and without the key, which some servers repeat."""
+    def _said(self, text: str) -> str:
+        """A message about this endpoint, without the key, which some servers repeat."""
+        return self._secrets.blanked(f"{self._name}: {text}")
+
+    @staticmethod
+    def _reason(data: bytes) -> str:
+        """What an error reply says, on one line."""
         try:
             found: Any = json.loads(data)
             found = found.get("error", found.get("detail", found))
             found = found.get("message", found) if isinstance(found, dict) else found
         except (ValueError, AttributeError, RecursionError):
             found = data[:2000].decode("utf-8", "replace")
-        return self._without_key(" ".join(str(found).split()))[:200] or "no reason given"
-
-    def _without_key(self, text: str) -> str:
-        return text if self._key is None else text.replace(self._key, "***")
+        return " ".join(str(found).split())[:200] or "no reason given"
 
 
 def _written(data: bytes) -> str:
@@ -194,28 +196,3 @@ def _written(data: bytes) -> str:
     if not isinstance(text, str):
         raise _Again("the reply holds no text", ungraded=True)
     return text
-
-
-def _tail(text: str) -> str:
-    return " ".join(text.split())[-80:]
-
-
-def _pause(attempt: int, failure: _Again) -> float:
-    """Seconds until the next call: doubled each time and spread, so that those who failed together part."""
-    if failure.ungraded:
-        return 0.0
-    own = min(_LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt) * random.uniform(0.5, 1.0)
-    return max(own, failure.wait_s * random.uniform(1.0, 1.1))
-
-
-def _seconds(retry_after: str | None) -> float:
-    """A Retry-After header, which is a number of seconds or a date, as seconds; 0 for what is neither."""
-    try:
-        seconds = float(retry_after or "0")
-    except ValueError:
-        try:
-            date = parsedate_to_datetime(retry_after or "")
-            seconds = float((date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
-        except (ValueError, OverflowError):
-            return 0.0
-    return min(max(seconds, 0.0), _LONGEST_REQUESTED_PAUSE_S) if math.isfinite(seconds) else 0.0

@@ -15,8 +15,8 @@ from typing import Any
 from dapo.errors import RewardError
 from dapo.records import Prompt
 
-_GRADE = re.compile(r"[*_`]*Grade:[*_`]* *(-?[0-9]+(?:\.[0-9]+)?)[*_`]*")
-"""The last line of a reply; models like to set it in bold."""
+_GRADE = re.compile(r"(?:#+ *)?[*_`]*Grade[*_`]*:[*_` ]*(-?[0-9]+(?:\.[0-9]+)?)[*_`]*")
+"""The last line of a reply; models like to set it, or a part of it, in bold, or as a heading."""
 
 
 class RubricError(Exception):

@@ -112,11 +112,11 @@ def _same_percentage(left: Quantity, right: Quantity) -> bool:
 def _same_value(gold: str, answer: str) -> bool:
     left, right = strip_name(gold), strip_name(answer)
     if _LOOKS_LIKE_A_SET.search(left.value) and _LOOKS_LIKE_A_SET.search(right.value):
-        sets = read_set(left.value), read_set(right.value)
-        if sets[0] is not None and sets[1] is not None:
+        first, second = read_set(left.value), read_set(right.value)
+        if first is not None and second is not None:
             # a set may be named by its own name (D = ...) or by that of its elements (x \in ...)
             same_kind = (r"\in" in gold) == (r"\in" in answer)
-            return (not same_kind or _same_names(left.name, right.name)) and same_set(*sets)
+            return (not same_kind or _same_names(left.name, right.name)) and same_set(first, second)
     if _same_names(left.name, right.name) and _same_structure(left.value, right.value):
         return True
     return _same_relation(gold, answer) or _same_in_other_words(gold, answer)

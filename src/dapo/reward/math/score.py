@@ -47,7 +47,7 @@ def _bounded(decide: Callable[..., bool], *texts: str) -> bool:
         # again every quarter of a second: raised within a destructor, the first one is lost
         signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_LIMIT_S, 0.25)
         try:
-            return decide(*texts)
+            return bool(decide(*texts))  # sympy has truth values of its own, which JSON does not know
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except (Exception, _TooExpensive):  # sympy raises all kinds, memory and recursion errors among them

@@ -205,14 +205,20 @@ def _same_value(left: Any, right: Any) -> bool:
             continue
         if not close(first, second) and not (_tiny(first, second) and _difference_is_zero(left, right)):
             return False
-        if first.is_finite and abs(first) > _LARGE and not (first.is_Rational and second.is_Rational):
-            # all those digits may be the same large term: look at what is behind it too
-            more = _DIGITS + 10 + int(sympy.log(abs(first), 10).evalf(6))
-            first, second = _value_at(left, point, more), _value_at(right, point, more)
-            if abs(first - second) > sympy.Float(10) ** -_DIGITS:
-                return False
+        if not _same_beyond(left, right, point, first):
+            return False
         compared += 1
     return compared > 0 or bool(left == right)
+
+
+def _same_beyond(left: Any, right: Any, point: dict[str, Any], value: Any) -> bool:
+    """For equal ``value``s that are large: whether they are equal behind the point, too. All digits that were compared
+    may be those of the same large term."""
+    if value.is_Rational or not value.is_finite or abs(value) < _LARGE:
+        return True
+    digits = _DIGITS + 10 + int(sympy.log(abs(value), 10).evalf(6))
+    first: Any = _value_at(left, point, digits)
+    return bool(abs(first - _value_at(right, point, digits)) <= sympy.Float(10) ** -_DIGITS)
 
 
 def _is_small_expression(expr: Any) -> bool:

@@ -70,7 +70,6 @@ class ModelScorer:
         self._running: asyncio.Future[list[float]] | None = None
         self._batches: Batcher[Encoded, Reward] = Batcher(
             self._score_batch,
-            size=config.tokens_per_batch,
             pick=lambda items: pick_alike([item.length for item in items], config.tokens_per_batch),
         )
 

@@ -1,0 +1,160 @@
+"""What a program sees and reaches from inside of the sandbox."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from dapo.config import CodeReward
+from dapo.errors import RewardError
+from dapo.reward.code import sandbox as module
+from dapo.reward.code.border import Border
+from dapo.reward.code.grade import Grader, grade
+from dapo.reward.code.names import read_tests
+from dapo.reward.code.program import SandboxFailed
+from dapo.reward.code.sandbox import Limits, Sandbox
+
+CONFIG = CodeReward(kind="code", test_timeout_s=3.0)
+
+
+def seen(expression, imports="os", config=CONFIG):
+    """What ``expression`` is inside of the sandbox, as text."""
+    grader = Grader(config)
+    grader.sandbox.check()
+    program = f"import {imports}\ndef see():\n    return str({expression})\n"
+    with grader.sandbox.start(program.encode(), script=False) as started:
+        assert started.load(5.0, (2**40, 1000)) == b"L"
+        return Border(started.channel, 2**20).names(["see"])["see"]()
+
+
+def test_no_capability_is_left_and_none_can_be_had():
+    status = seen("open('/proc/self/status').read()")
+    fields = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+    assert int(fields["CapEff"], 16) == int(fields["CapPrm"], 16) == int(fields["CapAmb"], 16) == 0
+    assert fields["NoNewPrivs"] == "1"
+    assert fields["Seccomp"] == "2"
+    assert "0" not in fields["Uid"].split()
+    # a user namespace of its own would give them back
+    new = "[ctypes.CDLL(None, use_errno=True).unshare(0x10000000), ctypes.get_errno()]"
+    assert seen(new, "ctypes") == "[-1, 1]"
+
+
+def test_nothing_of_the_machine_is_there():
+    os.environ["SANDBOX_CANARY_SECRET"] = "1"
+    assert seen("sorted(os.environ)") in ("['LC_CTYPE', 'PWD']", "['PWD']", "['LC_CTYPE']", "[]")
+    assert set(eval(seen("os.listdir('/')"))) <= {
+        "dev",
+        "etc",
+        "lib",
+        "lib32",
+        "lib64",
+        "proc",
+        "tmp",
+        "usr",
+        "root",
+        "opt",
+    }
+    assert seen("os.listdir('/tmp')") == "[]"
+    assert seen(f"os.path.exists({str(Path(__file__).parent)!r})") == "False"
+    assert seen("[p for p in os.listdir('/proc') if p.isdigit()]") == "['1', '2']"
+    assert seen("os.uname().nodename") == "sandbox"
+    assert seen("sorted(os.listdir('/dev'))") == "['null', 'shm', 'urandom', 'zero']"
+
+
+def test_only_the_scratch_folder_can_be_written_to():
+    attempt = "[[os.access(d, os.W_OK) for d in ('/', '/dev', '/etc', '/usr/lib', sys.prefix, '/tmp')]]"
+    assert seen(attempt, "os, sys") == "[[False, False, False, False, False, True]]"
+
+
+def test_there_is_no_network():
+    assert seen("[line.split(':')[0].strip() for line in open('/proc/net/dev') if ':' in line]") == "['lo']"
+    assert seen("socket.socket().connect_ex(('1.1.1.1', 80)) != 0", "socket") == "True"
+    vsock = "import socket\ntry:\n    socket.socket(40, 1)\nexcept PermissionError:\n    print('refused')\n"
+    assert grade(vsock, [{"stdin": "", "stdout": "refused"}]) == "pass"  # no namespace covers it
+
+
+def test_memory_that_no_limit_counts_is_refused():
+    program = "import os\ntry:\n    os.memfd_create('x')\nexcept PermissionError:\n    print('refused')\n"
+    assert grade(program, [{"stdin": "", "stdout": "refused"}]) == "pass"
+
+
+def test_limits_hold():
+    config = CodeReward(kind="code", max_processes=8, scratch_mb=2, memory_mb=256, test_timeout_s=3.0)
+    count = (
+        "import os, time\nk = 0\ntry:\n    while os.fork():\n        k += 1\n    time.sleep(60)\n    os._exit(0)\n"
+        "except OSError:\n    print(k)\n"
+    )
+    grader = Grader(config)
+    for limit, program in {
+        "7": count,  # and itself
+        "2": "k = 0\ntry:\n    while True:\n        with open(f'{k}', 'wb') as f:\n"
+        "            f.write(bytes(2 ** 20))\n        k += 1\nexcept OSError:\n    print(k)\n",
+        "low": "try:\n    bytes(300 * 2 ** 20)\nexcept MemoryError:\n    print('low')\n",
+    }.items():
+        verdict = grader.grade(program, read_tests([{"stdin": "", "stdout": limit}], None))
+        assert verdict.outcomes == ["pass"] or os.geteuid() != 0, (program, verdict)
+
+
+def test_nothing_outlives_a_program():
+    def sleepers():
+        return [p for p in Path("/proc").iterdir() if p.name.isdigit() and b"7654321" in _cmdline(p)]
+
+    def _cmdline(path):
+        try:
+            return (path / "cmdline").read_bytes()
+        except OSError:
+            return b""
+
+    escape = (
+        "import os, subprocess, sys\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "        subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', '7654321'])\n    os._exit(0)\n"
+        "import time\ntime.sleep(0.5)\nprint('left')\n"
+    )
+    start = time.monotonic()
+    assert grade(escape, [{"stdin": "", "stdout": "left"}]) == "pass"
+    assert sleepers() == []
+    assert time.monotonic() - start < 30
+    assert (
+        grade("import time\nprint('7654321')\ntime.sleep(60)\n", [{"stdin": "", "stdout": ""}], None, CONFIG)
+        == "timeout"
+    )
+    assert sleepers() == []
+
+
+def test_each_program_finds_a_fresh_scratch_folder():
+    program = "import os\nprint(os.listdir('.'))\nopen('heapq.py', 'w').write('1')\n"
+    assert grade(program, 2 * [{"stdin": "", "stdout": "[]"}]) == "pass"
+
+
+def test_without_bubblewrap_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    with pytest.raises(RewardError, match="apt-get install bubblewrap"):
+        Sandbox(Limits(2**30, 32, 2**26)).check()
+
+
+def test_a_sandbox_that_does_not_start_is_the_users_affair_and_no_verdict(tmp_path, monkeypatch):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    module._arguments.cache_clear()
+    try:
+        with pytest.raises(RewardError, match="No permissions to create new namespace"):
+            Sandbox(Limits(2**30, 32, 2**26)).check()
+        with pytest.raises(SandboxFailed):
+            Grader(CONFIG).grade("print(7)\n", read_tests([{"stdin": "", "stdout": "7"}], None))
+    finally:
+        module._arguments.cache_clear()
+
+
+def test_without_a_sandbox_programs_run_and_leave_no_folder():
+    config = CodeReward(kind="code", sandbox="none", test_timeout_s=2.0)
+    assert (
+        grade("open('x', 'w').write('7')\nprint(open('x').read())\n", [{"stdin": "", "stdout": "7"}], None, config)
+        == "pass"
+    )
+    assert grade("def f(x):\n    return x\n", ["assert f(1) == 1"], None, config) == "pass"
+    hanging = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\nprint(7)\n"
+    assert grade(hanging, [{"stdin": "", "stdout": "7"}], None, config) == "pass"
+    assert grade("while True:\n    pass\n", [{"stdin": "", "stdout": "7"}], None, config) == "timeout"

@@ -1,0 +1,95 @@
+"""The shared code cases and data, which users do not have: run by ``make test-shared``."""
+
+import asyncio
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from dapo.config import CodeReward
+from dapo.records import Prompt
+from dapo.reward.code.grade import grade
+from dapo.reward.code.scorer import CodeScorer
+
+SHARED = Path(__file__).parents[3] / ".." / "shared"
+DATA = (
+    "train/mbpp_train.jsonl",
+    "train/leetcode_train.jsonl.gz",
+    "eval/humaneval_test.jsonl",
+    "eval/mbpp_validation.jsonl",
+)
+NOT_STANDARD = "sortedcontainers"
+"""A package that eight LeetCode solutions import; only the standard library is in the sandbox."""
+
+pytestmark = pytest.mark.shared
+
+
+def rows(name):
+    data = (SHARED / "data" / "code" / name).read_bytes()
+    text = gzip.decompress(data) if name.endswith(".gz") else data
+    read = [json.loads(line) for line in text.decode("utf-8").splitlines()]
+    return [row for row in read if NOT_STANDARD not in row["solution"]]
+
+
+def stub(entry_point):
+    name = entry_point.split(".")[-1]
+    if entry_point.startswith("Solution"):
+        return f"class Solution:\n    def {name}(self, *args, **kwargs):\n        return None\n"
+    return f"def {name}(*args, **kwargs):\n    return None\n"
+
+
+def check_rows(chosen):
+    """Reference solutions are right and stubs are wrong."""
+    programs = [program for row in chosen for program in (row["solution"], stub(row["entry_point"]))]
+    prompts = [Prompt(k, "", (), None, row) for k, row in enumerate(chosen) for _ in range(2)]
+
+    async def run():
+        scorer = CodeScorer(CodeReward(kind="code"))
+        await scorer.start()
+        try:
+            assert await scorer.examine(prompts) == []
+            responses = [f"```python\n{program}\n```" for program in programs]
+            return await asyncio.gather(*map(scorer.score, prompts, responses))
+        finally:
+            await scorer.close()
+
+    rewards = asyncio.run(run())
+    unexpected = [
+        f"{row['id']}: {'reference' if expected else 'stub'} {reward}"
+        for k, row in enumerate(chosen)
+        for reward, expected in zip(rewards[2 * k : 2 * k + 2], (True, False), strict=True)
+        if reward.correct is not expected
+    ]
+    assert unexpected == []
+
+
+def test_all_code_cases_agree():
+    cases = [json.loads(line) for line in (SHARED / "cases/code_reward_cases.jsonl").read_text().splitlines()]
+    assert len(cases) > 40
+    os.environ["SANDBOX_CANARY_SECRET"] = "1"
+    config = CodeReward(kind="code", test_timeout_s=2.5)
+    wrong = []
+    for case in cases:
+        outcome = grade(case["solution"], case["tests"], None, config)
+        if outcome not in (case["expected"], *case.get("also_ok", ())):
+            wrong.append(f"{case['name']}: {outcome}, expected {case['expected']}")
+    assert wrong == []
+    assert not Path("/tmp/canary_code_write").exists()
+    assert not Path("/tmp/canary_code_escape").exists()  # its process would write later; that none is left is tested
+    children = [
+        child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    assert [child for child in children if "bwrap" in Path(f"/proc/{child}/comm").read_text()] == []
+
+
+def test_reference_solutions_of_a_sample_pass_and_stubs_do_not():
+    check_rows([row for name in DATA for row in random.Random(4).sample(rows(name), 40)])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DATA)
+def test_reference_solutions_pass_and_stubs_do_not(name):
+    check_rows(rows(name))
