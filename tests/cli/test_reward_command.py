@@ -49,9 +49,9 @@ def flat(text: str) -> str:
 
 
 def test_a_reward_is_a_kind_or_a_recipe_that_need_hold_nothing_else():
-    Path("r.yaml").write_text("reward: {kind: exact, after: '=', workers: 3}\n")
+    Path("r.yaml").write_text("reward: {kind: exact, after: '=', timeout_s: 3}\n")
     assert load_reward("math") == MathReward()
-    assert load_reward("r.yaml", ["reward.workers=4"]) == ExactReward(kind="exact", after="=", workers=4)
+    assert load_reward("r.yaml", ["reward.timeout_s=4"]) == ExactReward(kind="exact", after="=", timeout_s=4)
     Path("whole.yaml").write_text("model: {path: m}\ntraining: {steps: 5}\n")
     assert load_reward("whole.yaml") == MathReward()
 

@@ -101,6 +101,8 @@ class CodeReward(WorkerReward):
     """Output in KiB of one test; beyond, the test fails."""
     scratch_mb: int = Field(64, ge=1)
     """Size in MiB of the folder that a program may write to."""
+    packages: list[str] = Field(default_factory=list)
+    """Installed packages that programs may import beside the standard library, such as `numpy`."""
     parts: list[Literal["compiles", "style", "efficiency"]] = Field(default_factory=list)
     """What to measure beside the tests, each between 0 and 1: it compiles; a linter has nothing to say (needs
     `dapo[code]`); its time and memory beside those of the row's reference solution."""

@@ -1,7 +1,9 @@
 """What a program sees and reaches from inside of the sandbox."""
 
 import os
+import sys
 import time
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -43,18 +45,8 @@ def test_no_capability_is_left_and_none_can_be_had():
 def test_nothing_of_the_machine_is_there():
     os.environ["SANDBOX_CANARY_SECRET"] = "1"
     assert seen("sorted(os.environ)") in ("['LC_CTYPE', 'PWD']", "['PWD']", "['LC_CTYPE']", "[]")
-    assert set(eval(seen("os.listdir('/')"))) <= {
-        "dev",
-        "etc",
-        "lib",
-        "lib32",
-        "lib64",
-        "proc",
-        "tmp",
-        "usr",
-        "root",
-        "opt",
-    }
+    shown = {"dev", "etc", "lib", "lib32", "lib64", "packages", "proc", "tmp", "usr"}
+    assert set(literal_eval(seen("os.listdir('/')"))) <= {*shown, Path(sys.base_prefix).parts[1]}
     assert seen("os.listdir('/tmp')") == "[]"
     assert seen(f"os.path.exists({str(Path(__file__).parent)!r})") == "False"
     assert seen("[p for p in os.listdir('/proc') if p.isdigit()]") == "['1', '2']"
@@ -93,7 +85,7 @@ def test_limits_hold():
         "low": "try:\n    bytes(300 * 2 ** 20)\nexcept MemoryError:\n    print('low')\n",
     }.items():
         verdict = grader.grade(program, read_tests([{"stdin": "", "stdout": limit}], None))
-        assert verdict.outcomes == ["pass"] or os.geteuid() != 0, (program, verdict)
+        assert verdict.outcomes == ["pass"], (program, verdict)
 
 
 def test_nothing_outlives_a_program():
@@ -125,6 +117,16 @@ def test_nothing_outlives_a_program():
 def test_each_program_finds_a_fresh_scratch_folder():
     program = "import os\nprint(os.listdir('.'))\nopen('heapq.py', 'w').write('1')\n"
     assert grade(program, 2 * [{"stdin": "", "stdout": "[]"}]) == "pass"
+
+
+def test_installed_packages_are_there_only_if_asked_for():
+    program = "import numpy\ndef f(n):\n    return int(numpy.arange(n).sum())\n"
+    assert grade(program, ["assert f(4) == 6"], None, CONFIG) == "error"
+    for sandbox in ("bubblewrap", "none"):
+        config = CodeReward(kind="code", packages=["numpy"], sandbox=sandbox)
+        assert grade(program, ["assert f(4) == 6"], None, config) == "pass"
+    with pytest.raises(RewardError, match="no_such_package"):
+        grade(program, ["assert f(4) == 6"], None, CodeReward(kind="code", packages=["no_such_package"]))
 
 
 def test_without_bubblewrap_the_error_says_how_to_get_it(monkeypatch):

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,13 @@ DATA = (
     "eval/humaneval_test.jsonl",
     "eval/mbpp_validation.jsonl",
 )
-NOT_STANDARD = "sortedcontainers"
-"""A package that eight LeetCode solutions import; only the standard library is in the sandbox."""
-
 pytestmark = pytest.mark.shared
 
 
 def rows(name):
     data = (SHARED / "data" / "code" / name).read_bytes()
     text = gzip.decompress(data) if name.endswith(".gz") else data
-    read = [json.loads(line) for line in text.decode("utf-8").splitlines()]
-    return [row for row in read if NOT_STANDARD not in row["solution"]]
+    return [json.loads(line) for line in text.decode("utf-8").splitlines()]
 
 
 def stub(entry_point):
@@ -47,7 +44,7 @@ def check_rows(chosen):
     prompts = [Prompt(k, "", (), None, row) for k, row in enumerate(chosen) for _ in range(2)]
 
     async def run():
-        scorer = CodeScorer(CodeReward(kind="code"))
+        scorer = CodeScorer(CodeReward(kind="code", packages=["sortedcontainers"]))  # eight LeetCode solutions use it
         await scorer.start()
         try:
             assert await scorer.examine(prompts) == []
@@ -71,11 +68,13 @@ def test_all_code_cases_agree():
     assert len(cases) > 40
     os.environ["SANDBOX_CANARY_SECRET"] = "1"
     config = CodeReward(kind="code", test_timeout_s=2.5)
-    wrong = []
-    for case in cases:
-        outcome = grade(case["solution"], case["tests"], None, config)
-        if outcome not in (case["expected"], *case.get("also_ok", ())):
-            wrong.append(f"{case['name']}: {outcome}, expected {case['expected']}")
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = list(threads.map(lambda case: grade(case["solution"], case["tests"], None, config), cases))
+    wrong = [
+        f"{case['name']}: {outcome}, expected {case['expected']}"
+        for case, outcome in zip(cases, outcomes, strict=True)
+        if outcome not in (case["expected"], *case.get("also_ok", ()))
+    ]
     assert wrong == []
     assert not Path("/tmp/canary_code_write").exists()
     assert not Path("/tmp/canary_code_escape").exists()  # its process would write later; that none is left is tested

@@ -19,6 +19,8 @@ CASES = [
     (r"\boxed{\fbox{7}}", "7"),
     (r"\boxed{5} then \boxed{7", "5"),  # the last complete one
     (r"\boxed{7", None),
+    (r"\boxed 7.", "7"),  # TeX takes one token; more than one digit needs braces
+    (r"\boxed 75", None),
     (r"\boxed{}", ""),
     (r"<think>\boxed{8}</think> \boxed{6}", "6"),
     (r"<think>\boxed{8}</think> nothing", None),
@@ -61,6 +63,35 @@ def test_rules_and_their_order_come_from_the_config():
 def test_a_complete_box_at_the_end_is_found_whatever_stands_before(before, inner):
     inner = inner.replace("}", "")
     assert final_answer(f"{before} \\boxed{{{inner}}}", ["boxed"]) == inner
+
+
+BALANCED = st.recursive(
+    st.text(alphabet="ab1+ ", max_size=5),
+    lambda inner: st.lists(inner, max_size=3).map(lambda parts: "{" + "".join(parts) + "}x"),
+    max_leaves=12,
+)
+PLAIN = st.text(alphabet="ab1 .$\n", max_size=40)
+
+
+@given(PLAIN, BALANCED, PLAIN)
+def test_a_box_is_taken_whole_and_the_text_around_it_does_not_matter(before, inner, after):
+    assert final_answer(f"{before}\\boxed{{{inner}}}{after}", ["boxed"]) == inner.strip()
+
+
+@given(st.lists(BALANCED, min_size=1, max_size=5), st.sampled_from(["boxed", "fbox"]))
+def test_the_last_of_several_boxes_counts(contents, command):
+    text = " and ".join(f"\\{command}{{{content}}}" for content in contents)
+    assert final_answer(text, ["boxed"]) == contents[-1].strip()
+    assert final_answer(text + r" \boxed{7", ["boxed"]) == contents[-1].strip()  # one that is cut off is none
+
+
+@given(st.text(max_size=60), BALANCED)
+def test_what_is_thought_is_not_answered(text, inner):
+    thought = f"{text}\\boxed{{{inner}}}\nAnswer: 5\n{text}".replace("<think>", "").replace("</think>", "")
+    assert final_answer(f"<think>{thought}</think>", ["boxed", "answer_line"]) is None
+    assert final_answer(f"<think>{thought}", ["boxed", "answer_line"]) is None
+    assert final_answer(f"{thought}</think>", ["boxed", "answer_line"]) is None
+    assert final_answer(f"<think>{thought}</think>\\boxed{{9}}", ["boxed", "answer_line"]) == "9"
 
 
 @given(st.text(alphabet=r"\boxedf{}<>/thinkAnswer: 1" + "\n", max_size=200))

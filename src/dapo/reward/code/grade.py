@@ -96,7 +96,8 @@ class Grader:
         self._processes = config.max_processes
         self._memory = config.memory_mb * 2**20
         self._output = config.max_output_kb * 1024
-        self.sandbox = Sandbox(Limits(self._memory, self._processes, config.scratch_mb * 2**20), config.sandbox)
+        limits = Limits(self._memory, self._processes, config.scratch_mb * 2**20)
+        self.sandbox = Sandbox(limits, config.sandbox, config.packages)
         self._evaluator = Evaluator(self._memory, self._output)
 
     def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Verdict:

@@ -326,7 +326,8 @@ def main(fd: int) -> None:
     posix.close(null)
     link = Link(fd)
     posix.write(fd, READY)
-    source, script, prelude, limits, user = link.read()
+    source, script, prelude, limits, user, paths = link.read()
+    sys.path += paths
     limit(limits, user)
     for name in ("exit", "quit"):  # from the module site, which is not loaded
         setattr(sys.modules["builtins"], name, sys.exit)

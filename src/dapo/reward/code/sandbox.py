@@ -9,6 +9,7 @@ machine. Started as root, it runs as a user that owns nothing. Killing its first
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import marshal
 import os
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from dapo.reward.code.program import Program, SandboxFailed, adopt_orphans
 from dapo.reward.code.seccomp import make_filter
 
 INSTALL = "install bubblewrap (`apt-get install bubblewrap`, version 0.7 or newer)"
+_PACKAGES = "/packages"
 _NOBODY = 65534
 _INNER_USER = 1000
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
@@ -60,10 +62,17 @@ class Sandbox:
     Args:
         limits: for each program.
         kind: ``none`` runs programs as plain processes with the rights of this one.
+        packages: installed packages that programs may import beside the standard library.
+
+    Raises:
+        RewardError: a package is not installed.
     """
 
-    def __init__(self, limits: Limits, kind: Literal["bubblewrap", "none"] = "bubblewrap") -> None:
+    def __init__(
+        self, limits: Limits, kind: Literal["bubblewrap", "none"] = "bubblewrap", packages: Sequence[str] = ()
+    ) -> None:
         self.limits = limits
+        self._packages = tuple(folder for name in packages for folder in _package_folders(name))
         self._kind = kind
         self._python = str(Path(sys.executable).resolve())
         self._filter = make_filter()
@@ -113,11 +122,16 @@ class Sandbox:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             program = self._spawn(script, folder)
             stack.callback(program.end)
-            program.boot(_runner_code(), (source, script, prelude, self._rlimits(), self._user()))
+            program.boot(_runner_code(), (source, script, prelude, self._rlimits(), self._user(), self._paths()))
             yield program
 
     def _user(self) -> int | None:
         return _INNER_USER if self._maps_users else None
+
+    def _paths(self) -> list[str]:
+        if self._kind == "bubblewrap":
+            return [_PACKAGES] if self._packages else []
+        return sorted({str(Path(folder).parent) for folder in self._packages})
 
     def _rlimits(self) -> dict[str, int]:
         limits = {
@@ -204,7 +218,7 @@ class Sandbox:
 
     def command(self, maps_users: bool = False) -> list[str]:
         """The bubblewrap command in front of a program. ``maps_users``: who runs it will write the user maps."""
-        return _arguments(self._python, self.limits.scratch_bytes, maps_users)
+        return _arguments(self._python, self.limits.scratch_bytes, maps_users, self._packages)
 
 
 _ALTERNATIVE = (
@@ -213,7 +227,7 @@ _ALTERNATIVE = (
 
 
 @cache
-def _arguments(python: str, scratch_bytes: int, maps_users: bool) -> list[str]:
+def _arguments(python: str, scratch_bytes: int, maps_users: bool, packages: tuple[str, ...]) -> list[str]:
     namespaces = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
     command = [shutil.which("bwrap") or "bwrap", *namespaces, "--die-with-parent", "--new-session"]
     command += ["--hostname", "sandbox", "--cap-drop", "ALL"]
@@ -222,13 +236,15 @@ def _arguments(python: str, scratch_bytes: int, maps_users: bool) -> list[str]:
     else:
         command += ["--uid", str(_INNER_USER), "--gid", str(_INNER_USER)]
     bound = [path for path in _SYSTEM if Path(path).exists() and not Path(path).is_symlink()] + _python_files(python)
-    for folder in dict.fromkeys(("/dev", *(str(Path(path).parent) for path in bound))):
+    for folder in dict.fromkeys(("/dev", _PACKAGES, *(str(Path(path).parent) for path in bound))):
         command += ["--dir", folder]  # left to itself, bubblewrap makes them unreadable for all but its own user
     for path in bound:
         command += ["--ro-bind", path, path]
     for path in _SYSTEM:
         if Path(path).is_symlink():
             command += ["--symlink", str(Path(path).readlink()), path]
+    for path in packages:
+        command += ["--ro-bind", path, f"{_PACKAGES}/{Path(path).name}"]
     for name in _DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     command += ["--symlink", "/tmp", "/dev/shm", "--proc", "/proc"]
@@ -248,6 +264,15 @@ def _python_files(python: str) -> list[str]:
         else:
             found = [path for path in found if not path.startswith(f"{root}/")] + [root]
     return [path for path in found if not path.startswith(("/usr/lib/", "/usr/lib32/", "/usr/lib64/"))]
+
+
+def _package_folders(name: str) -> list[str]:
+    """The folder of an installed package, and that of the libraries which wheels put beside it."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise RewardError(f"packages: {name!r} is no package that is installed beside this program: pip install {name}")
+    folder = Path(spec.submodule_search_locations[0]).resolve()
+    return [str(path) for path in (folder, folder.with_name(f"{name}.libs")) if path.is_dir()]
 
 
 @cache
