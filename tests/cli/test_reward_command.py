@@ -72,14 +72,14 @@ def test_a_kind_is_meant_even_where_a_folder_has_its_name():
     ("named", "overrides", "words"),
     [
         ("maths", [], "maths: there is no such recipe, and no such kind of reward; the kinds are code, compose, exact"),
-        ("bad.yaml", [], "bad.yaml:3: reward.wrkers: unknown key; did you mean reward.workers?\nbad.yaml:4: rewrd: "),
+        ("bad.yaml", [], "bad.yaml:3: reward.timeuot_s: unknown key; did you mean reward.timeout_s?\nbad.yaml:4: rewrd: "),
         ("math", ["reward.workers=0"], "override reward.workers=0: reward.workers: Input should be greater than"),
         ("math", ["seed=3"], "override 'seed=3': only keys of the reward can be changed here"),
         ("function", [], "reward function: reward.function: required but not given"),
     ],
 )
 def test_a_reward_that_is_wrong_is_explained_as_in_any_recipe(named, overrides, words):
-    Path("bad.yaml").write_text("reward:\n  kind: exact\n  wrkers: 3\nrewrd: {}\n")
+    Path("bad.yaml").write_text("reward:\n  kind: exact\n  timeuot_s: 3\nrewrd: {}\n")
     with pytest.raises(ConfigError) as caught:
         load_reward(named, overrides)
     assert str(caught.value).startswith(words)

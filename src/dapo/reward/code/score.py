@@ -5,6 +5,7 @@ Each worker judges one response at a time and remembers what the reference solut
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,7 @@ class CodeJudge:
         self._grader.sandbox.check()
         if "style" in config.parts:
             find_ruff()
-        self._references: OrderedDict[str, Usage] = OrderedDict()
+        self._references: OrderedDict[bytes, Usage] = OrderedDict()
 
     def score(self, response: str, tests: Any, entry_point: str | None, solution: str | None) -> Reward:
         """The verdict on a response. Parts: ``answer_found``, ``tests_passed`` and those of the config."""
@@ -72,7 +73,7 @@ class CodeJudge:
         """What the row's reference solution takes: the lesser of two runs, as the second one finds files cached."""
         if solution is None:
             raise ValueError("the row has no reference solution, which `efficiency` compares with")
-        key = repr((solution, tests))
+        key = hashlib.sha256(repr((solution, tests)).encode("utf-8", "surrogatepass")).digest()
         if key not in self._references:
             runs = [self._grader.grade(solution, tests, entry_point) for _ in range(2)]
             if any(run.outcome != "pass" for run in runs):
