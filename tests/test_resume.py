@@ -53,7 +53,10 @@ from run_cases import (
 LONG = {"training.steps": 4, "run.save_every": 1, "evaluation.every": 2, "training.warmup_steps": 3}
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "several epochs": {"training.epochs_per_rollout": 2},
+    "several epochs, a held-out check": {
+        "training.epochs_per_rollout": 2,
+        "monitor": {"check": {"kind": "exact"}, "share": 1.0, "window": 1, "max_length_correlation": 0.0},
+    },
     "adaptive KL": {"algorithm.kl": {"mode": "loss", "target": 0.01, "horizon": 200}},
     "recomputed proximal policy, KL in the reward": {
         "algorithm.proximal": "recompute",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from dapo.errors import DataError, RewardError
 from run_cases import Recorder, run, steps_of
 
 CHECK = """
@@ -55,3 +58,11 @@ def test_an_honest_reward_raises_none(tmp_path: Path) -> None:
     steps, warnings = watched(tmp_path, honest)
     assert all(step["monitor/false_right"] in (0, None) for step in steps)
     assert not any(step["monitor/alarms"] for step in steps) and "hacking" not in warnings
+
+
+def test_a_check_that_cannot_work_is_told_before_the_first_step(tmp_path: Path) -> None:
+    broken = {"monitor.check": {"kind": "function", "function": f"{tmp_path / 'no.py'}:f", "workers": 1}}
+    with pytest.raises(RewardError, match=r"monitor\.check: .*no such file"):
+        run(tmp_path / "one", broken)
+    with pytest.raises(DataError, match="answer"):  # the reward needs none, the check does
+        run(tmp_path / "two", {"monitor.check": {"kind": "exact"}}, rows=[{"prompt": "1+1="}] * 8)

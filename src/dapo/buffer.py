@@ -191,12 +191,13 @@ def _starved_message(fill: Fill, config: Config) -> str:
     others = {"without spread in the reward": stats.flat, "with fewer than two scores": stats.too_few_scored}
     counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
     counts |= {name: count for name, count in others.items() if count}
+    failed = f"{stats.failed_scores} of {stats.scores} scores failed. " if stats.failed_scores else ""
     prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
     return (
         f"step {fill.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
         f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
         f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
-        f"What may help: {prompts}; a larger rollout.samples_per_prompt (now {config.rollout.samples_per_prompt}); a "
+        f"{failed}What may help: {prompts}; a larger rollout.samples_per_prompt (now {config.rollout.samples_per_prompt}); a "
         "larger algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the "
         "groups there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
     )

@@ -117,13 +117,13 @@ class Experiment:
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
         self.check: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
         self.monitor = Monitor(config.monitor, self.check, config.seed)
-        self._scorers = [self.scorer, self.check] if self.check else [self.scorer]
         self.preparer = Preparer(config, self.trainer.policy)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
         self._resources = contextlib.AsyncExitStack()
-        for scorer in self._scorers:
-            self._resources.push_async_callback(scorer.close)
+        self._resources.push_async_callback(self.scorer.close)
+        if self.check is not None:
+            self._resources.push_async_callback(self.check.close)
         self._resources.push_async_callback(self.monitor.close)
         self._resources.push_async_callback(self.engine.close)
         self.best = Best(config.evaluation)
@@ -166,8 +166,7 @@ class Experiment:
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
-        for scorer in self._scorers:
-            await scorer.start()
+        await self.scorer.start()
         await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener)
         if self.check is not None:
             await try_check(self.check, self.source, self.listener)

@@ -128,15 +128,19 @@ async def try_reward(
 
 
 async def try_check(check: Scorer, source: PromptSource, listener: Listener) -> None:
-    """The same of the monitor's held-out check.
+    """Start the monitor's held-out check, and try it in the same way.
 
     Raises:
         DataError: rows cannot be scored, whatever the response.
         RewardError: the check breaks its contract.
     """
-    await examine_rows("monitor.check: data.train", source.untokenized(), check, listener)
-    prompt = source.prompts[0]
-    reward = await check.score(prompt, prompt.answer or "")
+    try:
+        await check.start()
+        await examine_rows("monitor.check: data.train", source.untokenized(), check, listener)
+        prompt = source.prompts[0]
+        reward = await check.score(prompt, prompt.answer or "")
+    except RewardError as error:
+        raise RewardError(f"monitor.check: {error}") from None
     if reward.error is not None:
         listener.warning(f"a trial of monitor.check, with the reference answer as response, failed: {reward.error}")
 

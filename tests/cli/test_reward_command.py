@@ -280,7 +280,7 @@ def test_examples_are_bounded_and_of_many_kinds(run):
         (["runs/one", "math"], 2, "math: expected reward.key=value; the reward is named by --reward"),
         (["runs/one", "--reward", "exact", "seed=3"], 2, "only keys of the reward"),
         (["runs/two"], 1, "no samples were saved: its recipe says run.save_samples=false"),
-        (["runs/key"], 2, "give reward.args.api_key again, as reward.key=value, or name the recipe with --reward"),
+        (["runs/key"], 2, "give reward.args.api_key again, as reward.key=value, or name the recipe that the run came from"),
     ],
 )
 def test_what_cannot_be_scored_is_explained(run, arguments, code, words):

@@ -218,3 +218,10 @@ def test_a_check_that_breaks_ends_the_watching_and_not_the_run():
     (metrics, said), (later, silent) = watch([hacked(0, 0.5), hacked(1, 0.5)], Broken())
     assert said == ["monitor.check has ended and says no more: it returned None"] and silent == []
     assert "monitor/check" not in metrics and "monitor/check" not in later
+
+
+def test_a_check_that_always_fails_is_said_once():
+    blind = [group(0, sample(0, 1.0, text="fails", correct=True), sample(1, 1.0, text="fails", correct=True))]
+    (metrics, said), (_, again) = watch([blind, blind])
+    assert metrics["monitor/check_errors"] == 1.0 and metrics["monitor/false_right"] is None
+    assert said == ["monitor.check sees nothing: all of its 2 scores failed, such as: down"] and again == []

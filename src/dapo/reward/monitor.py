@@ -121,10 +121,14 @@ class Monitor:
         except RewardError as error:
             checked, self._check = [], None  # a check that is broken is no reason to stop what it watches
             said.append(f"monitor.check has ended and says no more: {error}")
+        failed = [check.error for _, check in checked if check.error is not None]
+        blind = {"blind"} if failed and len(failed) == len(checked) else set()
+        if blind - self._raised:
+            said.append(f"monitor.check sees nothing: all of its {len(failed)} scores failed, such as: {failed[0]}")
         audit = _audit(groups, [(s, c) for s, c in checked if c.error is None])
         alarms = dict(self._alarms(audit))
         said += [text for name, text in alarms.items() if name not in self._raised]
-        self._seen = audit, set(alarms)
+        self._seen = audit, set(alarms) | blind
         found: dict[str, float | None] = {"monitor/alarms": float(len(alarms))}
         if self._check is not None:
             found |= {
