@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -32,7 +32,15 @@ def configuration() -> str:
             lines += ["", f"`{name}` (default `{info.default}`): {key_of(name, info).text}"]
         for kind in kinds:
             title = name if len(kinds) == 1 else f"{name} with `kind: {_kind(kind)}`"
-            lines += ["", f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *_rows(kind)]
+            lines += [
+                "",
+                f"## {title}",
+                "",
+                "| key | default | meaning |",
+                "|---|---|---|",
+                *_rows(kind),
+                *_parts(kind),
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -42,6 +50,13 @@ def _rows(section: type[BaseModel]) -> Iterator[str]:
         if key.choices == (True, False):
             choices = ""
         yield f"| `{key.name}` | {_default(key)} | {_cell(key.text)}{choices} |"
+
+
+def _parts(section: type[BaseModel]) -> Iterator[str]:
+    """The keys of a mapping of sections, under a name that the user gives."""
+    for name, info in section.model_fields.items():
+        if get_origin(info.annotation) is dict and (inner := _section_types(get_args(info.annotation)[1])):
+            yield from (row.replace("| `", f"| `{name}.NAME.", 1) for kind in inner for row in _rows(kind))
 
 
 def _kind(section: type[BaseModel]) -> str:

@@ -72,7 +72,11 @@ def test_a_kind_is_meant_even_where_a_folder_has_its_name():
     ("named", "overrides", "words"),
     [
         ("maths", [], "maths: there is no such recipe, and no such kind of reward; the kinds are code, compose, exact"),
-        ("bad.yaml", [], "bad.yaml:3: reward.timeuot_s: unknown key; did you mean reward.timeout_s?\nbad.yaml:4: rewrd: "),
+        (
+            "bad.yaml",
+            [],
+            "bad.yaml:3: reward.timeuot_s: unknown key; did you mean reward.timeout_s?\nbad.yaml:4: rewrd",
+        ),
         ("math", ["reward.workers=0"], "override reward.workers=0: reward.workers: Input should be greater than"),
         ("math", ["seed=3"], "override 'seed=3': only keys of the reward can be changed here"),
         ("function", [], "reward function: reward.function: required but not given"),
@@ -280,7 +284,7 @@ def test_examples_are_bounded_and_of_many_kinds(run):
         (["runs/one", "math"], 2, "math: expected reward.key=value; the reward is named by --reward"),
         (["runs/one", "--reward", "exact", "seed=3"], 2, "only keys of the reward"),
         (["runs/two"], 1, "no samples were saved: its recipe says run.save_samples=false"),
-        (["runs/key"], 2, "give reward.args.api_key again, as reward.key=value, or name the recipe that the run came from"),
+        (["runs/key"], 2, "give reward.args.api_key again, as reward.key=value, or name the recipe that the run"),
     ],
 )
 def test_what_cannot_be_scored_is_explained(run, arguments, code, words):

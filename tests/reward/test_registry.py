@@ -328,3 +328,39 @@ def test_closing_ends_those_that_wait():
             return await asyncio.gather(*waiting, return_exceptions=True)
 
     assert all(isinstance(outcome, asyncio.CancelledError) for outcome in asyncio.run(run()))
+
+
+ASYNC = """
+import asyncio
+
+running, most = 0, 0
+
+
+async def slow(response):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.2)
+    running -= 1
+    if response == "7":
+        raise ValueError("seven")
+    return {"value": float(response), "most": most}
+"""
+
+
+def test_an_async_function_in_a_worker_is_awaited_many_calls_at_once(tmp_path):
+    (tmp_path / "slow.py").write_text(ASYNC)
+    config = FunctionReward(kind="function", function=f"{tmp_path / 'slow.py'}:slow", workers=1)
+
+    async def run():
+        scorer = make_scorer(config)
+        try:
+            await scorer.start()
+            return await asyncio.gather(*(scorer.score(Prompt(0, "p", (1,)), str(k)) for k in range(30)))
+        finally:
+            await scorer.close()
+
+    found = asyncio.run(run())
+    assert [r.value for r in found] == [0.0 if k == 7 else float(k) for k in range(30)]
+    assert "seven" in found[7].error and all(r.error is None for k, r in enumerate(found) if k != 7)
+    assert max(r.parts["most"] for r in found if r.error is None) > 10

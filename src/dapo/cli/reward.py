@@ -134,6 +134,9 @@ def score(
                 "does not hold; name a reward with --reward, such as file.py's in a recipe"
             )
         chosen = load_reward(reward or view.folder.config, overrides)
+        if reward is None:
+            for line in view.changes_of_reward(config):
+                _warn(f"the reward is not the one that the run started with: {line}")
         _require_writable(output, [str(view.folder.config)])
         rows = StoredRows(config, chosen, _warn)
         summary = Summary(examples)

@@ -67,8 +67,8 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
     hidden = list(blanks(reward.model_dump(mode="json"), "reward"))
     if hidden:
         raise ConfigError(
-            f"{name}: secrets are not kept in a run folder: give {', '.join(hidden)} again, as reward.key=value, or name "
-            "the recipe that the run came from"
+            f"{name}: secrets are not kept in a run folder: give {', '.join(hidden)} again, as reward.key=value, or "
+            "name the recipe that the run came from"
         )
     return reward
 

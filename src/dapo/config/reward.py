@@ -67,6 +67,13 @@ class FunctionReward(WorkerReward):
     """Most responses in one call, for a function that takes lists (`prompts`, `responses`, `answers`); null: as it is
     declared, and one at a time if it is not. `timeout_s` is the limit of a call."""
 
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str) -> str:
+        if value.endswith(".py"):
+            raise ValueError(f"names a file; name the function in it, too: {value}:NAME")
+        return value
+
     @field_validator("args")
     @classmethod
     def _args_can_be_written_down(cls, value: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -21,6 +21,9 @@ from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import steps_with_samples
 from dapo.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from dapo.config import Config
 
 _ENDS = ("all steps are done", "converged")
 """How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
@@ -61,6 +64,13 @@ class RunView:
         """Name of the function that was passed as reward from Python: the recipe's reward is not what it trained on."""
         reward = _section(_mapping(self.folder.fingerprint), "reward")
         return str(reward.get("function")) if reward.get("kind") == "python" else None
+
+    def changes_of_reward(self, config: Config) -> list[str]:
+        """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
+        from dapo.fingerprint import differences, fingerprint_reward  # loads torch
+
+        then = _section(_mapping(self.folder.fingerprint), "reward")
+        return list(differences(then, fingerprint_reward(config))) if then else []
 
     @property
     def steps_planned(self) -> int | None:

@@ -6,7 +6,7 @@ Rates are token- or sample-weighted over the whole step, never means of means.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, pstdev
 
@@ -80,6 +80,10 @@ def step_warnings(fill: Fill, reports: Sequence[UpdateReport], mismatch: Mismatc
             f"nothing to train on: of {stats.drawn} prompts {stats.all_wrong} were all wrong, {stats.all_right} all "
             f"right, {stats.flat} without spread in the reward; the weights stay"
         )
+    errors = Counter(s.reward.error for g in fill.sampled for s in g.samples if s.reward and s.reward.error)
+    if errors:
+        (error, _), *_ = errors.most_common(1)
+        yield f"{fill.stats.failed_scores} of {fill.stats.scores} scores failed, such as: {error}"
     for report in reports:
         if report.skipped:
             yield f"an update was skipped: {report.skipped}"

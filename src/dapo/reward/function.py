@@ -26,6 +26,8 @@ from dapo.reward.registry import declaration, declared_names, find_declared
 
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"
+ASYNC_AT_ONCE = 64
+"""Calls of an async function that a worker awaits together."""
 _IN_BATCHES = ("prompts", "responses", "answers")
 
 
@@ -223,7 +225,8 @@ class BoundFunction:
 def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """The worker's side: load the function once, then call it for what comes.
 
-    A message is {"items": [...]}, one item unless the function is batched; its reply is {"rewards": [...]}, or
+    A message is {"items": [...]}, one item unless the function is batched, or async: then its calls are awaited
+    together. Its reply is {"rewards": [...]}, or
     {"raised": message}. Or it is {"about": true}, answered with {"batch_size": ...}: only the worker has the function.
 
     Args:
@@ -235,8 +238,11 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
 
     def handle(message: dict[str, Any]) -> dict[str, Any]:
         if "about" in message:
-            return {"batch_size": bound.batch_size}
+            return {"batch_size": bound.batch_size or (ASYNC_AT_ONCE if bound.is_async else None)}
         items = message["items"]
+        if bound.batch_size is None and bound.is_async:
+            rewards = loop.run_until_complete(_await_all(bound, items))
+            return {"rewards": [reward_to_json(reward) for reward in rewards]}
         arguments = bound.arguments(**items[0]) if bound.batch_size is None else bound.batch_arguments(items)
         try:
             result = bound.function(**arguments)
@@ -247,6 +253,20 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
         return {"rewards": [reward_to_json(reward) for reward in bound.rewards(result, len(items))]}
 
     return handle
+
+
+async def _await_all(bound: BoundFunction, items: Sequence[Mapping[str, Any]]) -> list[Reward]:
+    """The rewards of an async function that takes one response, called for all ``items`` at once."""
+
+    async def one(item: Mapping[str, Any]) -> Reward:
+        arguments = bound.arguments(**item)
+        try:
+            result = await bound.function(**arguments)
+        except BaseException as error:  # whatever it raises, the others go on
+            return Reward(None, 0.0, error=bound.raised(error))
+        return to_reward(result, bound.name)
+
+    return list(await asyncio.gather(*(one(item) for item in items)))
 
 
 async def _await(awaitable: Any) -> Any:

@@ -2,8 +2,8 @@
 
 The rule, on the text outside of thinking blocks:
 
-1. Candidates are the fenced blocks (three or more backticks or tildes) marked ``python``, ``py``, ``python3`` or not at
-   all, case aside. A fence ends at a line with at least as many of its marks and nothing else, so fences inside longer
+1. Candidates are the fenced blocks (three or more backticks or tildes) marked ``python``, ``py``, ``ipython``, with or
+   without a version (``python3.11``), in pandoc's manner (``{.python}``) or not at all, case aside. A fence ends at a line with at least as many of its marks and nothing else, so fences inside longer
    fences, or within a string that is indented deeper, do not end it. A block that is never closed goes to the end of
    the text, as responses are cut at a limit.
 2. If the tests call a name, the program is the last candidate that defines it (``def``, ``class`` or an assignment at
@@ -26,7 +26,7 @@ from dapo.reward.code.names import root_name
 from dapo.reward.math.extract import outside_thinking
 
 _FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+")  # never takes a step back: linear time
-_PYTHON = frozenset(("python", "py", "python3"))
+_PYTHON = re.compile(r"\{?\.?(?:i?python|py)[0-9.]*\}?")
 _LONGEST_UNFENCED = 100_000
 
 
@@ -49,7 +49,7 @@ def find_program(response: str, entry_point: str | None, called: Sequence[str] =
     blocks = _fenced(text)
     if not blocks:
         return text if _is_program(text, names) else None
-    candidates = [block for block in blocks if block.language in _PYTHON or not block.language]
+    candidates = [block for block in blocks if not block.language or _PYTHON.fullmatch(block.language)]
     for name in names:
         for block in reversed(candidates):
             if defines(block.text, name):

@@ -26,6 +26,8 @@ from dapo.reward.code.runner import CONFINED, MALFORMED, READY
 _START_S = 60.0
 """Longest time for an empty sandbox to stand on a busy machine."""
 _LOOK_EVERY_S = 0.1
+_MOST_FILES = 20_000
+"""In the scratch folder, whose size limit does not count what the kernel keeps about each of them."""
 _WORDS = 4096
 _PR_SET_CHILD_SUBREAPER = 36
 _STRETCH = 4
@@ -64,6 +66,7 @@ class Program:
         self.channel = channel
         self.usage: Usage | None = None
         self._own_group = own_group
+        self._took: dict[int, tuple[float, int]] = {}  # by process, as last seen: a program may hide a child's end
         self._first = process.pid
         self._handle: int | None = None  # of the first process; unlike its number, it is never another's
         self.exit_fd = os.pidfd_open(process.pid)
@@ -141,8 +144,30 @@ class Program:
         family = self._family()
         if len(family) > processes + 1:  # the first one is bubblewrap's own
             raise OverLimit("too many processes")
+        self._note(family)
         if len(family) > 2 and _memory(family, "statm") > memory_bytes and _memory(family, "smaps") > memory_bytes:
             raise OverLimit("out of memory")
+        if self._files() > _MOST_FILES:
+            raise OverLimit("too many files")
+
+    def _files(self) -> int:
+        with contextlib.suppress(OSError):
+            if self._handle is not None:  # it has a /tmp of its own
+                folder = os.statvfs(f"/proc/{self._first}/root/tmp")
+                return folder.f_files - folder.f_ffree
+        return 0
+
+    def is_alone(self) -> bool:
+        """Whether it has neither other processes nor threads, which would make it wait for itself."""
+        main = self._main()
+        with contextlib.suppress(OSError):
+            return {*self._family()} <= {self._first, main} and len(os.listdir(f"/proc/{main}/task")) == 1
+        return True
+
+    def _note(self, family: list[int]) -> None:
+        for pid in family[1:]:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                self._took[pid] = (sum(_ticks(pid)[:2]), _peak(pid))
 
     def _family(self) -> list[int]:
         found, new = [self._first], [self._first]
@@ -153,16 +178,17 @@ class Program:
         return found
 
     def measure(self) -> Usage:
-        """What the main process has taken so far, children that it has waited for included."""
-        main, cpu_s, kilobytes = self._main(), 0.0, 0
+        """What its processes have taken so far: those that live, their children that were waited for, by the first
+        process too (it gets the orphans), and others as they were last seen."""
+        main, family, cpu_s = self._main(), self._family(), 0.0
+        self._note(family)
+        for pid in family:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                cpu_s += sum(_ticks(pid)[2 if pid != main and pid == self._first else 0 :])
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{main}/stat").read_text().rpartition(")")[2].split()
-            cpu_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-            with contextlib.suppress(OSError):
-                cpu_s = max(cpu_s, int(Path(f"/proc/{main}/schedstat").read_text().split()[0]) / 1e9)
-            status = Path(f"/proc/{main}/status").read_text()
-            kilobytes = int(status.partition("VmHWM:")[2].split()[0])
-        return Usage(0, cpu_s, 1024 * kilobytes)
+            cpu_s = max(cpu_s, int(Path(f"/proc/{main}/schedstat").read_text().split()[0]) / 1e9)
+        cpu_s = max(cpu_s, sum(seconds for seconds, _ in self._took.values()))
+        return Usage(0, cpu_s, max((peak for _, peak in self._took.values()), default=0))
 
     def _main(self) -> int:
         return (_children(self._first) or [self._first])[0]
@@ -226,18 +252,20 @@ class Clock:
     """Time as it counts against a limit: what passes, less what the program waits for a busy machine.
 
     A program that sleeps uses up its limit as one that computes does. One that cannot get a processor does not, up to
-    ``_STRETCH`` times the limit.
+    ``_STRETCH`` times the limit; but one with processes or threads of its own may be waiting for these, and gets nothing.
     """
 
     def __init__(self, program: Program, limits: tuple[int, int] | None = None) -> None:
         self._program = program
         self._limits = limits
         self._new = True
+        self._looked = time.monotonic()
         self.restart()
 
     def restart(self) -> None:
         """The next test begins."""
         self._start = time.monotonic()
+        self._alone = True
         self._waited = 0.0 if self._new else self._program.waited_s()
         self._new = False
 
@@ -250,7 +278,16 @@ class Clock:
         passed = self.elapsed()
         if passed < limit_s:
             return False
-        return passed - (self._program.waited_s() - self._waited) >= limit_s or passed >= _STRETCH * limit_s
+        self._alone = self._alone and self._program.is_alone()
+        waited = self._program.waited_s() - self._waited if self._alone else 0.0
+        return passed - waited >= limit_s or passed >= _STRETCH * limit_s
+
+    def _look(self) -> None:
+        if time.monotonic() - self._looked >= _LOOK_EVERY_S:
+            self._looked = time.monotonic()
+            self._alone = self._alone and self._program.is_alone()
+            if self._limits:
+                self._program.look(*self._limits)
 
     def ticks(self, limit_s: float, reading: list[int], writing: list[int] | None = None) -> Iterator[tuple[int, ...]]:
         """The file descriptors that are ready, again and again; the lists may be changed in between.
@@ -270,8 +307,7 @@ class Clock:
                 yield ready
             if self.is_up(limit_s):
                 raise TimeUp
-            if not ready and self._limits:
-                self._program.look(*self._limits)
+            self._look()
 
 
 def adopt_orphans() -> None:
@@ -286,6 +322,18 @@ def _children(pid: int) -> list[int]:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (thread / "children").read_text().split())
     return found
+
+
+def _ticks(pid: int) -> list[float]:
+    """Seconds of processor time: its own in user mode and in the kernel, and those of children it has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15]]
+
+
+def _peak(pid: int) -> int:
+    """Most bytes in memory that it has had. Its name, which it chooses, stands in the same file."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def _memory(pids: list[int], source: str) -> int:

@@ -6,6 +6,7 @@ linter, with a limit.
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -42,14 +43,14 @@ def find_ruff() -> str:
 
 
 def style(program: str) -> float:
-    """1 - (findings / lines that are not empty), at least 0; 0 for what is not Python. Comments that silence the linter
-    do not count.
+    """1 - (findings / statements), at least 0; 0 for what is not Python. Comments, texts that stand alone and ``pass``
+    are no statements here, so that none of them can thin out the findings; comments that silence the linter do not count.
 
     Raises:
         OSError, TimeoutError: the linter fails.
     """
-    lines = sum(1 for line in program.splitlines() if line.strip())
-    if not lines:
+    statements = _statements(program)
+    if not statements:
         return 0.0
     options = ["--isolated", "--no-cache", "--ignore-noqa", "--output-format", "json", "--exit-zero"]
     options += ["--select", RULES, "--line-length", str(_LINE_LENGTH), "--stdin-filename", "solution.py", "-"]
@@ -70,7 +71,16 @@ def style(program: str) -> float:
     findings = json.loads(done.stdout)
     if any(finding["code"] is None or finding["code"] == "invalid-syntax" for finding in findings):
         return 0.0
-    return 1.0 - min(1.0, len(findings) / lines)
+    return 1.0 - min(1.0, len(findings) / statements)
+
+
+def _statements(program: str) -> int:
+    try:
+        nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.stmt)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0
+    idle = [n for n in nodes if isinstance(n, ast.Pass) or isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    return len(nodes) - len(idle)
 
 
 def efficiency(program: Usage, reference: Usage) -> float:

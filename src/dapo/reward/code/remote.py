@@ -6,8 +6,8 @@ that "equals everything" equals nothing:
 
 - compared with a plain value it stands for the builtin value that it derives from (a namedtuple for its tuple, a
   member of an IntEnum for its int); an object that derives from none is equal to no plain value and has no order.
-- arithmetic with a plain value likewise; where there is no builtin value, the result may only be another object of the
-  program, which in turn gives no number or truth value (`abs(f(x) - 2.5) < 1e-6` would tell f's object the answer).
+- arithmetic with a plain value likewise; where there is no builtin value, it is refused and the test fails:
+  `abs(f(x) - 2.5) < 1e-6` would tell f's object the answer.
 - operations among the program's own objects, calls, attributes, items and conversions are the program's affair.
 """
 
@@ -24,19 +24,21 @@ _MOST_AT_ONCE = 256
 _NOTHING = object()
 
 
-class Remote:
-    """An object of the program. ``tainted``: made by an operation with a plain value of the test's."""
+class Refused(AssertionError):
+    """A test would have to show its own value to an object of the program. It fails, as a false assert does."""
 
-    __slots__ = ("_border", "_number", "_tainted")
+
+class Remote:
+    """An object of the program, by its number."""
+
+    __slots__ = ("_border", "_number")
 
     _border: Border
     _number: int
-    _tainted: bool
 
     def __init__(self, border: Border, number: int) -> None:
         object.__setattr__(self, "_border", border)
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_tainted", False)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._border.call(self._number, arguments, keywords)
@@ -117,8 +119,6 @@ def _order(name: str) -> Callable[[Remote, Any], Any]:
 
 def _conversion(name: str, expected: type | None) -> Callable[..., Any]:
     def method(self: Remote, *arguments: Any) -> Any:
-        if self._tainted and expected is not str:
-            raise TypeError(f"{name}() of a result that may depend on the test's own value")
         result = self._border.call(name, [self, *arguments])
         if expected is not None and type(result) is not expected:
             raise TypeError(f"{name}() of the program's object gave no {expected.__name__}")
@@ -131,17 +131,12 @@ def _arithmetic(name: str, reflected: bool) -> Callable[[Remote, Any], Any]:
     operation = getattr(operator, name)
 
     def method(self: Remote, other: Any) -> Any:
-        sides = [other, self] if reflected else [self, other]
         if isinstance(other, Remote):
-            return self._border.call(name, sides)
+            return self._border.call(name, [other, self] if reflected else [self, other])
         plain = _plain(self)
-        if plain is not _NOTHING:
-            return operation(other, plain) if reflected else operation(plain, other)
-        result = self._border.call(name, sides)
-        if not isinstance(result, Remote) or _plain(result) is not _NOTHING:
-            return NotImplemented
-        object.__setattr__(result, "_tainted", True)
-        return result
+        if plain is _NOTHING:
+            raise Refused(f"{name} with an object of the program that stands for no builtin value")
+        return operation(other, plain) if reflected else operation(plain, other)
 
     return method
 

@@ -285,6 +285,7 @@ def run_script(source: bytes, fd: int) -> None:
     main = sys.modules["__main__"]
     main.__dict__.clear()
     main.__dict__.update({"__name__": "__main__", "__builtins__": sys.modules["builtins"], "__doc__": None})
+    main.__dict__["__file__"] = "solution.py"
     try:
         exec(source, main.__dict__)
     except BaseException as error:
@@ -296,6 +297,7 @@ def run_script(source: bytes, fd: int) -> None:
 def run_module(source: bytes, link: Link, prelude: bool) -> None:
     """The program as an imported module, then calls into it."""
     module = type(sys)("solution")
+    module.__file__ = "solution.py"
     sys.modules["solution"] = module
     program: Any = source
     try:

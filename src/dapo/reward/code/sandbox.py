@@ -34,6 +34,8 @@ _PACKAGES = "/packages"
 _NOBODY = 65534
 _INNER_USER = 1000
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
+"""Otherwise each thread reserves 64 MiB, and a handful of them would reach the memory limit."""
 _DEVICES = ("null", "zero", "urandom")
 _STACK_BYTES = 120 * 2**20  # of the main thread; it grows when used. Deep but legal recursion needs it
 _OPEN_FILES = 256
@@ -176,7 +178,7 @@ class Sandbox:
                 stdin=pipe,
                 stdout=pipe,
                 stderr=subprocess.PIPE,
-                env={},
+                env=_ENVIRONMENT,
                 cwd=folder or "/",
                 pass_fds=inherited,
                 start_new_session=folder is not None,
@@ -190,6 +192,8 @@ class Sandbox:
             theirs.close()
             for end in closing:
                 os.close(end)
+        if process.stdin is not None:  # /dev/stdin is opened anew, by a user that does not own the pipe
+            os.fchmod(process.stdin.fileno(), 0o666)
         program = Program(process, ours, own_group=folder is not None)
         if info is not None and block is not None:
             self._enter(program, info, block)
@@ -247,7 +251,7 @@ def _arguments(python: str, scratch_bytes: int, maps_users: bool, packages: tupl
         command += ["--ro-bind", path, f"{_PACKAGES}/{Path(path).name}"]
     for name in _DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    command += ["--symlink", "/tmp", "/dev/shm", "--proc", "/proc"]
+    command += ["--symlink", "/tmp", "/dev/shm", "--symlink", "/proc/self/fd/0", "/dev/stdin", "--proc", "/proc"]
     # the root is a file system in memory too, and without a limit: it must not be written to
     command += ["--perms", "0777", "--size", str(scratch_bytes), "--tmpfs", "/tmp", "--remount-ro", "/"]
     return [*command, "--chdir", "/tmp"]

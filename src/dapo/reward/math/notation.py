@@ -97,6 +97,12 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:vee)(?![A-Za-z])", r"\\lor "),
         (r"\\(?:wedge)(?![A-Za-z])", r"\\land "),
         (r"\\backslash(?![A-Za-z])", r"\\setminus "),
+        (r"\^\s*\{?\s*\\prime\s*\\prime\s*\}?", "''"),
+        (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
+        (r"(?<=\d)\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod(?![A-Za-z]))\s*(?=\d)", r" \\bmod "),
+        (r"\\text\s*\{\s*([\dA-Fa-f]{2,})\s*\}(?=\s*_)", r"\1"),
+        (r"[\^_]\s*\{\s*\}", ""),
+        (r"(?:\\\\\s*)+$", ""),
         (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
@@ -105,6 +111,11 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:var)?nothing(?![A-Za-z])", r"\\emptyset "),
     ]
 ]  # fmt: skip
+_MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MULTIPLIED = re.compile(
+    rf"(?<=[\d}}])\s*(?:(?P<open>\\text\s*\{{)\s*)?(?P<word>{'|'.join(_MULTIPLIERS)})(?![A-Za-z])\s*(?P<close>\}})?",
+    re.IGNORECASE,
+)
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _CONNECTIVES = [
     (re.compile(rf"\\text\s*\{{\s*,?\s*{word}\s*,?\s*\}}|(?<![A-Za-z\\{{]){word}(?![A-Za-z}}])"), rf" \\{token} ")
@@ -119,6 +130,7 @@ def canonical(text: str) -> str:
     text = _without_dollars(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
+    text = _multiplied(text)
     for pattern, replacement in _CONNECTIVES:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip().strip('"').removeprefix("=").lstrip()
@@ -128,6 +140,19 @@ def canonical(text: str) -> str:
         text = _GROUPED.sub(lambda m: re.sub(r"[ ,]", "", m[0]), text)
     text = text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith("\\,") else text
     return _without_braces(text)
+
+
+def _multiplied(text: str) -> str:
+    r"""``5\text{ million dollars}`` as ``5 \cdot 1000000 \text{dollars}``."""
+
+    def product(match: re.Match[str]) -> str:
+        rest = r"\text{" if match["open"] and not match["close"] else ""
+        brace = match["close"] if match["close"] and not match["open"] else ""
+        return rf" \cdot {_MULTIPLIERS[match['word'].lower()]} {rest}{brace}"
+
+    for _ in range(3):  # "2 hundred thousand million"
+        text = _MULTIPLIED.sub(product, text)
+    return text
 
 
 def squeezed(text: str) -> str:
@@ -185,6 +210,9 @@ _CHOICE = re.compile(r"(?:(?:the )?(?:answer|option|choice)\s*(?:is\s*)?:?\s*)?\
 _MARKED_CHOICE = re.compile(
     r"\\text\s*\{\s*\(?[A-Za-z][).]?\s*\}|\\text\s*\{\s*\([A-Za-z]\)\s*\}\s*\S.*|\([A-Za-z]\)|[A-Za-z]\)"
 )
+_OTHER_CHOICE = re.compile(
+    r"(?<![A-Za-z])(?:[A-J](?![A-Za-z])|[a-j][).](?![A-Za-z]))|(?:,|\\l(?:or|and)|(?<![A-Za-z])(?:or|and))\s*\(?[A-Ja-j](?![A-Za-z])"
+)
 _CHOICES = re.compile(r"\(?[A-J]\)?(?:(?:[,;&\s]|\\land)+\(?[A-J]\)?)+")
 _LIST = re.compile(r"[,;]|\\l(?:and|or)(?![A-Za-z])")
 
@@ -215,7 +243,7 @@ def same_choice(gold: str, answer: str) -> bool:
     marked = re.match(r"\(?([A-Ja-j])[).:]|([A-Ea-e])$", text)
     if marked is None or (marked[1] or marked[2]).upper() != letter:
         return False
-    return not re.search("(?<![A-Za-z])[A-J](?![A-Za-z])", text[marked.end() :])
+    return not _OTHER_CHOICE.search(text[marked.end() :])
 
 
 def _items(text: str) -> list[str]:

@@ -9,6 +9,7 @@ _BRACKET = re.compile(r"\\[{}]|[()\[\]{}]")
 SEPARATORS = r"[,;]|\\(?:cup|land|lor)(?![A-Za-z])"
 RELATIONS = r"\\(?:le|ge|ne)(?![A-Za-z])|[<>=]"
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
+_FACTOR = r"(?:[a-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega|pi)(?![A-Za-z]))"
 _NAME = re.compile(
     r"(?:\\angle ?|m ?\\angle ?|\|?)\\?[A-Za-z](?:[A-Za-z{} ]|\\[A-Za-z]+)*(?:_\s*(?:\w|\{[^{}]*\}))?'*(?:\^\{-1\})?"
     r"(?:\([\w, ]*\))?\|?"
@@ -16,6 +17,11 @@ _NAME = re.compile(
     r"|\\#[A-Za-z]+|\[[A-Z]+\]"  # a number of elements, an area
     r"|\([A-Za-z]\w?(?:_\{?\w\}?)?(?:, ?[A-Za-z](?:_\{?\w\}?)?)+\)"  # (x, y)
 )
+_NO_NAME = re.compile(
+    r"[^(]*\\(?:sqrt|frac|ln|log|exp|in|notin|cdot|times|infty)(?![A-Za-z]).*|\\pi|\|[a-z]\w*\|"
+    rf"|(?!(?:sum|max|min|ans|avg|age|gcd|lcm)$){_FACTOR}(?: ?{_FACTOR}){{1,2}}"
+)
+r"""What is computed from names: ``\sqrt{x}``, ``|x|``, ``ab``. Who knows it does not know x."""
 _MEMBERSHIP = re.compile(r"(.+?)\s*\\in(?![A-Za-z])\s*(.+)")
 
 
@@ -61,7 +67,7 @@ def _is_balanced(inner: str) -> bool:
 
 def is_name(text: str) -> bool:
     r"""Whether a value can have this name: ``x``, ``f(2)``, ``\overline{AB}``, ``P(A \cap B)``, ``(x, y)``."""
-    return bool(_NAME.fullmatch(text))
+    return bool(_NAME.fullmatch(text)) and not _NO_NAME.fullmatch(text)
 
 
 class Named(NamedTuple):
@@ -91,6 +97,20 @@ def assignments(text: str) -> str:
     if unbracket(name)[0] != "()" or unbracket(value)[0] != "()" or len(names) != len(values):
         return text
     return ", ".join(f"{one} = {other}" for one, other in zip(names, values, strict=True))
+
+
+def assigned(text: str) -> dict[str, str] | None:
+    r"""``x = 1, y = 2`` and ``(x, y) = (1, 2)`` as names and their values; None for any other text."""
+    items = [strip_name(item) for item in cut(assignments(text), SEPARATORS).pieces]
+    values = {re.sub(r"[\s{}]", "", name): value for name, value in items}
+    return values if 1 < len(items) == len(values) and all(values) and r"\in" not in text else None
+
+
+def in_order(values: dict[str, str]) -> list[str]:
+    """The values as the pair that they make: by name for neighbours in the alphabet (x, y, z), else as written."""
+    names = sorted(values)
+    is_run = all(len(name) == 1 and ord(name) == ord(names[0]) + k for k, name in enumerate(names))
+    return [values[name] for name in (names if is_run else values)]
 
 
 def both_signs(text: str) -> list[str]:

@@ -37,6 +37,11 @@ _BASED = re.compile(r"([0-9A-Za-z]+)_\s*\{?\s*(\d+)\s*\}?")
 _LITERAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|(?<=[a-z])i(?![A-Za-z])")
 _DEGREES = re.compile(r"(\d+)\s*\^\\circ")
+_REMAINDER = re.compile(r"(\d+)\s*\\bmod(?![A-Za-z])\s*(\d+)")
+_DOUBLE_FACTORIAL = re.compile(r"(?<![\w.])(\d{1,3})\s*!!(?!!)")
+_PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)")
+_UNREADABLE = re.compile(r"(?<![_^\d])\d+ +\d|\d\s*_|'")
+"""What the reader would misread: two numbers side by side as a product, "12_1" and "5'" as 12 and 5."""
 
 
 def same_expression(gold: str, answer: str) -> bool:
@@ -75,11 +80,19 @@ def literal(text: str) -> Fraction | None:
         top, bottom = (int(part) for part in fraction.groups() if part is not None)
         return sign * Fraction(top, bottom) if bottom else None
     based = _BASED.fullmatch(text)
-    if based is not None and text[0].isdigit() and 2 <= int(based[2]) <= 36:
+    if based is not None and _is_in_base(based[1], int(based[2])):
         return _in_base(based[1], int(based[2]))
+    remainder = _REMAINDER.fullmatch(text)
+    if remainder is not None and int(remainder[2]):
+        return Fraction(int(remainder[1]) % int(remainder[2]))
     if len(text) <= _MAX_LENGTH and _LITERAL.fullmatch(text):
         return Fraction(text)
     return None
+
+
+def _is_in_base(digits: str, base: int) -> bool:
+    """Whether ``digits`` of a base are meant: A_{16} is a member of a sequence, FF_{16} is 255."""
+    return 2 <= base <= 36 if digits[0].isdigit() else base in (11, 12, 16) and len(digits) > 1
 
 
 def _in_base(digits: str, base: int) -> Fraction | None:
@@ -111,7 +124,10 @@ def parsed(text: str) -> Any:
     number = literal(text)
     if number is not None:
         return sympy.Rational(number.numerator, number.denominator)
-    latex = normalize_latex(_exact_numbers(text), _NORMALIZATION)
+    text = _PRIMED.sub(lambda m: f"{m[1]}_{{{'9' * len(m[2])}}}", _exact_numbers(text))  # y' is another name than y
+    if _UNREADABLE.search(text):
+        return None
+    latex = normalize_latex(text, _NORMALIZATION)
     try:
         return _Reader(is_real=_IMAGINARY.search(latex) is None, config=_CONVERSION).parse(latex)
     except Exception:  # its grammar reports by the plain class
@@ -154,6 +170,7 @@ def _exact_numbers(text: str) -> str:
     """Decimals and mixed numbers as fractions: floats would bring rounding, and 2 3/4 is not a product."""
     text = _REPEATING.sub(_repeating_as_fraction, text)
     text = _MIXED.sub(lambda m: rf"({m[1]}+\frac{{{m[2] or m[4]}}}{{{m[3] or m[5]}}})", text)
+    text = _DOUBLE_FACTORIAL.sub(lambda m: str(math.prod(range(int(m[1]), 0, -2))), text)
     text = _DECIMAL.sub(lambda m: rf"(\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}})", text)
     return _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
 
@@ -203,12 +220,23 @@ def _same_value(left: Any, right: Any) -> bool:
             if (first is None) != (second is None):
                 return False  # one is undefined where the other is not
             continue
+        if not names and not _same_digits(left, right, first):
+            return False
         if not close(first, second) and not (_tiny(first, second) and _difference_is_zero(left, right)):
             return False
         if not _same_beyond(left, right, point, first):
             return False
         compared += 1
     return compared > 0 or bool(left == right)
+
+
+def _same_digits(left: Any, right: Any, value: Any) -> bool:
+    """For two numbers that are no fractions: whether they are equal to 200 digits. ``\\pi + 10^{-45}`` is not pi."""
+    if value.is_Rational or not value.is_finite or _tiny(value, value):
+        return True
+    first: Any = _value_at(left, {}, 220)
+    second: Any = _value_at(right, {}, 220)
+    return bool(abs(first - second) <= abs(first) * sympy.Float(10) ** -200)
 
 
 def _same_beyond(left: Any, right: Any, point: dict[str, Any], value: Any) -> bool:
@@ -250,8 +278,9 @@ def _points(names: list[str]) -> Iterator[dict[str, Any]]:
     if not names:
         yield {}
         return
-    for a, b in ((1.3717, 0.6131), (-0.8283, 0.4547), (0.2719, -1.6177), (3.1931, 2.2133)):
-        yield {name: sympy.Rational(round((a + b * k) * 10000), 9973) for k, name in enumerate(names)}
+    # not equally spaced: (x - y)/(x - z) must not be the same number at each
+    for a, b, c in ((1.3717, 0.6131, 0.2237), (-0.8283, 0.4547, -0.1319), (0.2719, -1.6177, 0.3571), (3.1931, 2.2133, 0.1733)):
+        yield {name: sympy.Rational(round((a + b * k + c * k * k) * 10000), 9973) for k, name in enumerate(names)}
 
 
 def _value_at(expr: Any, point: dict[str, Any], digits: int = _DIGITS + 10) -> Any | None:

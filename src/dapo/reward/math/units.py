@@ -37,7 +37,7 @@ _ALIASES = {
     "ounce": "oz", "pound": "lb", "lbs": "lb", "second": "s", "sec": "s", "minute": "min", "mins": "min", "hour": "h",
     "hr": "h", "hrs": "h", "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "usd": "dollar",
     "percentage": PERCENT, "pct": PERCENT, "%": PERCENT, "deg": "degree", "unit": "", "penny": "cent",
-    "pennie": "cent", "people": "person", "children": "child", "men": "man", "women": "woman",
+    "c": "celsius", "f": "fahrenheit", "pennie": "cent", "people": "person", "children": "child", "men": "man", "women": "woman",
 }  # fmt: skip
 _SPEEDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 _SHORT = "cm|mm|km|kg|mg|ml|dm|ft|in|mi|yd|lb|lbs|oz|hr|hrs|[aApP]\\.?[mM]"
@@ -49,9 +49,27 @@ _AT_END = re.compile(
     r"\\text\s*\{\s*(?P<text>(?:[^{}]|\{[^{}]*\})*?)\s*\}\s*(?P<power>(?:\^\s*\{?\d\}?)?)"
     rf"|(?P<word>(?<![\\A-Za-z])(?:[A-Za-z]{{3,}}(?:[ /]+[A-Za-z]+)*|(?:{_SHORT})(?:/[A-Za-z]+)?))"
     r"(?P<wpower>(?:\^\s*\{?\d\}?)?)"
-    r"|(?P<percent>\\?%)|(?P<degree>\^\\circ)(?: ?[CF])?)"
+    r"|(?P<percent>\\?%)|(?P<degree>\^\\circ)\s*(?:\\text\s*\{\s*)?(?P<scale>[CF]?)\s*\}?)"
 )
 _NOT_UNITS = {"i", "e", "t"}
+_NUMBER_WORDS = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
+    "|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|(?:dozen|hundred|thousand|million|billion"
+    "|trillion|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth)s?"
+    "|score|half|halves"
+)
+_OPERATIONS = "factorial|plus|minus|divided|over|power|base|mod|modulo|binary|octal|hexadecimal|root|times (?:itself|pi)"
+_HEDGES = (
+    "or|nor|if|unless|not|no|none|never|is|isn't|cannot|was|wrong|incorrect|false|invalid|impossible|rejected"
+    "|extraneous|undefined|unknown|negative|below|debt|more|less|fewer|least|most|about|around|roughly|approximately"
+    "|nearly|almost|maybe|perhaps|possibly|probably|but|except|without|otherwise|else|infinite|infinitely|opposite"
+)
+_NO_UNIT = re.compile(
+    rf"(?<![^\W\d_])(?:{_NUMBER_WORDS}|{_OPERATIONS}|{_HEDGES})(?![^\W\d_])|^\W*(?:squared|cubed)(?![a-z])"
+    r"|(?<![\w^{])\d",
+    re.IGNORECASE,
+)
+"""Words behind a value that change it, or doubt it: they are no unit, and neither is what has a number of its own."""
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _CURRENCY = {"\\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "USD": "dollar", "EUR": "euro"}
 _AREA = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
@@ -80,9 +98,9 @@ def split_unit(text: str, expected: str = "") -> Quantity:
         return Quantity(value, PERCENT)
     if match["degree"]:
         # the argument of a sine is an angle: there the degree sign is part of the value
-        return Quantity(text, "") if _TRIGONOMETRY.search(value) else Quantity(value, "degree")
+        return Quantity(text, "") if _TRIGONOMETRY.search(value) else Quantity(value, f"degree {match['scale']}".strip())
     raw = match["text"] if match["text"] is not None else match["word"]
-    if not raw or raw in _NOT_UNITS:
+    if not raw or raw in _NOT_UNITS or _NO_UNIT.search(raw):
         return Quantity(text, "")
     raw += (match["power"] if match["text"] is not None else match["wpower"]) or ""
     name = "" if not _unit(raw).powers else raw
@@ -92,12 +110,18 @@ def split_unit(text: str, expected: str = "") -> Quantity:
 def unit_ratio(left: str, right: str) -> Fraction | None:
     """How many of the unit ``right`` one of the unit ``left`` is; None: they measure different things."""
     first, second = _unit(left), _unit(right)
+    if _DEGREE in (first, second) and {first, second} & _SCALES:
+        return Fraction(1)  # "30 degrees" leaves the scale to the question
     return first.size / second.size if first.powers == second.powers else None
 
 
 class _Unit(NamedTuple):
     powers: frozenset[tuple[str, int]]
     size: Fraction
+
+
+_DEGREE = _Unit(frozenset({("degree", 1)}), Fraction(1))
+_SCALES = {_Unit(frozenset({(scale, 1)}), Fraction(1)) for scale in ("celsius", "fahrenheit")}
 
 
 @lru_cache(maxsize=256)
@@ -113,6 +137,8 @@ def _unit(raw: str) -> _Unit:
             base, base_power, base_size = _BASES.get(name, (name, 1, "1"))
             powers[base] += base_power * power
             size *= Fraction(base_size) ** power
+    if "celsius" in powers or "fahrenheit" in powers:
+        del powers["degree"]
     return _Unit(frozenset((name, power) for name, power in powers.items() if name and power), size)
 
 
