@@ -198,6 +198,7 @@ def _starved_message(fill: Fill, config: Config) -> str:
         f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
         f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
         f"{failed}What may help: {prompts}; a larger rollout.samples_per_prompt (now "
-        f"{config.rollout.samples_per_prompt}); a larger algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the "
-        "groups there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
+        f"{config.rollout.samples_per_prompt}); a larger "
+        "algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the groups "
+        "there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
     )

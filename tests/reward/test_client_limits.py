@@ -322,3 +322,27 @@ def test_a_query_is_for_addresses_that_are_used_as_they_are() -> None:
         for url in ("http://host?", "http://host/v2?key=1", "http://host#part"):
             with pytest.raises(ValueError, match=r"must hold no query.*token_env"):
                 kind(kind="server" if kind is ServerReward else "kserve", url=url, **more)
+
+
+def test_an_outage_is_said_once_and_the_next_one_again(caplog: pytest.LogCaptureFixture) -> None:
+    replies = [BUSY, BUSY, None, BUSY, None]
+
+    async def answer(head: str, body: dict[str, Any]) -> bytes:
+        return replies.pop(0) or lengths(body)
+
+    score_all(answer, ["a", "bc"], batch_size=1, concurrency=1)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all(
+        "does not answer: " in text and "asking again for up to 600 s" in text for text in said
+    )
+
+
+def test_a_long_line_in_small_pieces_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "x" * 300_000
+
+    async def answer(head: str, body: dict[str, Any]) -> bytes:
+        line = {"index": 0, "correct": True, "value": 1.0, "parts": {}, "error": None, "extracted": text}
+        return response(json.dumps(line).encode() + b"\n")
+
+    ((reward,), _) = score_all(answer, ["a"], kind=ServerReward)
+    assert reward.extracted == text

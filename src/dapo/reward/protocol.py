@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dapo.records import Prompt, Reward
 from dapo.reward.contract import Doubt
@@ -47,6 +47,13 @@ class Item(Row):
     """The response as text."""
     id: str | int | None = None
     """Comes back with the result."""
+
+    @field_validator("id")
+    @classmethod
+    def _can_be_sent_back(cls, value: str | int | None) -> str | int | None:
+        if isinstance(value, str):
+            value.encode()  # half of a letter cannot be written; the error is a ValueError
+        return value
 
 
 class ScoreRequest(_Message):

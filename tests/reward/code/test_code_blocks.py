@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from dapo.reward.code.blocks import defines, find_program
 
 SOLUTION = "def add(a, b):\n    return a + b\n"
+MARKS = ("python3.11", "ipython3", "{.python}", "{.python .numberLines}")
 USAGE = "print(add(1, 2))\n"
 
 
@@ -32,9 +33,9 @@ def test_a_program_that_is_run_is_the_last_python_block():
 
 
 def test_languages_are_told_apart():
-    for language in ("python", "py", "python3", "Python", "PY", "", "python title=a.py"):
+    for language in ("python", "py", "python3", "Python", "PY", "", "python title=a.py", *MARKS):
         assert find_program(fenced(SOLUTION, language), "add") == SOLUTION
-    for language in ("javascript", "cpp", "text", "console"):
+    for language in ("javascript", "cpp", "text", "console", "pycon", "{.r}"):
         assert find_program(fenced(SOLUTION, language), "add") is None
 
 

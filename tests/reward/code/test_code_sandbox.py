@@ -44,14 +44,14 @@ def test_no_capability_is_left_and_none_can_be_had():
 
 def test_nothing_of_the_machine_is_there():
     os.environ["SANDBOX_CANARY_SECRET"] = "1"
-    assert seen("sorted(os.environ)") in ("['LC_CTYPE', 'PWD']", "['PWD']", "['LC_CTYPE']", "[]")
+    assert set(literal_eval(seen("sorted(os.environ)"))) <= {"LC_CTYPE", "MALLOC_ARENA_MAX", "PWD"}
     shown = {"dev", "etc", "lib", "lib32", "lib64", "packages", "proc", "tmp", "usr"}
     assert set(literal_eval(seen("os.listdir('/')"))) <= {*shown, Path(sys.base_prefix).parts[1]}
     assert seen("os.listdir('/tmp')") == "[]"
     assert seen(f"os.path.exists({str(Path(__file__).parent)!r})") == "False"
     assert seen("[p for p in os.listdir('/proc') if p.isdigit()]") == "['1', '2']"
     assert seen("os.uname().nodename") == "sandbox"
-    assert seen("sorted(os.listdir('/dev'))") == "['null', 'shm', 'urandom', 'zero']"
+    assert seen("sorted(os.listdir('/dev'))") == "['null', 'shm', 'stdin', 'urandom', 'zero']"
 
 
 def test_only_the_scratch_folder_can_be_written_to():
@@ -86,6 +86,34 @@ def test_limits_hold():
     }.items():
         verdict = grader.grade(program, read_tests([{"stdin": "", "stdout": limit}], None))
         assert verdict.outcomes == ["pass"], (program, verdict)
+
+
+def test_limits_hold_while_output_drips():
+    drip = "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        x = b'1' * (70 * 2 ** 20)\n"
+    drip += "        time.sleep(60)\nwhile True:\n    print(1, flush=True)\n    time.sleep(0.02)\n"
+    grader = Grader(CodeReward(kind="code", memory_mb=128, test_timeout_s=20.0))
+    verdict = grader.grade(drip, read_tests([{"stdin": "", "stdout": ""}], None))
+    assert verdict.outcomes == ["error"]
+    assert "memory" in verdict.detail
+
+
+def test_files_without_content_are_counted():
+    program = "k = 0\nwhile True:\n    open(str(k), 'w').close()\n    k += 1\n"
+    verdict = Grader(CONFIG).grade(program, read_tests([{"stdin": "", "stdout": ""}], None))
+    assert verdict.outcomes == ["error"]
+    assert "too many files" in verdict.detail
+
+
+def test_threads_up_to_the_limit_fit_into_the_memory():
+    program = (
+        "import threading, time\nfor _ in range(30):\n    threading.Thread(target=time.sleep, args=(0.3,)).start()\n"
+    )
+    assert grade(f"{program}print(threading.active_count())\n", [{"stdin": "", "stdout": "31"}]) == "pass"
+
+
+def test_standard_input_has_a_name():
+    for program in ("print(open('/dev/stdin').read())\n", "import fileinput\nprint(*fileinput.input())\n"):
+        assert grade(program, [{"stdin": "7", "stdout": "7"}]) == "pass"
 
 
 def test_nothing_outlives_a_program():

@@ -99,17 +99,42 @@ def test_rows_with_tests_that_cannot_be_run_are_found():
     assert [d.position for d in examine(ROW, {"tests": ROW["tests"]}, parts=["efficiency"])] == [1]
 
 
+def test_rows_that_a_program_could_decide_itself_are_in_doubt():
+    doubtful = [
+        "add(1, 2)",
+        "assert same(add(1, 2), 3)",
+        "assert np.isclose(add(1, 2), 3)",
+        "assert add(1, 2) == Number(3)",
+        "assert add(1, 2) == add(2, 1)",
+        "def check(candidate):\n    assert near(candidate(1, 2), 3)",
+    ]
+    fine = [
+        "assert add(Number(1), Number(2)) == 3",
+        "assert math.isclose(add(1, 2), 3)",
+        "assert fabs(add(1, 2) - 3) < 1e-6",
+        "try:\n    add(1)\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError",
+        "def check(candidate):\n    assert candidate(1, 2) == 3",
+    ]
+    doubts = examine(*({"tests": [test], "entry_point": "add"} for test in doubtful + fine))
+    assert [doubt.position for doubt in doubts] == list(range(len(doubtful)))
+    assert not any(doubt.unusable for doubt in doubts)
+    assert "no assert" in doubts[0].text
+    assert "same" in doubts[1].text
+
+
 def test_other_keys_may_hold_the_tests():
     row = Prompt(0, "", (), None, {"checks": ROW["tests"], "name": "add"})
     assert score([GOOD], row, tests_key="checks", entry_point_key="name")[0].correct is True
 
 
-def test_style_counts_findings_for_each_line():
+def test_style_counts_findings_for_each_statement():
     assert style("def f(x):\n    return x\n") == 1.0
     one_in_four = "import os\n\n\ndef f(x):\n    y = x\n    return y\n"  # os is not used
     assert style(one_in_four) == 0.75
     assert style("import os  # noqa\n\n\ndef f(x):\n    y = x\n    return y\n") == 0.75
-    assert style("# ruff: noqa\n" + one_in_four) == 0.8
+    assert style("# ruff: noqa\n" + one_in_four) == 0.75
+    padding = "# more\n" * 100 + '"a text"\n' * 100 + "def g():\n" + "    pass\n" * 100  # def g: the fifth statement
+    assert style(one_in_four + "\n\n" + padding) <= 0.8
     assert style("def f(:\n") == 0.0
     assert style("") == 0.0
     assert style("import os, sys\n") == 0.0
@@ -144,6 +169,21 @@ def test_a_slow_and_large_program_is_less_efficient_than_the_reference():
         [f"```python\n{program.format(n)}```" for n in (20, 4 * 10**6)], row, parts=["efficiency"], workers=1
     )
     assert quick.parts["efficiency"] > 0.9 > 0.8 > slow.parts["efficiency"]
+
+
+def test_a_program_cannot_hide_what_it_takes():
+    named = "import ctypes\nctypes.CDLL(None).prctl(15, b'VmHWM: 1', 0, 0, 0)\n"
+    large = "def add(a, b):\n    x = b'1' * (300 * 2 ** 20)\n    return a + b\n"
+    child = "import os, signal\n{}\ndef add(a, b):\n    r, w = os.pipe()\n    if os.fork() == 0:\n"
+    child += (
+        "        os.setsid()\n        if os.fork() == 0:\n            for _ in range(10 ** 7):\n                pass\n"
+    )
+    child += "            os.write(w, b'1')\n        os._exit(0)\n    {}\n    os.read(r, 1)\n    return a + b\n"
+    orphan, unseen = child.format("", "os.wait()"), child.format("signal.signal(signal.SIGCHLD, signal.SIG_IGN)", "")
+    responses = [f"```python\n{program}```" for program in (named + large, orphan, unseen)]
+    for reward in score(responses, parts=["efficiency"], workers=1):
+        assert reward.correct
+        assert reward.parts["efficiency"] < 0.75
 
 
 def test_a_reference_that_fails_its_tests_is_no_verdict():

@@ -22,6 +22,8 @@ DATA = (
     "eval/humaneval_test.jsonl",
     "eval/mbpp_validation.jsonl",
 )
+DOUBTFUL = {"mbpp_train-00000"} | {f"humaneval_test-000{number}" for number in (32, 33, 38, 50)}
+"""Rows whose tests call a helper of the program, or compare two of its values."""
 pytestmark = pytest.mark.shared
 
 
@@ -47,7 +49,9 @@ def check_rows(chosen):
         scorer = CodeScorer(CodeReward(kind="code", packages=["sortedcontainers"]))  # eight LeetCode solutions use it
         await scorer.start()
         try:
-            assert await scorer.examine(prompts) == []
+            doubts = await scorer.examine(prompts)
+            assert [doubt for doubt in doubts if doubt.unusable] == []
+            assert {chosen[doubt.position // 2]["id"] for doubt in doubts} <= DOUBTFUL
             responses = [f"```python\n{program}\n```" for program in programs]
             return await asyncio.gather(*map(scorer.score, prompts, responses))
         finally:

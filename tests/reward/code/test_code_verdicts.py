@@ -90,6 +90,26 @@ def test_time_is_up_in_a_call_at_the_top_and_in_the_comparison():
     assert grade("def square(x):\n    return x * x\n", SQUARE, None, QUICK) == "pass"  # and it goes on
 
 
+def test_a_test_that_would_show_its_value_to_an_object_of_the_program_says_so():
+    program = "class V:\n    x = 6\n    def __mul__(self, k):\n        return self\n"
+    verdict = Grader(CodeReward(kind="code")).grade(program, read_tests(["assert (V() * 3).x == 6"], "V"))
+    assert verdict.outcomes == ["fail"]
+    assert "to show the test's value" in verdict.detail
+
+
+def test_children_of_a_program_do_not_stretch_its_time():
+    spin = "import os, time\nend = time.monotonic() + 2\nfor _ in range(8):\n    if os.fork() == 0:\n"
+    spin += "        while True:\n            pass\nwhile time.monotonic() < end:\n    pass\nprint(7)\n"
+    assert grade(spin, [{"stdin": "", "stdout": "7"}], None, QUICK) == "timeout"
+
+
+def test_names_of_the_math_module_are_not_the_programs_beside_an_entry_point():
+    program = "def f(x):\n    return 0\ndef fabs(x):\n    return 0\n"
+    assert grade(program, ["assert fabs(f(2) - 2.5) < 1e-6"], "f") == "fail"
+    assert grade(program.replace("return 0", "return 2.5", 1), ["assert fabs(f(2) - 2.5) < 1e-6"], "f") == "pass"
+    assert grade(program, ["assert fabs(2) == 0"], "fabs") == "pass"
+
+
 def test_asserts_count_however_python_was_started(monkeypatch):
     monkeypatch.setenv("PYTHONOPTIMIZE", "2")
     code = "from dapo.reward.code.grade import grade; print(grade('def f(x): return x', ['assert f(1) == 2']))"

@@ -35,6 +35,8 @@ CASES = [
     ("Final answer: **86**.", "86"),
     ("ANSWER : 3.5\nbye", "3.5"),
     ("Answer:\n\n42\nbye", "42"),
+    ("Answer: `9`", "9"),
+    ("Answer: **`9`**.", "9"),
     (r"Answer: \boxed{4", r"\boxed{4"),
     ("the answers are many", None),
     ("Answer:", None),

@@ -123,7 +123,7 @@ class ServerScorer(_JsonScorer):
             raise BadReply(f"{len(calls) - len(missing)} results came for {len(calls)} responses")
 
     def _verdict(self, line: Any) -> tuple[int, Reward | BadReply]:
-        if isinstance(line, dict) and isinstance(line.get("index"), int):
+        if isinstance(line, dict) and type(line.get("index")) is int:
             place = line["index"]
             kept = {key: line.get(key) for key in ("correct", "value", "parts", "extracted", "error")}
             return place, to_verdict(kept, place, "", self._name)
@@ -174,14 +174,18 @@ async def _read(reply: aiohttp.ClientResponse) -> bytes:
 
 async def _lines(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Whole lines: the last one of a reply that broke off would not be."""
-    rest = b""
+    rest: list[bytes] = []
+    size = 0
     async for chunk in reply.content.iter_any():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line
-        if len(rest) > _LARGEST_REPLY:
+        first, *others = chunk.split(b"\n")
+        rest.append(first)
+        size += len(first)
+        if size > _LARGEST_REPLY:
             raise BadReply("a line of the reply has no end")
-    if rest.strip():
+        for other in others:
+            yield b"".join(rest)
+            rest, size = [other], len(other)
+    if b"".join(rest).strip():
         raise BadReply("the last line of the reply is cut off")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from dapo.reward.client.pauses import Pauses
 from dapo.reward.client.secrecy import Secrets, shown
 from dapo.reward.contract import Doubt
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _REACHED_WITHIN_S = 60.0
@@ -52,6 +54,7 @@ class RemoteScorer(abc.ABC):
         self._batcher: Batcher[Call, None] = Batcher(self._work, size=config.batch_size, concurrency=config.concurrency)
         self._submitted: set[asyncio.Task[None]] = set()
         self._most_connections = config.concurrency * (1 if config.hedge_after_s is None else 2)
+        self._told = False  # of the outage that is on
         self._silent_since: float | None = None  # the first fault since the last verdict, while scores are asked for
 
     @abc.abstractmethod
@@ -174,10 +177,19 @@ class RemoteScorer(abc.ABC):
             elif self._should_give_up(since):
                 self._fail(waiting, problem)
             else:
+                self._tell(problem)
                 waiting = waiting[size:] + asked  # one that brings the server down must not keep the others waiting
                 size = max(1, len(asked) // 2) if problem.smaller else size
                 await asyncio.sleep(self._pause(pauses, problem, since))
         return [None] * len(calls)
+
+    def _tell(self, fault: Fault) -> None:
+        """Say once that verdicts are waited for, so that nobody wonders why a run stands still."""
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "%s does not answer: %s; asking again for up to %g s", self._name, fault, self._config.give_up_after_s
+            )
 
     async def _try(self, calls: Sequence[Call]) -> Fault | Refusal | None:
         """One attempt; returns what kept the server from a reply. A reply that breaks the agreement, in however many
@@ -222,7 +234,7 @@ class RemoteScorer(abc.ABC):
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 async for place, verdict in self._ask(calls):
-                    self._silent_since = None
+                    self._silent_since, self._told = None, False
                     if isinstance(verdict, Reward):
                         self._answer(calls[place], verdict)
                     else:

@@ -2,10 +2,11 @@
 
 The rule, on the text outside of thinking blocks:
 
-1. Candidates are the fenced blocks (three or more backticks or tildes) marked ``python``, ``py``, ``ipython``, with or
-   without a version (``python3.11``), in pandoc's manner (``{.python}``) or not at all, case aside. A fence ends at a line with at least as many of its marks and nothing else, so fences inside longer
-   fences, or within a string that is indented deeper, do not end it. A block that is never closed goes to the end of
-   the text, as responses are cut at a limit.
+1. Candidates are the fenced blocks (three or more backticks or tildes) marked ``python``, ``py`` or ``ipython``, with
+   or without a version (``python3.11``), in pandoc's manner (``{.python}``), or not at all, case aside. A fence ends at
+   a line with at least as many of its marks and nothing else, so fences inside longer fences, or within a string that
+   is indented deeper, do not end it. A block that is never closed goes to the end of the text, as responses are cut at
+   a limit.
 2. If the tests call a name, the program is the last candidate that defines it (``def``, ``class`` or an assignment at
    the outermost level; for ``Solution().method`` a class ``Solution`` with that method). A usage example after the
    solution is thus not taken for it. If no candidate defines it, the last one marked as Python, or else the last one.

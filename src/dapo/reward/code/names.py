@@ -49,6 +49,14 @@ _NAMES = {
     for name in names.split()
 }
 _KNOWN = frozenset(dir(builtins)) | MODULES | _NAMES.keys()
+_MATH = {
+    name: module
+    for module, names in {
+        "math": "copysign cos degrees exp fabs fsum hypot isfinite isinf isqrt log log10 log2 radians sin tan trunc",
+    }.items()
+    for name in names.split()
+}
+"""Names that a test takes from the standard library if it is known that another one is tested."""
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.comprehension)
 
 
@@ -140,6 +148,7 @@ def _source(test: Any, place: int) -> str:
 
 def _snippets(sources: list[str], entry_point: str | None) -> list[Snippet]:
     entry = root_name(entry_point) if entry_point else None
+    given_names = _KNOWN | (_MATH.keys() if entry else set())
     parsed = [_parse(source, place, entry_point) for place, source in enumerate(sources, 1)]
     if entry is None and all(names <= _KNOWN for _, _, names, _ in parsed):
         # `assert sum(10, 15) == 6`: a known name, but nothing else can be what is tested
@@ -151,7 +160,7 @@ def _snippets(sources: list[str], entry_point: str | None) -> list[Snippet]:
     for place, (source, tree, names, bound) in enumerate(parsed, 1):
         names = names - defined
         called = _called(tree)
-        known = {name: _known_path(name, name in called) for name in names & _KNOWN - own}
+        known = {name: _known_path(name, name in called) for name in names & given_names - own}
         free = {name for name in names if name not in known or (name in MODULES and known[name] is None)}
         if not free:
             raise ValueError(f"test {place} calls nothing of the program: {source.strip()[:80]!r}")
@@ -208,4 +217,5 @@ def _known_path(name: str, called: bool) -> str | None:
         if not called:
             return name
         return f"{name}.{name}" if hasattr(importlib.import_module(name), name) else None
-    return f"{_NAMES[name]}.{name}" if name in _NAMES else None
+    module = (_NAMES | _MATH).get(name)
+    return f"{module}.{name}" if module else None

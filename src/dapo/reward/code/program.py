@@ -161,11 +161,13 @@ class Program:
         """Whether it has neither other processes nor threads, which would make it wait for itself."""
         main = self._main()
         with contextlib.suppress(OSError):
-            return {*self._family()} <= {self._first, main} and len(os.listdir(f"/proc/{main}/task")) == 1
+            return {*self._family()} <= {self._first, main} and len([*Path(f"/proc/{main}/task").iterdir()]) == 1
         return True
 
     def _note(self, family: list[int]) -> None:
-        for pid in family[1:]:
+        for pid in family:
+            if pid == self._first and not self._own_group:  # bubblewrap's own
+                continue
             with contextlib.suppress(OSError, ValueError, IndexError):
                 self._took[pid] = (sum(_ticks(pid)[:2]), _peak(pid))
 
@@ -184,14 +186,17 @@ class Program:
         self._note(family)
         for pid in family:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                cpu_s += sum(_ticks(pid)[2 if pid != main and pid == self._first else 0 :])
+                cpu_s += sum(_ticks(pid)[0 if pid != self._first or self._own_group else 2 :])
         with contextlib.suppress(OSError, ValueError, IndexError):
             cpu_s = max(cpu_s, int(Path(f"/proc/{main}/schedstat").read_text().split()[0]) / 1e9)
-        cpu_s = max(cpu_s, sum(seconds for seconds, _ in self._took.values()))
-        return Usage(0, cpu_s, max((peak for _, peak in self._took.values()), default=0))
+        return self._usage(0, cpu_s, 0)
+
+    def _usage(self, status: int, cpu_s: float, memory_bytes: int) -> Usage:
+        seen_s = sum(seconds for seconds, _ in self._took.values())
+        return Usage(status, max(cpu_s, seen_s), max((memory_bytes, *(peak for _, peak in self._took.values()))))
 
     def _main(self) -> int:
-        return (_children(self._first) or [self._first])[0]
+        return self._first if self._own_group else (_children(self._first) or [self._first])[0]
 
     def waited_s(self) -> float:
         """For how long its main process has been ready to run while the machine did other things."""
@@ -229,7 +234,7 @@ class Program:
                     parts.append(os.wait4(self._first, 0)[2])
             cpu_s = sum(part.ru_utime + part.ru_stime for part in parts)
             memory = max(part.ru_maxrss for part in parts) * 1024
-            self.usage = Usage(code if code >= 0 else 128 - code, cpu_s, memory)
+            self.usage = self._usage(code if code >= 0 else 128 - code, cpu_s, memory)
         return self.usage
 
     def end(self) -> Usage:
@@ -252,7 +257,8 @@ class Clock:
     """Time as it counts against a limit: what passes, less what the program waits for a busy machine.
 
     A program that sleeps uses up its limit as one that computes does. One that cannot get a processor does not, up to
-    ``_STRETCH`` times the limit; but one with processes or threads of its own may be waiting for these, and gets nothing.
+    ``_STRETCH`` times the limit; but one with processes or threads of its own may be waiting for these, and is granted
+    nothing.
     """
 
     def __init__(self, program: Program, limits: tuple[int, int] | None = None) -> None:

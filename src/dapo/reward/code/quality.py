@@ -44,7 +44,7 @@ def find_ruff() -> str:
 
 def style(program: str) -> float:
     """1 - (findings / statements), at least 0; 0 for what is not Python. Comments, texts that stand alone and ``pass``
-    are no statements here, so that none of them can thin out the findings; comments that silence the linter do not count.
+    are no statements here, so that none of them thins out the findings. Comments that silence the linter do not count.
 
     Raises:
         OSError, TimeoutError: the linter fails.
@@ -79,8 +79,11 @@ def _statements(program: str) -> int:
         nodes = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.stmt)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 0
-    idle = [n for n in nodes if isinstance(n, ast.Pass) or isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    return len(nodes) - len(idle)
+    return sum(not _is_idle(node) for node in nodes)
+
+
+def _is_idle(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def efficiency(program: Usage, reference: Usage) -> float:

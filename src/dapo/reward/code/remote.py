@@ -135,7 +135,7 @@ def _arithmetic(name: str, reflected: bool) -> Callable[[Remote, Any], Any]:
             return self._border.call(name, [other, self] if reflected else [self, other])
         plain = _plain(self)
         if plain is _NOTHING:
-            raise Refused(f"{name} with an object of the program that stands for no builtin value")
+            raise Refused(f"to show the test's value to an object of the program ({name})")
         return operation(other, plain) if reflected else operation(plain, other)
 
     return method

@@ -2,8 +2,9 @@
 
 Consumes a program's text, produces a :class:`Program`, a process whose pipes and socket the caller drives; waits for
 the sandbox to stand. Inside, a program has namespaces of its own (user, process, network, IPC, host name, cgroup), no
-capability, an empty environment, read-only Python and C libraries, a scratch folder in memory and nothing else of the
-machine. Started as root, it runs as a user that owns nothing. Killing its first process kills all of them.
+effective capability, nothing of the user's environment, read-only Python and C libraries, a scratch folder in memory
+and nothing else of the machine. Started as root, it runs as a user that owns nothing. Killing its first process kills
+all of them.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from dapo.config import CodeReward
 from dapo.records import Prompt, Reward
+from dapo.reward.code.doubts import doubts
 from dapo.reward.code.names import read_tests
 from dapo.reward.contract import Doubt
 from dapo.reward.pool import WorkerPool
@@ -59,7 +61,7 @@ class CodeScorer(PooledScorer):
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """Rows whose tests are absent or cannot be run, and those without the reference that a part needs: no response
-        to them can be scored."""
+        to them can be scored. And rows whose tests a program could decide itself, which can be used."""
         found: list[Doubt] = []
         for start in range(0, len(prompts), _MOST_ROWS):
             found += await asyncio.to_thread(self._examine, prompts[start : start + _MOST_ROWS], start)
@@ -67,23 +69,26 @@ class CodeScorer(PooledScorer):
 
     def _examine(self, prompts: Sequence[Prompt], start: int) -> list[Doubt]:
         return [
-            Doubt(position, text, unusable=True)
+            Doubt(position, text, unusable)
             for position, prompt in enumerate(prompts, start)
-            for text in self._faults(prompt.meta)
+            for text, unusable in self._faults(prompt.meta)
         ]
 
-    def _faults(self, meta: Mapping[str, Any]) -> Iterator[str]:
+    def _faults(self, meta: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
         config = self._config
         entry_point = meta.get(config.entry_point_key)
         if entry_point is not None and not isinstance(entry_point, str):
-            yield f"{config.entry_point_key}: must be text, but is {type(entry_point).__name__}"
+            yield f"{config.entry_point_key}: must be text, but is {type(entry_point).__name__}", True
             entry_point = None
         try:
-            read_tests(meta.get(config.tests_key), entry_point)
+            tests = read_tests(meta.get(config.tests_key), entry_point)
         except ValueError as error:
-            yield f"{config.tests_key}: {error}"
+            yield f"{config.tests_key}: {error}", True
+        else:
+            for text in islice(doubts(tests, entry_point), 1):  # one of a row says enough
+                yield f"{config.tests_key}: {text}", False
         if "efficiency" in config.parts and _text(meta, config.solution_key) is None:
-            yield f"{config.solution_key}: the part `efficiency` needs the row's reference solution, as text"
+            yield f"{config.solution_key}: the part `efficiency` needs the row's reference solution, as text", True
 
 
 def _text(meta: Mapping[str, Any], key: str) -> str | None:

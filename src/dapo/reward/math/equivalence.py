@@ -15,14 +15,15 @@ from dapo.reward.math.structure import (
     FLIPPED,
     RELATIONS,
     SEPARATORS,
-    assignments,
+    assigned,
     both_signs,
     cut,
+    in_order,
     is_name,
     strip_name,
     unbracket,
 )
-from dapo.reward.math.symbolic import constant_ratio, parsed, real_number, same_expression
+from dapo.reward.math.symbolic import constant_ratio, literal, parsed, real_number, same_expression
 from dapo.reward.math.units import PERCENT, Quantity, split_unit, unit_ratio
 
 _MAX_ITEMS = 64
@@ -63,6 +64,8 @@ def readable(gold: str) -> bool:
 
 
 def _is_words(text: str) -> bool:
+    if literal(text) is not None:  # ABC_{16}
+        return False
     return is_marked_choice(text) or is_text(split_unit(strip_name(text).value).value)
 
 
@@ -80,7 +83,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _same_quantity(gold: str, answer: str) -> bool:
-    gold, answer = _exact_form(gold), _exact_form(answer)
+    gold, answer = _exact_form(gold), _exact_form(answer, is_answer=True)
     left, right = split_unit(gold), split_unit(answer)
     if left.unit and not right.unit:
         right = split_unit(answer, expected=left.unit)
@@ -111,6 +114,9 @@ def _same_percentage(left: Quantity, right: Quantity) -> bool:
 
 def _same_value(gold: str, answer: str) -> bool:
     left, right = strip_name(gold), strip_name(answer)
+    pairs = assigned(gold), assigned(answer)
+    if all(pairs) or (any(pairs) and "=" not in (left.value if pairs[1] else right.value)):
+        return _same_assignment(left.value, right.value, *pairs)
     if _LOOKS_LIKE_A_SET.search(left.value) and _LOOKS_LIKE_A_SET.search(right.value):
         first, second = read_set(left.value), read_set(right.value)
         if first is not None and second is not None:
@@ -123,16 +129,27 @@ def _same_value(gold: str, answer: str) -> bool:
 
 
 def _same_in_other_words(gold: str, answer: str) -> bool:
-    r"""An answer that gives the one value twice (``\frac{1}{2} \lor 0.5``), names a sum (``m + n = 5``) or a pair
-    (``(x, y) = (1, 2)`` for ``x = 1, y = 2``)."""
+    r"""An answer that gives the one value twice (``\frac{1}{2} \lor 0.5``) or names a sum (``m + n = 5``)."""
     ways = cut(answer, r"\\lor(?![A-Za-z])").pieces
     if 1 < len(ways) <= _MAX_ITEMS and r"\lor" not in gold and all(_same_quantity(gold, way) for way in ways):
         return True
     sides, relations = cut(answer, RELATIONS)
     if relations == ["="] and _SUM_OF_LETTERS.fullmatch(sides[0]) and real_number(gold) is not None:
         return same_expression(gold, sides[1])
-    forms = assignments(gold), assignments(answer)
-    return forms != (gold, answer) and _same_structure(*forms)
+    return False
+
+
+def _same_assignment(gold: str, answer: str, left: dict[str, str] | None, right: dict[str, str] | None) -> bool:
+    """``x = 1, y = 2`` beside the same by name, or beside a pair or a list: there ``left`` or ``right`` is None."""
+    if left is not None and right is not None:
+        return left.keys() == right.keys() and all(_same_quantity(left[name], right[name]) for name in left)
+    brackets, items = _shape(gold if left is None else answer)
+    if left is not None:
+        return brackets in ("", "()") and _same_ordered(in_order(left), items)
+    values = in_order(right or {})
+    if brackets == "()":
+        return _same_ordered(items, values)
+    return brackets in ("", r"\{\}") and len(items) <= _MAX_ITEMS and _same_unordered(items, values)
 
 
 def _same_names(left: str, right: str) -> bool:
@@ -146,6 +163,8 @@ def _same_structure(gold: str, answer: str) -> bool:
         return False
     gold_is_set, answer_is_set = gold_brackets in ("", r"\{\}"), answer_brackets in ("", r"\{\}")
     if gold_is_set and answer_is_set:
+        if gold_brackets != answer_brackets and r"\emptyset" in (left[0], right[0]):
+            return False  # a set that has the empty set in it
         return _same_leaf(left[0], right[0]) if len(left) == 1 else _same_unordered(left, right)
     # a pair may lose its brackets, but an interval or a set does not become another one
     return (gold_brackets == answer_brackets or (gold_brackets, answer_brackets) == ("()", "")) and _same_ordered(
@@ -178,23 +197,45 @@ def _same_unordered(left: Sequence[str], right: Sequence[str]) -> bool:
 # --- second forms, lists ------------------------------------------------------------------------------------------
 
 
-def _exact_form(text: str) -> str:
+def _exact_form(text: str, is_answer: bool = False) -> str:
     r"""``\frac{2}{3} \approx 0.67`` and ``x = \frac{3}{8} = 0.375`` without their last form.
 
-    Forms joined by "=" are cut only if they agree to 1%: otherwise the text says two things.
+    Forms that do not agree are not cut: the text says two things. In an answer "=" must be exact, and what follows
+    "\approx" a rounding; in a reference, which is trusted, forms may differ by 1%.
     """
     if "=" not in text and r"\approx" not in text:
         return text
     text = text.removeprefix(r"\approx").strip()
-    text = text.partition(r"\approx")[0].strip()
-    members = cut(text, "=").pieces
+    exact, *rounded = (piece.strip() for piece in text.split(r"\approx"))
+    members = cut(exact, "=").pieces
     named = len(members) > 1 and is_name(members[0])
     forms = members[1:] if named else members
-    if len(forms) < 2:
+    if is_answer and not all(_is_rounding(forms[-1], form) for form in rounded):
         return text
-    if not _agree(forms):
+    if len(forms) < 2:
+        return exact
+    agree = all(_same_quantity(forms[0], form) for form in forms[1:]) if is_answer else _agree(forms)
+    if not agree:
         return text
     return f"{members[0]} = {forms[0]}" if named else forms[0]
+
+
+def _is_rounding(exact: str, rounded: str) -> bool:
+    """Whether ``rounded`` is ``exact`` to the digits that it shows; what is no number may be anything."""
+    left, right = split_unit(exact), split_unit(re.sub(r"\\[lc]?dots|\.\.\.", "", rounded).strip())
+    value, shown = real_number(left.value), real_number(right.value)
+    if value is None or shown is None:
+        return value is None and shown is None
+    if left.unit != right.unit and PERCENT not in (left.unit, right.unit):
+        return not left.unit or not right.unit or unit_ratio(left.unit, right.unit) is not None
+    value *= 100 if right.unit == PERCENT != left.unit else 1
+    shown *= 100 if left.unit == PERCENT != right.unit else 1
+    digits = re.fullmatch(r"[+-]?\d*?(0*)(?:\.(\d+))?", right.value)
+    if digits is None or PERCENT in (left.unit, right.unit):
+        return bool(abs(value - shown) <= 0.01 * abs(value))
+    if digits[2]:
+        return bool(abs(value - shown) * 10 ** len(digits[2]) < 1)
+    return bool(2 * abs(value - shown) <= 10 ** len(digits[1]))
 
 
 def _agree(forms: Sequence[str]) -> bool:

@@ -99,7 +99,6 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\backslash(?![A-Za-z])", r"\\setminus "),
         (r"\^\s*\{?\s*\\prime\s*\\prime\s*\}?", "''"),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
-        (r"(?<=\d)\s*(?:\\text\s*\{\s*mod\s*\}|\\?mod(?![A-Za-z]))\s*(?=\d)", r" \\bmod "),
         (r"\\text\s*\{\s*([\dA-Fa-f]{2,})\s*\}(?=\s*_)", r"\1"),
         (r"[\^_]\s*\{\s*\}", ""),
         (r"(?:\\\\\s*)+$", ""),

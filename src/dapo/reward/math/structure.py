@@ -100,10 +100,12 @@ def assignments(text: str) -> str:
 
 
 def assigned(text: str) -> dict[str, str] | None:
-    r"""``x = 1, y = 2`` and ``(x, y) = (1, 2)`` as names and their values; None for any other text."""
+    r"""``x = 1, y = 2`` and ``(x, y) = (1, 2)`` as names and their values; None for any other text: roots of one
+    variable (``x_1 = 1, x_2 = 2``) are a list."""
     items = [strip_name(item) for item in cut(assignments(text), SEPARATORS).pieces]
-    values = {re.sub(r"[\s{}]", "", name): value for name, value in items}
-    return values if 1 < len(items) == len(values) and all(values) and r"\in" not in text else None
+    values = {re.sub(r"[\s{}]", "", item.name): item.value for item in items}
+    different = len({name.partition("_")[0] for name in values}) == len(items) > 1
+    return values if different and all(values) and r"\in" not in text else None
 
 
 def in_order(values: dict[str, str]) -> list[str]:

@@ -34,13 +34,16 @@ _DECIMAL = re.compile(r"(?<![\w.])(\d*)\.(\d+)(?!\.?\d)")
 _REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 _MIXED = re.compile(r"(?<![\w.}^_])(\d+)\s*(?:\\frac\s*\{(\d+)\}\s*\{(\d+)\}| (\d+)/(\d+))")
 _BASED = re.compile(r"([0-9A-Za-z]+)_\s*\{?\s*(\d+)\s*\}?")
+_BASED_WITHIN = re.compile(rf"(?<![\w.\\}}])(?=\d){_BASED.pattern}")
 _LITERAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|(?<=[a-z])i(?![A-Za-z])")
 _DEGREES = re.compile(r"(\d+)\s*\^\\circ")
 _REMAINDER = re.compile(r"(\d+)\s*\\bmod(?![A-Za-z])\s*(\d+)")
 _DOUBLE_FACTORIAL = re.compile(r"(?<![\w.])(\d{1,3})\s*!!(?!!)")
 _PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)")
-_UNREADABLE = re.compile(r"(?<![_^\d])\d+ +\d|\d\s*_|'")
+_SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
+"""What takes long to evaluate to hundreds of digits."""
+_UNREADABLE = re.compile(r"\\approx|(?<![_^\d])\d+ +\d|\d\s*_|'")
 """What the reader would misread: two numbers side by side as a product, "12_1" and "5'" as 12 and 5."""
 
 
@@ -124,7 +127,7 @@ def parsed(text: str) -> Any:
     number = literal(text)
     if number is not None:
         return sympy.Rational(number.numerator, number.denominator)
-    text = _PRIMED.sub(lambda m: f"{m[1]}_{{{'9' * len(m[2])}}}", _exact_numbers(text))  # y' is another name than y
+    text = _PRIMED.sub(lambda m: f"{m[1]}_{{{'987' * len(m[2])}}}", _exact_numbers(text))  # y' is another name than y
     if _UNREADABLE.search(text):
         return None
     latex = normalize_latex(text, _NORMALIZATION)
@@ -170,9 +173,15 @@ def _exact_numbers(text: str) -> str:
     """Decimals and mixed numbers as fractions: floats would bring rounding, and 2 3/4 is not a product."""
     text = _REPEATING.sub(_repeating_as_fraction, text)
     text = _MIXED.sub(lambda m: rf"({m[1]}+\frac{{{m[2] or m[4]}}}{{{m[3] or m[5]}}})", text)
+    text = _BASED_WITHIN.sub(_in_decimal, text)
     text = _DOUBLE_FACTORIAL.sub(lambda m: str(math.prod(range(int(m[1]), 0, -2))), text)
     text = _DECIMAL.sub(lambda m: rf"(\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}})", text)
     return _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
+
+
+def _in_decimal(match: re.Match[str]) -> str:
+    number = literal(match[0])
+    return match[0] if number is None else str(number)
 
 
 def _repeating_as_fraction(match: re.Match[str]) -> str:
@@ -220,9 +229,9 @@ def _same_value(left: Any, right: Any) -> bool:
             if (first is None) != (second is None):
                 return False  # one is undefined where the other is not
             continue
-        if not names and not _same_digits(left, right, first):
-            return False
         if not close(first, second) and not (_tiny(first, second) and _difference_is_zero(left, right)):
+            return False
+        if not names and not _same_digits(left, right, first):
             return False
         if not _same_beyond(left, right, point, first):
             return False
@@ -231,8 +240,10 @@ def _same_value(left: Any, right: Any) -> bool:
 
 
 def _same_digits(left: Any, right: Any, value: Any) -> bool:
-    """For two numbers that are no fractions: whether they are equal to 200 digits. ``\\pi + 10^{-45}`` is not pi."""
-    if value.is_Rational or not value.is_finite or _tiny(value, value):
+    r"""Whether two numbers that may agree by chance are equal to 200 digits, too: ``\pi + 10^{-45}`` is not pi."""
+    if not value.is_finite or _tiny(value, value) or (left.is_Rational and right.is_Rational):
+        return True
+    if left.has(*_SLOW) or right.has(*_SLOW):
         return True
     first: Any = _value_at(left, {}, 220)
     second: Any = _value_at(right, {}, 220)
@@ -279,7 +290,12 @@ def _points(names: list[str]) -> Iterator[dict[str, Any]]:
         yield {}
         return
     # not equally spaced: (x - y)/(x - z) must not be the same number at each
-    for a, b, c in ((1.3717, 0.6131, 0.2237), (-0.8283, 0.4547, -0.1319), (0.2719, -1.6177, 0.3571), (3.1931, 2.2133, 0.1733)):
+    for a, b, c in (
+        (1.3717, 0.6131, 0.2237),
+        (-0.8283, 0.4547, -0.1319),
+        (0.2719, -1.6177, 0.3571),
+        (3.1931, 2.2133, 0.1733),
+    ):
         yield {name: sympy.Rational(round((a + b * k + c * k * k) * 10000), 9973) for k, name in enumerate(names)}
 
 
@@ -289,7 +305,7 @@ def _value_at(expr: Any, point: dict[str, Any], digits: int = _DIGITS + 10) -> A
     value = expr.xreplace(values).doit()
     if value.is_Rational:
         return value  # exactly
-    value = value.evalf(digits)
+    value = value.evalf(digits, maxn=2 * digits)
     if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
         return value if value in (sympy.oo, -sympy.oo) else None
     return value

@@ -37,7 +37,8 @@ _ALIASES = {
     "ounce": "oz", "pound": "lb", "lbs": "lb", "second": "s", "sec": "s", "minute": "min", "mins": "min", "hour": "h",
     "hr": "h", "hrs": "h", "liter": "l", "litre": "l", "milliliter": "ml", "millilitre": "ml", "usd": "dollar",
     "percentage": PERCENT, "pct": PERCENT, "%": PERCENT, "deg": "degree", "unit": "", "penny": "cent",
-    "c": "celsius", "f": "fahrenheit", "pennie": "cent", "people": "person", "children": "child", "men": "man", "women": "woman",
+    "pennie": "cent", "people": "person", "children": "child", "men": "man", "women": "woman", "c": "celsius",
+    "celsiu": "celsius", "f": "fahrenheit",
 }  # fmt: skip
 _SPEEDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 _SHORT = "cm|mm|km|kg|mg|ml|dm|ft|in|mi|yd|lb|lbs|oz|hr|hrs|[aApP]\\.?[mM]"
@@ -58,7 +59,9 @@ _NUMBER_WORDS = (
     "|trillion|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth|millionth)s?"
     "|score|half|halves"
 )
-_OPERATIONS = "factorial|plus|minus|divided|over|power|base|mod|modulo|binary|octal|hexadecimal|root|times (?:itself|pi)"
+_OPERATIONS = (
+    "factorial|plus|minus|divided|over|power|base|mod|modulo|binary|octal|hexadecimal|root|times (?:itself|pi)"
+)
 _HEDGES = (
     "or|nor|if|unless|not|no|none|never|is|isn't|cannot|was|wrong|incorrect|false|invalid|impossible|rejected"
     "|extraneous|undefined|unknown|negative|below|debt|more|less|fewer|least|most|about|around|roughly|approximately"
@@ -98,7 +101,9 @@ def split_unit(text: str, expected: str = "") -> Quantity:
         return Quantity(value, PERCENT)
     if match["degree"]:
         # the argument of a sine is an angle: there the degree sign is part of the value
-        return Quantity(text, "") if _TRIGONOMETRY.search(value) else Quantity(value, f"degree {match['scale']}".strip())
+        return (
+            Quantity(text, "") if _TRIGONOMETRY.search(value) else Quantity(value, f"degree {match['scale']}".strip())
+        )
     raw = match["text"] if match["text"] is not None else match["word"]
     if not raw or raw in _NOT_UNITS or _NO_UNIT.search(raw):
         return Quantity(text, "")
