@@ -222,7 +222,7 @@ def _exact_form(text: str, is_answer: bool = False) -> str:
 
 def _is_rounding(exact: str, rounded: str) -> bool:
     """Whether ``rounded`` is ``exact`` to the digits that it shows; what is no number may be anything."""
-    left, right = split_unit(exact), split_unit(re.sub(r"\\[lc]?dots|\.\.\.", "", rounded).strip())
+    left, right = split_unit(exact), split_unit(re.sub(r"\\[lc]?dots|\.{2,}", "", rounded).strip())
     value, shown = real_number(left.value), real_number(right.value)
     if value is None or shown is None:
         return value is None and shown is None
