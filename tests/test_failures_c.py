@@ -141,7 +141,7 @@ def test_every_key_may_be_given_whether_the_recipe_has_it_or_not_failures_63(tmp
 
 def test_sizes_say_what_they_count_and_a_run_says_them_at_its_start_failures_65(tmp_path: Path) -> None:
     assert [key for key in all_keys() if "batch_size" in key] == []
-    counted = ("prompt", "sample", "group", "token", "row", "step", "length", "version")
+    counted = ("prompt", "sample", "response", "group", "token", "row", "step", "length", "version")
     sizes = [key.name for key in keys_of(Config) if "batch" in key.name or "_per_" in key.name]
     assert (
         sizes

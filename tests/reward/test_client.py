@@ -80,7 +80,7 @@ def test_a_server_that_refuses_for_a_while_costs_that_while() -> None:
 def test_after_giving_up_the_address_and_the_cause_are_named_and_the_next_is_tried_once() -> None:
     async def run() -> None:
         url = f"http://127.0.0.1:{free_port()}"
-        client = make_client(HttpReward(kind="http", url=url, give_up_after_s=1.0, concurrency=1, batch_size=1))
+        client = make_client(HttpReward(kind="http", url=url, give_up_after_s=1.0, concurrency=1, responses_per_call=1))
         rewards = await asyncio.gather(*(client.score(prompt(), str(k)) for k in range(20)))
         assert {reward.error for reward in rewards} == {f"reward server {url}: cannot connect: Connection refused"}
         assert all(reward.correct is None for reward in rewards)
@@ -201,7 +201,7 @@ def test_requests_at_once_and_responses_in_one_are_bounded() -> None:
         await asyncio.sleep(0.02)
         return lengths(body)
 
-    rewards, server = score_all(answer, ["x" * (k % 7) for k in range(100)], concurrency=3, batch_size=8)
+    rewards, server = score_all(answer, ["x" * (k % 7) for k in range(100)], concurrency=3, responses_per_call=8)
     assert values(rewards) == [float(k % 7) for k in range(100)]
     assert server.most_running == 3 and max(len(body["items"]) for body in server.requests) == 8
 
@@ -213,7 +213,7 @@ def test_who_is_cancelled_is_not_asked_for() -> None:
             return lengths(body)
 
         async with ScriptedServer(answer) as server:
-            client = make_client(HttpReward(kind="http", url=server.url, concurrency=1, batch_size=1))
+            client = make_client(HttpReward(kind="http", url=server.url, concurrency=1, responses_per_call=1))
             calls = [asyncio.create_task(client.score(prompt(), text)) for text in "abc"]
             await asyncio.sleep(0.05)
             calls[1].cancel()
@@ -318,7 +318,7 @@ def test_a_service_for_one_response_at_a_time() -> None:
     async def answer(head: str, body: dict[str, Any]) -> bytes:
         return response({"score": len(body["text"])})
 
-    settings = {"request": {"text": "$response"}, "results": "score", "batch_size": 1}
+    settings = {"request": {"text": "$response"}, "results": "score", "responses_per_call": 1}
     rewards, server = score_all(answer, ["a", "bb"], **settings)
     assert values(rewards) == [1.0, 2.0] and len(server.requests) == 2
 
@@ -347,7 +347,7 @@ def test_a_key_that_rows_lack_is_found_before_the_run() -> None:
         ),
         ({"request": {"items": ["$itme"]}}, r"\$itme is no field"),
         ({"request": {"items": ["$prompt"]}}, "must send the response"),
-        ({"request": {"text": "$response"}}, r"reward\.request: .* set batch_size=1"),
+        ({"request": {"text": "$response"}}, r"reward\.request: .* set responses_per_call=1"),
     ],
 )
 def test_a_request_that_cannot_work_is_refused_at_parse(change: dict[str, Any], said: str) -> None:

@@ -330,8 +330,8 @@ def test_an_outage_is_said_once_and_the_next_one_again(caplog: pytest.LogCapture
     async def answer(head: str, body: dict[str, Any]) -> bytes:
         return replies.pop(0) or lengths(body)
 
-    score_all(answer, ["a", "bc"], batch_size=1, concurrency=1)
-    said = [record.getMessage() for record in caplog.records]
+    score_all(answer, ["a", "bc"], responses_per_call=1, concurrency=1)
+    said = [record.getMessage() for record in caplog.records if record.name == scorer_module.__name__]
     assert len(said) == 2 and all(
         "does not answer: " in text and "asking again for up to 600 s" in text for text in said
     )

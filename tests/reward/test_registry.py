@@ -57,13 +57,13 @@ def test_a_declared_function_is_found_by_name_and_stays_a_function():
     def plain_of_test(response):
         return float(response)
 
-    @dapo.reward_function(name="by another name", batched=True, batch_size=3)
+    @dapo.reward_function(name="by another name", batched=True, responses_per_call=3)
     async def f(responses): ...
 
     assert plain_of_test("2") == 2.0
-    assert named("plain_of_test") is plain_of_test and declaration(plain_of_test).batch_size is None
-    assert named("by another name") is f and declaration(f).batch_size == 3
-    assert declaration(dapo.reward_function(batched=True)(lambda responses: responses)).batch_size == 64
+    assert named("plain_of_test") is plain_of_test and declaration(plain_of_test).responses_per_call is None
+    assert named("by another name") is f and declaration(f).responses_per_call == 3
+    assert declaration(dapo.reward_function(batched=True)(lambda responses: responses)).responses_per_call == 64
     assert declaration(len) is None
 
 
@@ -102,8 +102,8 @@ def test_two_functions_of_a_file_cannot_share_a_name_but_a_file_may_be_imported_
 WRONG = [
     (lambda: dapo.reward_function("name"), r"write reward_function\(name='name'\)"),
     (lambda: dapo.reward_function(5), "expected a function, got int 5"),
-    (lambda: dapo.reward_function(batch_size=8), "batch_size=8 has no effect without batched=True"),
-    (lambda: dapo.reward_function(batched=True, batch_size=0), "at least 1, got 0"),
+    (lambda: dapo.reward_function(responses_per_call=8), "responses_per_call=8 has no effect without batched=True"),
+    (lambda: dapo.reward_function(batched=True, responses_per_call=0), "at least 1, got 0"),
     (lambda: dapo.reward_function(name="a:b"), "without a colon, got 'a:b'"),
     (lambda: dapo.reward_function(len), "cannot be declared"),
 ]
@@ -144,7 +144,7 @@ def test_a_recipe_names_the_function_or_what_it_is_declared_as(tmp_path, monkeyp
 # --- batches ------------------------------------------------------------------------------------------------------
 
 SEES = """
-@dapo.reward_function(batched=True, batch_size=4)
+@dapo.reward_function(batched=True, responses_per_call=4)
 def f(prompts, responses, answers, level, scale=1, **meta):
     n = len(responses)
     assert n == len(prompts) == len(answers) == len(level) == len(meta["only"]) <= 4, n
@@ -193,10 +193,12 @@ async def f(responses):
 
 def test_a_recipe_can_say_that_a_function_is_batched(in_workers):
     code = "def f(responses): return [len(responses)] * len(responses)"
-    assert [r.value for r in in_workers(code, numbered(5), batch_size=3)] == [3.0, 3.0, 3.0, 2.0, 2.0]
+    assert [r.value for r in in_workers(code, numbered(5), responses_per_call=3)] == [3.0, 3.0, 3.0, 2.0, 2.0]
     declared = "@dapo.reward_function\ndef f(response): return 0.0"
-    with pytest.raises(RewardError, match=r"reward\.batch_size is 3, but it is declared as taking one response"):
-        in_workers(declared, numbered(1), batch_size=3)
+    with pytest.raises(
+        RewardError, match=r"reward\.responses_per_call is 3, but it is declared as taking one response"
+    ):
+        in_workers(declared, numbered(1), responses_per_call=3)
 
 
 def test_arrays_of_the_right_length_are_lists():
@@ -252,7 +254,7 @@ def test_a_function_that_takes_other_parameters_is_told_what_there_is():
 # --- one bad item -------------------------------------------------------------------------------------------------
 
 BAD_ITEM = """
-@dapo.reward_function(batched=True, batch_size=8)
+@dapo.reward_function(batched=True, responses_per_call=8)
 def f(responses):
     for response in responses:
         if response == "hang":
@@ -279,7 +281,7 @@ def test_an_item_that_breaks_its_batch_costs_only_itself_in_workers(in_workers, 
 def test_an_item_that_breaks_its_batch_costs_only_itself_in_process():
     running, at_once = [], []
 
-    @dapo.reward_function(name="fragile", batched=True, batch_size=8)
+    @dapo.reward_function(name="fragile", batched=True, responses_per_call=8)
     def f(responses):
         running.append(1)
         at_once.append(len(running))
@@ -315,7 +317,7 @@ def test_a_failed_score_that_the_function_reports_itself_is_no_reason_to_call_it
 
 def test_closing_ends_those_that_wait():
     async def run():
-        @dapo.reward_function(name="slow", batched=True, batch_size=1)
+        @dapo.reward_function(name="slow", batched=True, responses_per_call=1)
         def f(responses):
             time.sleep(0.2)
             return [1.0]

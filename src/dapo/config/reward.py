@@ -63,7 +63,7 @@ class FunctionReward(WorkerReward):
     that of the function, or the one that `@dapo.reward_function(name=...)` gave it."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments for the function."""
-    batch_size: int | None = Field(None, ge=1)
+    responses_per_call: int | None = Field(None, ge=1)
     """Most responses in one call, for a function that takes lists (`prompts`, `responses`, `answers`); null: as it is
     declared, and one at a time if it is not. `timeout_s` is the limit of a call."""
 
@@ -215,7 +215,7 @@ class RemoteReward(RewardBase):
     """Address of the server."""
     token_env: str | None = None
     """Environment variable that holds the bearer token of the server."""
-    batch_size: int = Field(32, ge=1)
+    responses_per_call: int = Field(32, ge=1)
     """Most responses in one request. Those that wait are sent together; none waits for others."""
     concurrency: int = Field(16, ge=1)
     """Requests at once."""
@@ -247,7 +247,7 @@ class HttpReward(RemoteReward):
     request: dict[str, Any] = Field(default_factory=lambda: {"items": ["$item"]})
     """The body. `$prompt`, `$response`, `$answer` and `$meta` (or `$meta.KEY`) are the fields of a response, `$item`
     all of them; they may also stand inside of text. In a list, an element that holds one stands for every response of
-    the batch. With fields outside of lists a request is for one response (`batch_size: 1`)."""
+    the batch. With fields outside of lists a request is for one response (`responses_per_call: 1`)."""
     results: str = "results"
     """Where the list of results (one for each response, in order) stands in the reply; dots lead into mappings, empty
     for the reply itself. Where the request has no list, the one result itself stands there."""
@@ -265,11 +265,11 @@ class HttpReward(RemoteReward):
 
     @model_validator(mode="after")
     def _holds_a_batch(self) -> HttpReward:
-        if self.batch_size > 1 and not all(in_list for _, in_list in fields_of(self.request)):
+        if self.responses_per_call > 1 and not all(in_list for _, in_list in fields_of(self.request)):
             raise Problems(
                 [
-                    "request: fields outside of a list make it a request for one response; set batch_size=1, or put "
-                    'what is said of each response into a list, as in {"items": ["$item"]}'
+                    "request: fields outside of a list make it a request for one response; set responses_per_call=1 or "
+                    'put what is said of each response into a list, as in {"items": ["$item"]}'
                 ]
             )
         return self

@@ -122,7 +122,7 @@ class BoundFunction:
         function: the function.
         name: what to call it in messages.
         args: constant arguments.
-        batch_size: most responses in one call; None: as it is declared, by default one at a time.
+        responses_per_call: most responses in one call; None: as it is declared, by default one at a time.
 
     Raises:
         RewardError: it takes no such arguments, or is declared to take one response at a time.
@@ -133,12 +133,12 @@ class BoundFunction:
         function: Callable[..., Any],
         name: str,
         args: Mapping[str, Any] | None = None,
-        batch_size: int | None = None,
+        responses_per_call: int | None = None,
     ) -> None:
         self.function = function
         self.name = name
         self.args = dict(args or {})
-        self.batch_size = self._batch_size(batch_size)
+        self.responses_per_call = self._responses_per_call(responses_per_call)
         try:
             self.parameters: dict[str, inspect.Parameter] | None = dict(inspect.signature(function).parameters)
         except (TypeError, ValueError):  # some callables written in C tell nothing of their parameters
@@ -183,18 +183,20 @@ class BoundFunction:
         Raises:
             RewardError: that is not what it may return.
         """
-        return [to_reward(result, self.name)] if self.batch_size is None else to_rewards(result, self.name, count)
+        return (
+            [to_reward(result, self.name)] if self.responses_per_call is None else to_rewards(result, self.name, count)
+        )
 
-    def _batch_size(self, wanted: int | None) -> int | None:
+    def _responses_per_call(self, wanted: int | None) -> int | None:
         declared = declaration(self.function)
         if declared is None:
             return wanted
-        if wanted is not None and declared.batch_size is None:
+        if wanted is not None and declared.responses_per_call is None:
             raise RewardError(
-                f"reward function {self.name}: reward.batch_size is {wanted}, but it is declared as taking one "
-                "response at a time; use @dapo.reward_function(batched=True) or reward.batch_size=null"
+                f"reward function {self.name}: reward.responses_per_call is {wanted}, but it is declared as taking one "
+                "response at a time; use @dapo.reward_function(batched=True) or reward.responses_per_call=null"
             )
-        return wanted or declared.batch_size
+        return wanted or declared.responses_per_call
 
     def _demanded(self, offered: dict[str, Any]) -> dict[str, Any]:
         for parameter in (self.parameters or {}).values():
@@ -202,12 +204,12 @@ class BoundFunction:
             given = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
             if not (variadic or given) and parameter.default is parameter.empty:
                 hint = ""
-                if self.batch_size is None and parameter.name in _IN_BATCHES:
+                if self.responses_per_call is None and parameter.name in _IN_BATCHES:
                     hint = "; if it takes lists, declare it with @dapo.reward_function(batched=True)"
                 raise RewardError(
                     f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
                     f"keyword is {', '.join(offered)}; expected "
-                    f"{CONTRACT if self.batch_size is None else BATCH_CONTRACT}{hint}"
+                    f"{CONTRACT if self.responses_per_call is None else BATCH_CONTRACT}{hint}"
                 )
         return self._accepted(offered)
 
@@ -226,24 +228,24 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
     """The worker's side: load the function once, then call it for what comes.
 
     A message is {"items": [...]}, one item unless the function is batched, or async: then its calls are awaited
-    together. Its reply is {"rewards": [...]}, or
-    {"raised": message}. Or it is {"about": true}, answered with {"batch_size": ...}: only the worker has the function.
+    together. Its reply is {"rewards": [...]}, or {"raised": message}. Or it is {"about": true}, answered with
+    {"responses_per_call": ...}: only the worker has the function.
 
     Args:
-        options: "function" (its spec), "args" and "batch_size".
+        options: "function" (its spec), "args" and "responses_per_call".
     """
     spec = options["function"]
-    bound = BoundFunction(load_function(spec), spec, options["args"], options["batch_size"])
+    bound = BoundFunction(load_function(spec), spec, options["args"], options["responses_per_call"])
     loop = asyncio.new_event_loop()  # one for all calls: sessions that an async function keeps stay usable
 
     def handle(message: dict[str, Any]) -> dict[str, Any]:
         if "about" in message:
-            return {"batch_size": bound.batch_size or (ASYNC_AT_ONCE if bound.is_async else None)}
+            return {"responses_per_call": bound.responses_per_call or (ASYNC_AT_ONCE if bound.is_async else None)}
         items = message["items"]
-        if bound.batch_size is None and bound.is_async:
+        if bound.responses_per_call is None and bound.is_async:
             rewards = loop.run_until_complete(_await_all(bound, items))
             return {"rewards": [reward_to_json(reward) for reward in rewards]}
-        arguments = bound.arguments(**items[0]) if bound.batch_size is None else bound.batch_arguments(items)
+        arguments = bound.arguments(**items[0]) if bound.responses_per_call is None else bound.batch_arguments(items)
         try:
             result = bound.function(**arguments)
             if inspect.isawaitable(result):

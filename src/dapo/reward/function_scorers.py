@@ -59,7 +59,7 @@ class FunctionScorer(PooledScorer):
         self._workers = config.workers
         self._pool = WorkerPool(
             "dapo.reward.function:make_handler",
-            {"function": config.function, "args": config.args, "batch_size": config.batch_size},
+            {"function": config.function, "args": config.args, "responses_per_call": config.responses_per_call},
             workers=config.workers,
             timeout_s=config.timeout_s,
         )
@@ -87,7 +87,7 @@ class FunctionScorer(PooledScorer):
     async def _how_to_submit(self) -> Callable[[_Item], Awaitable[Reward]]:
         async with self._asking:
             if self._submit is None:
-                size = (await self._run({"about": True}))["batch_size"]
+                size = (await self._run({"about": True}))["responses_per_call"]
                 work = functools.partial(_score_items, self._call)
                 # nobody closes the batcher: once the pool is closed, whatever still waits fails by itself
                 self._submit = (
@@ -133,7 +133,7 @@ class CallableScorer:
         own_name = getattr(function, "__qualname__", type(function).__name__)
         self._bound = BoundFunction(function, declared.name if declared else own_name)
         self._timeout_s = timeout_s
-        size = self._bound.batch_size
+        size = self._bound.responses_per_call
         if concurrency is None:
             concurrency = (_ASYNC_BATCHES if size else _ASYNC_CONCURRENCY) if self._bound.is_async else 1
         self._free = asyncio.Semaphore(concurrency)
@@ -161,7 +161,7 @@ class CallableScorer:
 
     async def _call(self, items: Sequence[_Item]) -> list[Reward]:
         bound = self._bound
-        arguments = bound.arguments(**items[0]) if bound.batch_size is None else bound.batch_arguments(items)
+        arguments = bound.arguments(**items[0]) if bound.responses_per_call is None else bound.batch_arguments(items)
         await self._free.acquire()
         # A thread goes on when its caller is cancelled; the next call waits for it: not every function is thread-safe.
         call = asyncio.create_task(self._timed_call(arguments))

@@ -25,10 +25,10 @@ _declared: dict[tuple[str, str], Callable[..., Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What the decorator was told. ``batch_size``: most responses in one call; None: it takes one at a time."""
+    """What the decorator was told. ``responses_per_call``: most responses in one call; None: it takes one at a time."""
 
     name: str
-    batch_size: int | None
+    responses_per_call: int | None
 
 
 @overload
@@ -37,12 +37,12 @@ def reward_function(function: Function, /) -> Function: ...
 
 @overload
 def reward_function(
-    *, name: str | None = None, batched: bool = False, batch_size: int | None = None
+    *, name: str | None = None, batched: bool = False, responses_per_call: int | None = None
 ) -> Callable[[Function], Function]: ...
 
 
 def reward_function(
-    function: Any = None, /, *, name: str | None = None, batched: bool = False, batch_size: int | None = None
+    function: Any = None, /, *, name: str | None = None, batched: bool = False, responses_per_call: int | None = None
 ) -> Any:
     """Declare a reward function: ``@dapo.reward_function``, or with arguments in parentheses.
 
@@ -56,22 +56,28 @@ def reward_function(
         name: what it is found by, in Python (``train(..., reward="name")``) and in a recipe (``file.py:name``); by
             default its own name.
         batched: whether it takes lists. What waits to be scored goes into one call; none waits for others.
-        batch_size: most responses in one call, 64 by default.
+        responses_per_call: most responses in one call, 64 by default.
 
     Raises:
         RewardError: the arguments do not fit, or the module has another function of this name.
     """
     if isinstance(function, str):
         raise RewardError(f"reward_function({function!r}): write reward_function(name={function!r})")
-    if batch_size is not None and not batched:
-        raise RewardError(f"reward_function: batch_size={batch_size} has no effect without batched=True")
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
-        raise RewardError(f"reward_function: batch_size must be a whole number of at least 1, got {batch_size!r}")
+    if responses_per_call is not None and not batched:
+        raise RewardError(
+            f"reward_function: responses_per_call={responses_per_call} has no effect without batched=True"
+        )
+    if responses_per_call is not None and (
+        isinstance(responses_per_call, bool) or not isinstance(responses_per_call, int) or responses_per_call < 1
+    ):
+        raise RewardError(
+            f"reward_function: responses_per_call must be a whole number of at least 1, got {responses_per_call!r}"
+        )
     if name is not None and (not isinstance(name, str) or not name or ":" in name):
         raise RewardError(f"reward_function: name must be text without a colon, got {name!r}")
 
     def declare(found: Any) -> Any:
-        size = (batch_size or BATCH_SIZE) if batched else None
+        size = (responses_per_call or BATCH_SIZE) if batched else None
         _register(found, Declaration(name or _own_name(found), size))
         return found
 

@@ -51,7 +51,9 @@ class RemoteScorer(abc.ABC):
         self._name = f"reward server {shown(config.url)}"
         self._token = token_in(config.token_env, "reward.token_env")
         self._secrets = Secrets(self._token, config.url)
-        self._batcher: Batcher[Call, None] = Batcher(self._work, size=config.batch_size, concurrency=config.concurrency)
+        self._batcher: Batcher[Call, None] = Batcher(
+            self._work, size=config.responses_per_call, concurrency=config.concurrency
+        )
         self._submitted: set[asyncio.Task[None]] = set()
         self._most_connections = config.concurrency * (1 if config.hedge_after_s is None else 2)
         self._told = False  # of the outage that is on
