@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomic(path: Path, pieces: str | Iterable[str]) -> None:
-    """Write text under a temporary name, flush it to the disk and rename it over ``path``."""
+def write_atomic(path: Path, pieces: str | bytes | Iterable[str]) -> None:
+    """Write text (as UTF-8) or bytes under a temporary name, flush it to the disk and rename it over ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            for piece in [pieces] if isinstance(pieces, str) else pieces:
-                file.write(piece)
+        with temporary.open("wb") as file:
+            for piece in [pieces] if isinstance(pieces, str | bytes) else pieces:
+                file.write(piece if isinstance(piece, bytes) else piece.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

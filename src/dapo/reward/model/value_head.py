@@ -6,12 +6,12 @@ a text is the head applied to the last hidden state (after the final normalisati
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
 from dapo.errors import RewardError
+from dapo.files import write_atomic
 
 FILE = "value_head.safetensors"
 
@@ -36,16 +36,7 @@ def save_value_head(folder: str | Path, weight: torch.Tensor, bias: torch.Tensor
     _check(tensors)
     data = save({name: tensor.to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()})
     target = Path(folder) / FILE
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomic(target, data)
     return target
 
 
