@@ -112,8 +112,7 @@ async def try_reward(
         DataError: rows cannot be scored, whatever the response.
         RewardError: the reward function breaks its contract, or says nothing that dynamic sampling could decide by.
     """
-    examined = source.untokenized()
-    await examine_rows("data.train", examined, scorer, listener)
+    await examine_rows("data.train", list(source.untokenized()), scorer, listener)
     await examine_rows("evaluation.data", heldout, scorer, listener)
     prompt = source.prompts[0]
     reward = await scorer.score(prompt, prompt.answer or "")
@@ -136,7 +135,7 @@ async def try_check(check: Scorer, source: PromptSource, listener: Listener) -> 
     """
     try:
         await check.start()
-        await examine_rows("monitor.check: data.train", source.untokenized(), check, listener)
+        await examine_rows("monitor.check: data.train", list(source.untokenized()), check, listener)
         prompt = source.prompts[0]
         reward = await check.score(prompt, prompt.answer or "")
     except RewardError as error:

@@ -312,7 +312,7 @@ def test_shuffled_answers_are_a_permutation_without_fixed_points():
     assert all(answer != str(k) for k, answer in enumerate(answers))
     assert answers == [p.answer for p in source(count_up(100), shuffle_answers=True).prompts]
     assert answers != [p.answer for p in source(count_up(100), shuffle_answers=True, seed=2).prompts]
-    bare = shuffled.untokenized()
+    bare = list(shuffled.untokenized())
     assert [p.row for p in bare] == list(range(100)) and [p.answer for p in bare] == answers
     assert draws(plain, 20) == draws(shuffled, 20)
 

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import EXIT_CODES, errors_for_people
 from dapo.cli.options import Debug
+from dapo.cli.status import StatusLine
 from dapo.errors import ConfigError, UserError
 from dapo.terminal import Terminal
 
@@ -91,7 +92,7 @@ def check(
         if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
         measure = _measure(config, tokenizer, recipe, template)
-        progress = _Progress(quiet)
+        progress = StatusLine(quiet, "reading")
         try:
             found = check_data(
                 train,
@@ -99,7 +100,7 @@ def check(
                 config.data,
                 measure,
                 answer_required=recipe is not None and _needs_answer(config),
-                progress=progress,
+                progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
             )
         finally:
             progress.close()
@@ -175,30 +176,6 @@ def _measure(config: Config, tokenizer: str | None, recipe: Path | None, templat
     said = data.model_dump(mode="json", include={"template", "chat_template", "instruction", "system"})
     files = [Path(name)] + ([Path(data.chat_template).parent] if data.chat_template else [])
     return Measure(load, [str(name), unnamed, said, [file_identity(file) for file in files]])
-
-
-class _Progress:
-    """One line on the terminal that says how far it is; nothing where there is no terminal."""
-
-    def __init__(self, quiet: bool) -> None:
-        from rich.console import Console
-
-        self._console = Console(stderr=True)
-        self._status = None
-        if not quiet and self._console.is_terminal:
-            self._status = self._console.status("reading")
-            self._status.start()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        from rich.text import Text
-
-        if self._status is not None:
-            self._status.update(Text(f"{what}: {done:,} of {total:,} rows"))
-
-    def close(self) -> None:
-        """Take the line away."""
-        if self._status is not None:
-            self._status.stop()
 
 
 def _write(output: Path, found: CheckReport) -> None:

@@ -17,6 +17,7 @@ from dapo.cli.completion import complete_recipe, complete_run
 from dapo.cli.errors import EXIT_CODES, errors_for_people
 from dapo.cli.inspect import _span
 from dapo.cli.options import Debug
+from dapo.cli.status import StatusLine
 from dapo.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def check(
         config = load_reward(reward, overrides)
         cases = read_cases(files, config)
         _require_writable(output, files)
-        progress, started = _Progress(quiet), time.perf_counter()
+        progress, started = StatusLine(quiet, "starting"), time.perf_counter()
         try:
             checked = asyncio.run(
                 check_cases(cases, config, tolerance, lambda done: progress(f"{done:,} of {len(cases):,} cases"))
@@ -147,7 +148,7 @@ def score(
             if output is not None:
                 told.append(change.as_json())
 
-        progress, started = _Progress(quiet), time.perf_counter()
+        progress, started = StatusLine(quiet, "starting"), time.perf_counter()
         done = 0
 
         def advance(step: int) -> None:
@@ -193,25 +194,6 @@ def _steps(view: RunView, text: str) -> list[int]:
 
 
 # --- what is said -------------------------------------------------------------------------------------------------
-
-
-class _Progress:
-    """One line on the terminal that says how far it is; nothing where there is no terminal."""
-
-    def __init__(self, quiet: bool) -> None:
-        console = Console(stderr=True)
-        self._status = None if quiet or not console.is_terminal else console.status("starting")
-        if self._status is not None:
-            self._status.start()
-
-    def __call__(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(Text(text))
-
-    def close(self) -> None:
-        """Take the line away."""
-        if self._status is not None:
-            self._status.stop()
 
 
 def _warn(text: str) -> None:

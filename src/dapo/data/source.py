@@ -157,14 +157,12 @@ class PromptSource:
             f"was longer than data.max_prompt_length={self._data.max_prompt_length}, {self.bad} times a row was bad"
         )
 
-    def untokenized(self) -> list[Prompt]:
-        """The same prompts without token ids: what a reward gets to see of them."""
-        found = []
+    def untokenized(self) -> Iterator[Prompt]:
+        """The same prompts without token ids, read one by one: what a reward gets to see of them."""
         for stream, number in self._good:
             source = self._streams[stream]
             row = source.rows[number]
-            found.append(Prompt(self._starts[stream] + number, row.text, (), source.answer(number, row), row.meta))
-        return found
+            yield Prompt(self._starts[stream] + number, row.text, (), source.answer(number, row), row.meta)
 
     def make(self, stream: int, number: int) -> Prompt:
         """The prompt of a row, however long it is.
