@@ -21,12 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. ``temperature`` 0 is greedy; ``top_p``/``top_k`` are for evaluation only (``top_k`` 0: off)."""
+    """How to sample. ``temperature`` 0 is greedy.
+
+    ``top_k`` (0: off), ``top_p`` (1: off) and ``min_p`` (0: off) are for evaluation only, and apply in this order, after
+    the temperature. ``stop``: texts that end a response; the token that completes one is its last. ``top_logprobs``:
+    how many of the most likely tokens to report at each position, with their log-probabilities.
+    """
 
     temperature: float
     max_tokens: int
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

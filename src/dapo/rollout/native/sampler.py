@@ -7,11 +7,37 @@ next of them. So what a sample becomes depends on its seed and its logits alone,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dapo.rollout.engine import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """The sampling settings of rows as tensors, ``[R]`` each: what a kernel reads.
+
+    ``temperature`` float32 (0: greedy), ``top_k`` int32 (0: off), ``top_p`` float32 (1: off), ``min_p`` float32 (0: off).
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @classmethod
+    def of(cls, settings: Sequence[Sampling], device: torch.device | str = "cpu") -> RowSettings:
+        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return cls(
+            column([s.temperature for s in settings], torch.float32),
+            column([s.top_k for s in settings], torch.int32),
+            column([s.top_p for s in settings], torch.float32),
+            column([s.min_p for s in settings], torch.float32),
+        )
 
 
 def uniforms(seed: int, count: int) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Rollout over a paged cache: what the native engine runs on a GPU."""
