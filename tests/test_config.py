@@ -215,6 +215,37 @@ def test_missing_keys_are_named_in_full(message: Message) -> None:
     assert "reward.function: required" in message(RECIPE, "reward={kind: function}")
 
 
+@pytest.mark.parametrize("section", ["rollout", "evaluation"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias"),
+        *("logits_processor", "logits_processors", "bad_words_ids", "typical_p", "mirostat", "min_new_tokens"),
+    ],
+)
+def test_what_would_change_the_logits_is_refused_by_name_and_says_why(message: Message, section: str, key: str) -> None:
+    text = message(RECIPE, f"{section}.{key}=1.1")
+    assert text.startswith(f"override {section}.{key}=1.1: {section}.{key}: is refused: ")
+    assert "the log-probabilities recorded would not be those of the policy" in text
+    assert ("top_k, top_p and min_p" in text) == (section == "evaluation" and key in ("typical_p", "mirostat"))
+
+
+def test_refused_names_are_keys_nowhere_and_belong_to_sampling_only(message: Message) -> None:
+    """Elsewhere such a name is an unknown key like another."""
+    from dapo.config.messages import _PROCESSORS, _TRUNCATIONS
+
+    assert not {key.rpartition(".")[2] for key in all_keys()} & (_PROCESSORS | _TRUNCATIONS)
+    assert "is refused" in message(RECIPE + "repetition_penalty: 1.1\n")
+    assert "data.min_length: unknown key" in message(RECIPE, "data.min_length=3")
+    assert "evaluation.min_p is a key" in message(RECIPE, "rollout.min_p=0.1")
+
+
+def test_one_stop_text_needs_no_brackets(load: Load) -> None:
+    config = load(RECIPE, "rollout.stop='</answer>'", "evaluation.stop=[a, b]")
+    assert (config.rollout.stop, config.evaluation.stop) == (["</answer>"], ["a", "b"])
+    assert load().evaluation.stop is None
+
+
 # --- places -------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +326,13 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> Non
         "rollout.temperature=.inf",
         "rollout.top_p=0.7",
         "rollout.top_k=50",
+        "rollout.min_p=0.1",
+        "rollout.stop=['']",
+        "rollout.stop=[a, ' \ufffd']",
+        "rollout.stop=5",
+        "evaluation.min_p=1",
+        "evaluation.min_p=-0.1",
+        "evaluation.stop=''",
         "rollout.samples_per_prompt=1",  # failure 18
         "rollout.samples_per_prompt=0",
         "rollout.prompts_per_step=0",

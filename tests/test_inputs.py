@@ -7,6 +7,7 @@ import pytest
 
 from dapo.config import build_config, load_config, nested
 from dapo.errors import DataError
+from dapo.inputs import notice_generation_config
 from dapo.plan import missing_files, plan_of
 from run_cases import PROMPTS, Recorder, config_for, run, text_sum, tiny_model
 
@@ -98,3 +99,15 @@ def test_an_item_is_written_as_it_was_read() -> None:
     dumped = config.model_dump(mode="json")
     assert dumped["data"]["train"] == written["data.train"] and dumped["evaluation"]["data"] == ["x.jsonl"]
     assert build_config(dumped) == config
+
+
+def test_what_a_generation_config_asks_for_in_vain_is_said_once_and_only_then() -> None:
+    model, heard = tiny_model(), Recorder()
+    model.generation_config.update(repetition_penalty=1.0, no_repeat_ngram_size=0, temperature=0.7, top_p=0.8, top_k=20)
+    notice_generation_config(model, heard)
+    notice_generation_config(object(), heard)
+    assert heard.warnings == []
+    model.generation_config.update(repetition_penalty=1.1, no_repeat_ngram_size=3, bad_words_ids=[[5]])
+    notice_generation_config(model, heard)
+    (said,) = heard.warnings
+    assert "repetition_penalty 1.1, no_repeat_ngram_size 3, bad_words_ids [[5]]; not applied" in said

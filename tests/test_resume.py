@@ -23,13 +23,14 @@ from typer.testing import CliRunner
 
 from dapo.checkpoints import Checkpoints, Place
 from dapo.cli import app
-from dapo.errors import StarvedError, UserError
+from dapo.errors import ConfigError, StarvedError, UserError
 from dapo.evaluation.best import Best
 from dapo.files import json_line
 from dapo.inputs import Inputs
 from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
 from dapo.prepare import Preparer
+from dapo.resume import check_resumable
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
 from dapo.run_folder import RunFolder
@@ -304,6 +305,23 @@ def test_a_changed_reward_file_is_said_aloud(stopped: Path) -> None:
     with (stopped / "reward.py").open("a") as file:
         file.write("# mended\n")
     assert "the reward is not the one that the run started with" in go_on(stopped, "training.steps=2")
+
+
+def test_a_run_of_a_version_without_the_newest_keys_goes_on_with_their_defaults(tmp_path: Path) -> None:
+    """Stop texts and min-p came later; a recipe that lacks them means the defaults, and nothing else."""
+    config = config_for(tmp_path)
+    stored = config.model_dump(mode="json")
+    del stored["rollout"]["stop"], stored["evaluation"]["stop"], stored["evaluation"]["min_p"]
+    RunFolder(tmp_path).config.write_text(yaml.safe_dump(stored))
+    check_resumable(RunFolder(tmp_path), config)
+    changed = {"rollout.stop": ["x"], "evaluation.min_p": 0.1}
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(RunFolder(tmp_path), config_for(tmp_path, changed))
+    assert 'rollout.stop: was [], is now ["x"]' in str(caught.value)
+    assert "evaluation.min_p: was 0.0, is now 0.1" in str(caught.value)
+    RunFolder(tmp_path).config.write_text(yaml.safe_dump(stored | {"gone": 1}))
+    with pytest.raises(ConfigError, match="gone: was 1, is now null"):
+        check_resumable(RunFolder(tmp_path), config)
 
 
 @pytest.mark.parametrize(

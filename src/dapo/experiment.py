@@ -40,6 +40,7 @@ from dapo.inputs import (
     check_vocabulary,
     heldout_prompts,
     longest_sequence,
+    notice_generation_config,
     set_threads,
     training_prompts,
     try_check,
@@ -106,6 +107,7 @@ class Experiment:
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
         stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
         check_vocabulary(model, self.tokenizer, stop_ids, listener)
+        notice_generation_config(model, listener)
         self.engine: Engine = inputs.engine or NativeEngine(
             copy_model(model, dtype),
             stop_ids,
@@ -113,6 +115,7 @@ class Experiment:
             max_concurrent_samples=config.rollout.max_concurrent_samples,
             deterministic=config.runtime.deterministic,
             threads=torch.get_num_threads(),
+            decode=self.template.decode,
         )
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
         self.check: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None

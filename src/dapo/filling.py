@@ -337,7 +337,7 @@ class Filling:
         rollout = self._config.rollout
         draw.asked = tuple(i for i in range(self._size) if i not in draw.received)
         seeds = (sample_seed(self._config.seed, draw.prompt.row, draw.number, i) for i in draw.asked)
-        sampling = Sampling(rollout.temperature, rollout.max_response_length)
+        sampling = Sampling(rollout.temperature, rollout.max_response_length, stop=tuple(rollout.stop))
         return Request(draw.number, draw.prompt.token_ids, tuple(seeds), sampling)
 
     # -- sampling and scoring ------------------------------------------------------------------------------------------

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dapo.config import Config
 from dapo.data.source import read_prompts
 from dapo.errors import DataError
-from dapo.inference import Prompting, label_of, load_engine, load_prompting, response_limit, settings_lines
+from dapo.evaluation.evaluate import evaluation_sampling
+from dapo.inference import Prompting, label_of, load_engine, load_prompting, settings_lines
 from dapo.progress import Listener
 from dapo.records import Prompt, Sample
-from dapo.rollout.engine import Engine, Request, Sampling
+from dapo.rollout.engine import Engine, Request
 from dapo.rollout.seeds import sample_seed
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response. Numbers count from 1; ``logprob`` is the sum over the response's tokens, in nats."""
+    """One response. Numbers count from 1; ``logprob`` is the sum over the response's tokens, in nats.
+
+    ``token_logprobs``: every token with its log-probability and the most likely ones in its place; None: not asked for.
+    """
 
     prompt_number: int
     sample_number: int
@@ -29,10 +33,11 @@ class Response:
     finish_reason: str
     tokens: int
     logprob: float
+    token_logprobs: list[dict[str, Any]] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """By the names that users of JSON see."""
-        return {
+        found = {
             "prompt_number": self.prompt_number,
             "sample_number": self.sample_number,
             "prompt": self.prompt,
@@ -42,10 +47,15 @@ class Response:
             "tokens": self.tokens,
             "logprob": self.logprob,
         }
+        return found if self.token_logprobs is None else found | {"token_logprobs": self.token_logprobs}
 
 
 def generate_responses(
-    config: Config, texts: Sequence[str], listener: Listener, show: Callable[[Response], None]
+    config: Config,
+    texts: Sequence[str],
+    listener: Listener,
+    show: Callable[[Response], None],
+    top_logprobs: int = 0,
 ) -> None:
     """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of
     ``evaluation.data``, whose answers are not needed.
@@ -55,6 +65,7 @@ def generate_responses(
         texts: prompts.
         listener: hears what happens.
         show: called with each response as soon as all before it are there.
+        top_logprobs: how many of the most likely tokens to report at each place.
 
     Raises:
         UserError: something in model or data is wrong.
@@ -69,7 +80,7 @@ def generate_responses(
     samples = sum(map(len, prompts.values())) * config.evaluation.samples_per_prompt
     engine = load_engine(prompting, prompts, samples, listener)
     everything = [prompt for several in prompts.values() for prompt in several]
-    asyncio.run(_generate(prompting, engine, everything, show))
+    asyncio.run(_generate(prompting, engine, everything, show, top_logprobs))
 
 
 def _prompts(prompting: Prompting, texts: Sequence[str]) -> dict[str, tuple[Prompt, ...]]:
@@ -93,11 +104,15 @@ def _prompts(prompting: Prompting, texts: Sequence[str]) -> dict[str, tuple[Prom
 
 
 async def _generate(
-    prompting: Prompting, engine: Engine, prompts: Sequence[Prompt], show: Callable[[Response], None]
+    prompting: Prompting,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    show: Callable[[Response], None],
+    top_logprobs: int,
 ) -> None:
     config = prompting.config
-    settings, each = config.evaluation, config.evaluation.samples_per_prompt
-    sampling = Sampling(settings.temperature, response_limit(config), settings.top_p, settings.top_k)
+    each = config.evaluation.samples_per_prompt
+    sampling = replace(evaluation_sampling(config), top_logprobs=top_logprobs)
     requests = [
         Request(place, p.token_ids, tuple(sample_seed(config.seed, place, 0, i) for i in range(each)), sampling)
         for place, p in enumerate(prompts)
@@ -125,4 +140,17 @@ def _response(prompting: Prompting, prompt: Prompt, place: tuple[int, int], samp
         finish_reason=sample.finish_reason,
         tokens=sample.length,
         logprob=float(sample.logprobs.sum(dtype="float64")),
+        token_logprobs=_token_logprobs(prompting, sample),
     )
+
+
+def _token_logprobs(prompting: Prompting, sample: Sample) -> list[dict[str, Any]] | None:
+    if sample.top_ids is None or sample.top_logprobs is None:
+        return None
+
+    def told(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"id": token_id, "token": str(prompting.tokenizer.decode([token_id])), "logprob": logprob}
+
+    drawn = zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
+    top = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
+    return [told(*token) | {"top": list(map(told, *best))} for token, best in zip(drawn, top, strict=True)]

@@ -85,10 +85,11 @@ _FROM_RECIPE = {
     "seed": True,
     "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
     "data": {"prompt_key", "answer_key", "template", "chat_template", "instruction", "system", "max_prompt_length"},
-    "rollout": {"max_response_length", "stop_token_ids", "max_concurrent_samples"},
+    "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples"},
     "reward": True,
     "evaluation": {
-        *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "max_response_length"),
+        *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "stop"),
+        "max_response_length",
     },
     "runtime": True,
 }
@@ -130,6 +131,11 @@ def response_limit(config: Config) -> int:
     return config.evaluation.max_response_length or config.rollout.max_response_length
 
 
+def stop_texts(config: Config) -> list[str]:
+    """Texts that end a response of an evaluation."""
+    return config.rollout.stop if config.evaluation.stop is None else config.evaluation.stop
+
+
 def settings_lines(config: Config) -> list[str]:
     """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
     data, reward, sampling = config.data, config.reward, config.evaluation
@@ -141,6 +147,9 @@ def settings_lines(config: Config) -> list[str]:
     drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     drawn += f", top_p {sampling.top_p:g}" if sampling.top_p < 1 else ""
     drawn += f", top_k {sampling.top_k}" if sampling.top_k else ""
+    drawn += f", min_p {sampling.min_p:g}" if sampling.min_p else ""
+    stop = stop_texts(config)
+    drawn += f", until {' or '.join(map(repr, stop))}" if stop else ""
     return [
         f"model {config.model.path} in {config.model.compute_dtype}",
         f"prompts: {prompt}",
@@ -197,7 +206,7 @@ def load_engine(
     """
     import torch
 
-    from dapo.inputs import check_vocabulary, set_threads
+    from dapo.inputs import check_vocabulary, notice_generation_config, set_threads
     from dapo.model.loading import context_limit, load_model, stop_token_ids
     from dapo.rollout.native.engine import NativeEngine
 
@@ -209,6 +218,7 @@ def load_engine(
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
     check_vocabulary(model, prompting.tokenizer, stop_ids, listener)
+    notice_generation_config(model, listener)
     return NativeEngine(
         model,
         stop_ids,
@@ -216,6 +226,7 @@ def load_engine(
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, max(samples, 1)),
         deterministic=config.runtime.deterministic,
         threads=torch.get_num_threads(),
+        decode=prompting.template.decode,
     )
 
 

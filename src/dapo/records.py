@@ -62,6 +62,10 @@ class Sample:
     Shapes: ``token_ids``, ``logprobs`` and ``versions`` are ``[T]`` with ``T`` the response length in tokens, the stop
     token counted. ``logprobs`` are natural logs under the very distribution sampled from, temperature included.
     ``versions`` holds the policy version that each token was sampled under.
+
+    ``top_ids`` and ``top_logprobs``, ``[T, k]``: the k most likely tokens at each place, the most likely first, and
+    their log-probabilities at the temperature of sampling (greedy: 1), before any truncation. None unless they were
+    asked for, as training never does.
     """
 
     request_id: int
@@ -70,6 +74,8 @@ class Sample:
     logprobs: FloatArray
     versions: TokenArray
     finish_reason: FinishReason
+    top_ids: TokenArray | None = field(default=None, kw_only=True)
+    top_logprobs: FloatArray | None = field(default=None, kw_only=True)
 
     text: str = ""
     reward: Reward | None = None
@@ -82,6 +88,9 @@ class Sample:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
         if len(lengths) != 1:
             raise ValueError(f"token_ids, logprobs and versions differ in length: {sorted(lengths)}")
+        ids, logprobs = (None if top is None else top.shape for top in (self.top_ids, self.top_logprobs))
+        if ids != logprobs or (ids is not None and ids[0] != len(self.token_ids)):
+            raise ValueError(f"top_ids and top_logprobs must both be [T, k], got {ids} and {logprobs}")
 
     @property
     def length(self) -> int:

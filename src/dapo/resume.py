@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from dapo.config import Config, load_config
+from dapo.config import Config, build_config, load_config
 from dapo.errors import ConfigError
 from dapo.fingerprint import differences
 from dapo.redaction import blanks, redact
@@ -74,13 +74,21 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
         stored = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder.config}: cannot be read: {error}") from None
-    refused = list(_refused(stored, redact(config.model_dump(mode="json"))))
+    refused = list(_refused(_with_new_keys(stored), redact(config.model_dump(mode="json"))))
     if refused:
         lines = "\n".join(refused)
         raise ConfigError(
             f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
             f"To train on with other settings, start a new run from its weights (model.path)"
         )
+
+
+def _with_new_keys(stored: Any) -> Any:
+    """A recipe as an earlier version of the program wrote it, with the keys that have come since, at their defaults."""
+    try:
+        return build_config(stored).model_dump(mode="json")
+    except ConfigError:  # it has keys that are gone: the comparison will name them
+        return stored
 
 
 def _refused(stored: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

@@ -99,6 +99,9 @@ def test_the_settings_are_printed(tmp_path: Path) -> None:
     assert "prompts: template plain" in heard.stderr and "reward: exact" in heard.stderr
     assert "a prompt as the model sees it: '0+0='" in heard.stderr
     assert "sampling:" not in heard.stdout
+    options = ["--min-p", 0.2, "--temperature", 1, "--stop", "1", "--stop", "23", "--max-tokens", 3]
+    heard = evaluate("model", "a.jsonl", "--rows", 1, *options, *EXACT)
+    assert "sampling: 1 per prompt, temperature 1, min_p 0.2, until '1' or '23', at most 3 tokens" in heard.stderr
 
 
 def test_rows_may_have_other_keys() -> None:

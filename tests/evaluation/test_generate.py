@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_cases import dapo, save_model, write_rows
 
+from dapo.rollout.native.checks import MOST_TOP_LOGPROBS
 from run_cases import TOKENIZER
 
 
@@ -88,6 +89,44 @@ def test_prompts_come_from_files_and_standard_input() -> None:
     assert len(lines("model", "--data", "rows.jsonl", "--max-tokens", 2, *set_rows)) == 1
 
 
+def test_min_p_leaves_the_likeliest_tokens_only() -> None:
+    """Almost 1 leaves one of them: the samples are the greedy one."""
+    options = ["model", "1+2=", "--max-tokens", 6]
+    sampled = lines(*options, "--samples", 3, "--temperature", 1, "--min-p", 0.999)
+    assert {f["response"] for f in sampled} == {lines(*options)[0]["response"]}
+
+
+def test_a_stop_text_ends_a_response() -> None:
+    whole = lines("model", "1+2=", "--max-tokens", 8, "--stop", "none such")[0]
+    cut = lines("model", "1+2=", "--max-tokens", 8, "--stop", "none such", "--stop", whole["response"][2:4])[0]
+    text = whole["response"]
+    assert cut["response"] == text[: text.index(text[2:4]) + 2] != text and cut["finish_reason"] == "stop"
+
+
+def test_the_likeliest_tokens_in_json() -> None:
+    (found,) = lines("model", "1+2=", "--max-tokens", 5, "--top-logprobs", MOST_TOP_LOGPROBS)
+    told = found["token_logprobs"]
+    assert len(told) == found["tokens"] and "".join(t["token"] for t in told) == found["response"]
+    assert sum(t["logprob"] for t in told) == pytest.approx(found["logprob"], abs=1e-5)
+    for token in told:
+        assert len(token["top"]) == min(MOST_TOP_LOGPROBS, len(TOKENIZER))
+        assert token["top"][0] == {key: token[key] for key in ("id", "token", "logprob")}  # greedy
+        assert [t["logprob"] for t in token["top"]] == sorted((t["logprob"] for t in token["top"]), reverse=True)
+    assert "token_logprobs" not in lines("model", "1+2=", "--max-tokens", 1)[0]
+    heard = generate("model", "1=", "--json", "--top-logprobs", MOST_TOP_LOGPROBS + 1, code=2).stderr
+    assert f"less than or equal to {MOST_TOP_LOGPROBS}" in heard
+
+
+def test_a_penalty_that_the_model_asks_for_is_not_applied_and_that_is_said(tmp_path: Path) -> None:
+    save_model(tmp_path / "asks")
+    file = tmp_path / "asks/generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.1, "min_length": 0}))
+    heard = generate(tmp_path / "asks", "1+2=", "--max-tokens", 8)
+    assert "generation_config.json asks for repetition_penalty 1.1; not applied" in heard.stderr
+    assert heard.stdout == greedy("1+2=", 8)[0] + "\n"
+    assert "generation_config" not in generate("model", "1+2=", "--max-tokens", 1).stderr
+
+
 def test_auto_is_chat_where_the_tokenizer_has_a_template() -> None:
     assert "template plain" in generate("model", "1=", "--max-tokens", 1).stderr
     assert "template chat" in generate("chat", "1=", "--max-tokens", 1).stderr
@@ -107,6 +146,12 @@ def test_auto_is_chat_where_the_tokenizer_has_a_template() -> None:
         (["./gone", "1="], 1, "no such folder"),
         (["model", "1=", "--template", "chat"], 2, "no chat template"),
         (["model", "1=", "--set", "sed=1"], 2, "did you mean seed?"),
+        (["model", "1=", "--min-p", "1"], 2, "--min-p: evaluation.min_p"),
+        (["model", "1=", "--stop", ""], 2, "--stop: evaluation.stop: a stop text is empty"),
+        (["model", "1=", "--top-logprobs", "3"], 2, "add --json"),
+        (["model", "1=", "--repetition-penalty", "1.1"], 2, "--repetition-penalty: evaluation.repetition_penalty: is"),
+        (["model", "1=", "--presence-penalty", "1"], 2, "not be those of the policy"),
+        (["model", "1=", "--frequency-penalty", "1"], 2, "not be those of the policy"),
         (["model", "1=", "--temperature", "-1"], 2, "--temperature: evaluation.temperature"),
         (["model", "1=", "--max-tokens", "500"], 2, "use --max-tokens 254 or less"),
     ],

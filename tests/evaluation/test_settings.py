@@ -11,8 +11,10 @@ from dapo.config import build_config
 from dapo.config.layers import layered_config, merged
 from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
-from dapo.inference import FoundModel, find_model, inference_config
+from dapo.evaluation.evaluate import evaluation_sampling
+from dapo.inference import FoundModel, find_model, inference_config, settings_lines
 from dapo.reward.math.extract import final_answer
+from dapo.rollout.engine import Sampling
 
 
 def a_model(folder: Path) -> Path:
@@ -79,10 +81,23 @@ def test_what_concerns_training_alone_does_not_stand_in_the_way(tmp_path: Path) 
     assert (config.data.max_prompt_length, config.data.train, config.evaluation.patience) == (90000, [], None)
 
 
+def test_sampling_of_the_recipe_is_that_of_the_evaluation(tmp_path: Path) -> None:
+    """Stop texts are those of the rollout unless the evaluation has its own, be they none."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {path: x}\nrollout: {stop: ['###', x]}\nevaluation: {min_p: 0.1, temperature: 1}\n")
+    config = inference_config(FoundModel("m", recipe))
+    assert evaluation_sampling(config) == Sampling(1.0, 1024, min_p=0.1, stop=("###", "x"))
+    assert "temperature 1, min_p 0.1, until '###' or 'x', at most" in settings_lines(config)[-1]
+    own = inference_config(FoundModel("m", recipe), overrides=["evaluation.stop=y"])
+    assert evaluation_sampling(own).stop == ("y",)
+    assert evaluation_sampling(inference_config(FoundModel("m", recipe), overrides=["evaluation.stop=[]"])).stop == ()
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_preset_says_what_decides_a_result(name: str) -> None:
     settings = BENCHMARKS[name].settings
-    assert {"samples_per_prompt", "temperature", "top_p", "top_k", "max_response_length"} == set(settings["evaluation"])
+    decides = {"samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "max_response_length"}
+    assert decides == set(settings["evaluation"])
     assert "instruction" in settings["data"] and settings["reward"]["extract"]
     config = inference_config(FoundModel("m"), settings)
     assert config.evaluation.samples_per_prompt == settings["evaluation"]["samples_per_prompt"]

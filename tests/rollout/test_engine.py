@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -220,11 +221,44 @@ def test_weights_that_do_not_fit_are_refused(fault: str) -> None:
         (Request(3, (5, 48), (1,), PLAIN), "request 3: token ids must be in 0..47"),
         (Request(3, (5,) * 25, (1,), PLAIN), "25 prompt tokens and up to 8 response tokens exceed the engine's 32"),
         (Request(3, (5,), (1,), Sampling(1.0, 0)), "max_tokens is 0"),
+        (Request(3, (5,), (1,), Sampling(-0.1, 8)), "request 3: temperature is -0.1"),
+        (Request(3, (5,), (1,), Sampling(float("nan"), 8)), "temperature is nan"),
+        (Request(3, (5,), (1,), Sampling(float("inf"), 8)), "temperature is inf"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, top_p=0.0)), "top_p is 0.0"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, top_p=1.1)), "top_p is 1.1"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, top_p=float("nan"))), "top_p is nan"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, min_p=1.0)), "min_p is 1.0"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, min_p=-0.1)), "min_p is -0.1"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, top_k=-1)), "top_k is -1"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, top_logprobs=-1)), "top_logprobs is -1, it must be in 0..20"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, top_logprobs=21)), "top_logprobs is 21, it must be in 0..20"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, stop=("a", ""))), "a stop text is empty"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, stop=("\ufffd",))), "U\\+FFFD"),
+        (Request(3, (5,), (1,), Sampling(1.0, 8, stop="ab")), "stop is the text 'ab'"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(request_: Request, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         collect(make_engine(), [request_])
+
+
+def test_the_likeliest_tokens_come_with_the_sample() -> None:
+    """Against the plain model; the next request, which does not ask, has none."""
+    plain = random_model("qwen2", num_hidden_layers=1)
+    asks = Sampling(0.5, 6, top_k=1, top_logprobs=3)
+    found = collect(make_engine(stop=()), [Request(0, (5, 6), (1, 2), asks), Request(1, (5, 6), (1,), PLAIN)])
+    assert found[1, 0].top_ids is None and found[1, 0].top_logprobs is None
+    for index in (0, 1):
+        sample = found[0, index]
+        assert sample.top_ids.shape == sample.top_logprobs.shape == (6, 3)
+        assert (sample.top_ids.dtype, sample.top_logprobs.dtype) == (np.int32, np.float32)
+        with torch.no_grad():
+            logits = plain(torch.tensor([[5, 6, *sample.token_ids.tolist()]])).logits[0, 1:-1]
+        expected = torch.log_softmax(logits / 0.5, -1).topk(3)
+        assert sample.top_ids.tolist() == expected.indices.tolist()
+        assert np.allclose(sample.top_logprobs, expected.values.numpy(), atol=1e-4)
+        assert sample.token_ids.tolist() == sample.top_ids[:, 0].tolist()
+        assert sample.logprobs.tolist() == pytest.approx([0.0] * 6)  # the only one that top-k leaves
 
 
 def test_a_request_of_exactly_the_limit_is_served() -> None:

@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dapo.rollout.engine import Sampling
-from dapo.rollout.native.sampler import sample, uniforms
+from dapo.rollout.native.sampler import RowSettings, most_likely, sample, thresholds, uniforms
 from dapo.rollout.seeds import sample_seed
 
 PLAIN = Sampling(temperature=1.0, max_tokens=1)
@@ -75,13 +77,90 @@ def test_top_k_and_top_p_keep_what_they_should_and_renormalise() -> None:
     assert float(logprob[0]) == pytest.approx(math.log(0.5 / 0.8), abs=1e-5)
 
 
+def kept_by_the_definition(logits: list[float], row: Sampling) -> set[int]:
+    """Token by token, in Python's own numbers."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    kept = {i for i in order if not row.top_k or logits[i] >= logits[order[min(row.top_k, len(order)) - 1]]}
+    weights = {i: math.exp(logits[i] - logits[order[0]]) for i in order if i in kept}
+    if row.top_p < 1:
+        mass = 0.0
+        for last in (i for i in order if i in kept):
+            mass += weights[last] / sum(weights.values())
+            if mass >= row.top_p:
+                break
+        kept = {i for i in kept if logits[i] >= logits[last]}
+    return {i for i in kept if weights[i] >= row.min_p * max(weights.values())}
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    # few distinct values, so that there are ties; of them no sum of probabilities is a round number
+    logits=st.lists(st.sampled_from([-3.1, -1.7, 0.0, 0.3, 0.9, 1.1, 2.3]), min_size=1, max_size=12),
+    top_k=st.integers(0, 14),
+    top_p=st.sampled_from([1.0, 0.013, 0.31, 0.57, 0.83, 0.977]),
+    min_p=st.sampled_from([0.0, 0.012, 0.17, 0.43, 0.91]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_what_stays_is_what_the_definition_says(
+    logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    row = Sampling(temperature, 1, top_p=top_p, top_k=top_k, min_p=min_p)
+    scaled = torch.tensor([logits, logits]) / temperature
+    limits = thresholds(scaled, RowSettings.of([row, PLAIN]))
+    kept = set((scaled[0] >= limits[0]).nonzero()[:, 0].tolist())
+    assert kept == kept_by_the_definition([x / temperature for x in logits], row)
+    assert float(limits[1]) == -math.inf
+    count = 40
+    tokens, logprobs = sample(torch.tensor([logits]).repeat(count, 1), uniforms(0, count), [row] * count)
+    assert set(tokens.tolist()) <= kept
+    inside = {i: math.exp(logits[i] / temperature) for i in kept}
+    expected = [math.log(inside[token] / sum(inside.values())) for token in tokens.tolist()]
+    assert logprobs.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_truncation_by_hand() -> None:
+    """Probabilities 0.4, 0.2, 0.2, 0.1, 0.1. A tie with the last one stays; top-p counts of what top-k leaves."""
+
+    def kept(**row: float) -> int:
+        logits = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]]).log()
+        return int((logits >= thresholds(logits, RowSettings.of([Sampling(1.0, 1, **row)]))).sum())
+
+    assert kept(top_k=1) == 1 and kept(top_k=2) == 3 and kept(top_k=4) == 5 and kept(top_k=99) == 5
+    assert kept(top_p=0.39) == 1 and kept(top_p=0.41) == 3 and kept(top_p=0.81) == 5
+    assert kept(top_p=0.49) == 3 and kept(top_p=0.49, top_k=2) == 1  # 0.4 of 0.8 is half
+    assert kept(min_p=0.51) == 1 and kept(min_p=0.49) == 3 and kept(min_p=0.26) == 3 and kept(min_p=0.24) == 5
+    assert kept(min_p=0.24, top_p=0.41) == 3 and kept(min_p=0.999, top_k=5) == 1
+
+
+def test_the_most_likely_tokens_are_those_before_truncation() -> None:
+    logits = torch.tensor([[0.1, 0.5, 0.1, 0.3], [0.1, 0.5, 0.1, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
+    rows = [Sampling(1.0, 1, top_k=1, top_logprobs=3), PLAIN, Sampling(0, 1, top_logprobs=2)]
+    first, none, greedy = most_likely(logits.clone(), rows)
+    assert first is not None and none is None and greedy is not None
+    assert first[0].tolist() == [1, 3, 0]  # of two equal ones the lower id
+    assert first[1].exp().tolist() == pytest.approx([0.5, 0.3, 0.1])
+    assert greedy[0].tolist() == [0, 1] and greedy[1].exp().tolist() == pytest.approx([0.25, 0.25])
+    sharper = most_likely(logits.clone(), [Sampling(0.5, 1, top_logprobs=1)] * 3)[0]
+    assert sharper is not None and float(sharper[1].exp()) == pytest.approx(0.25 / (0.25 + 0.09 + 0.01 + 0.01))
+
+
+def test_a_drawn_token_has_the_log_probability_that_is_reported_among_the_likeliest() -> None:
+    torch.manual_seed(0)
+    logits, rows = torch.randn(20, 18), [Sampling(0.7, 1, top_logprobs=20)] * 20  # a vocabulary of 18
+    top = most_likely(logits, rows)
+    tokens, logprobs = sample(logits.clone(), uniforms(1, 20), rows)
+    for found, token, logprob in zip(top, tokens.tolist(), logprobs.tolist(), strict=True):
+        assert found is not None and found[1][found[0].tolist().index(token)].item() == logprob
+
+
 def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(5, 11)
-    settings = [Sampling(0, 1), PLAIN, Sampling(0.3, 1), Sampling(1.0, 1, top_k=3), Sampling(1.0, 1, top_p=0.5)]
-    uniform = uniforms(3, 5)
-    tokens, logprobs = sample(logits.clone(), uniform, settings)
-    for i, one in enumerate(settings):
+    logits = torch.randn(6, 11)
+    truncated = [Sampling(1.0, 1, top_k=3), Sampling(1.0, 1, top_p=0.5), Sampling(1.0, 1, min_p=0.3)]
+    rows = [Sampling(0, 1), PLAIN, Sampling(0.3, 1), *truncated]
+    uniform = uniforms(3, 6)
+    tokens, logprobs = sample(logits.clone(), uniform, rows)
+    for i, one in enumerate(rows):
         token, logprob = sample(logits[i : i + 1].clone(), uniform[i : i + 1], [one])
         assert token.tolist() == [int(tokens[i])]
         assert float(logprob[0]) == pytest.approx(float(logprobs[i]), abs=1e-6)

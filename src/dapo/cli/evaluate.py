@@ -48,8 +48,16 @@ def evaluate(
     top_p: Annotated[
         float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of this mass.")
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Sample from the tokens this many times as likely as the likeliest."),
+    ] = None,
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest response in tokens.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End a response with this text, which belongs to it; may be given again."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
     ] = None,
@@ -75,6 +83,8 @@ def evaluate(
             "--samples": ("evaluation.samples_per_prompt", samples),
             "--temperature": ("evaluation.temperature", temperature),
             "--top-p": ("evaluation.top_p", top_p),
+            "--min-p": ("evaluation.min_p", min_p),
+            "--stop": ("evaluation.stop", stop or None),
             "--rows": ("evaluation.rows", rows),
             "--max-tokens": ("evaluation.max_response_length", max_tokens),
             "--data": ("evaluation.data", files or None),

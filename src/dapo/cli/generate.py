@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from dapo.generation import Response
 
 
+Refused = Annotated[float | None, typer.Option(hidden=True)]
+"""An option of other programs: taken, so that the config can say why there is none."""
+
+
 class Template(enum.StrEnum):
     """``auto``: that of the run the model comes from, else ``chat`` if the tokenizer has one, else ``plain``."""
 
@@ -43,17 +47,34 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of this mass.")
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(metavar="P", help="Sample from the tokens this many times as likely as the likeliest."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest response in tokens.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End a response with this text, which belongs to it; may be given again."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
     template: Annotated[
         Template,
         typer.Option(help="auto: the recipe's for a run of dapo, else chat if the tokenizer has one, else plain."),
     ] = Template.AUTO,
+    repetition_penalty: Refused = None,
+    presence_penalty: Refused = None,
+    frequency_penalty: Refused = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
     ] = None,
+    top_logprobs: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, max=20, help="With --json: log-probabilities of each token and of the N likeliest."
+        ),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the responses only.")] = False,
     debug: Debug = False,
@@ -67,12 +88,19 @@ def generate(
         from dapo.plan import missing_files
         from dapo.progress import make_listener
 
+        if top_logprobs and not as_json:
+            raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
         found = find_model(model)
         given = {
             "--samples": ("evaluation.samples_per_prompt", samples),
             "--temperature": ("evaluation.temperature", temperature),
             "--top-p": ("evaluation.top_p", top_p),
+            "--min-p": ("evaluation.min_p", min_p),
+            "--stop": ("evaluation.stop", stop or None),
+            "--repetition-penalty": ("evaluation.repetition_penalty", repetition_penalty),
+            "--presence-penalty": ("evaluation.presence_penalty", presence_penalty),
+            "--frequency-penalty": ("evaluation.frequency_penalty", frequency_penalty),
             "--max-tokens": ("evaluation.max_response_length", max_tokens),
             "--seed": ("seed", seed),
             "--system": ("data.system", system),
@@ -91,7 +119,7 @@ def generate(
             from dapo.generation import generate_responses
 
             show = _print_json if as_json else _printer(len(texts) + (data is not None), config)
-            generate_responses(config, texts, listener, show)
+            generate_responses(config, texts, listener, show, top_logprobs)
         finally:
             listener.close()
 

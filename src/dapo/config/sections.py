@@ -115,6 +115,20 @@ class DataConfig(Section):
         return value
 
 
+def _stop_texts(value: Any) -> Any:
+    """One text alone may be written without brackets."""
+    texts = [value] if isinstance(value, str) else value
+    for text in texts if isinstance(texts, list) else ():
+        if text == "":
+            raise ValueError("a stop text is empty, which would end every response at once; leave it out")
+        if isinstance(text, str) and "\N{REPLACEMENT CHARACTER}" in text:
+            raise ValueError("a stop text holds U+FFFD, which stands for bytes that are no text; leave it out")
+    return texts
+
+
+StopTexts = Annotated[list[str], BeforeValidator(_stop_texts)]
+
+
 class RolloutConfig(Section):
     engine: Literal["native"] = "native"
     """Rollout engine."""
@@ -132,6 +146,8 @@ class RolloutConfig(Section):
     """Must stay 0 (off), for the same reason."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Stop tokens beside those that the model and its tokenizer name."""
+    stop: StopTexts = Field(default_factory=list)
+    """Texts that end a response. The token that completes one is the last of the response, and is trained on."""
     max_concurrent_samples: int = Field(256, ge=1)
     """Samples that the engine decodes at once."""
     max_staleness: int = Field(0, ge=0)
@@ -286,6 +302,10 @@ class EvaluationConfig(Section):
     """Sample from the most likely tokens that together hold this much probability. 1: from all."""
     top_k: int = Field(0, ge=0)
     """Sample from the so many most likely tokens. 0: from all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample from the tokens that are at least this many times as likely as the most likely one. 0: from all."""
+    stop: StopTexts | None = None
+    """Texts that end a response. By default those of the rollout."""
     max_response_length: int | None = Field(None, ge=1)
     """By default that of the rollout."""
     patience: int | None = Field(None, ge=1)

@@ -34,6 +34,7 @@ def _boxed(max_response_length: int) -> dict[str, Any]:
             "temperature": 0.0,
             "top_p": 1.0,
             "top_k": 0,
+            "min_p": 0.0,
             "max_response_length": max_response_length,
         },
     }
@@ -49,6 +50,7 @@ def _as_in_the_paper() -> dict[str, Any]:
             "temperature": 1.0,
             "top_p": 0.7,
             "top_k": 0,
+            "min_p": 0.0,
             "max_response_length": 20480,
         },
     }

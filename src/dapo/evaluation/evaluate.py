@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dapo.config import Config, EvaluationConfig
+from dapo.config import Config
 from dapo.errors import RewardError
 from dapo.evaluation.result import Evaluation
+from dapo.inference import response_limit, stop_texts
 from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
@@ -42,7 +43,7 @@ async def evaluate(
         EngineError: the engine failed.
     """
     settings = config.evaluation
-    sampling = _sampling(settings, config.rollout.max_response_length)
+    sampling = evaluation_sampling(config)
     requests = [
         Request(
             id=place,
@@ -93,10 +94,14 @@ def _check_errors(errors: Sequence[str], total: int, config: Config) -> None:
         )
 
 
-def _sampling(settings: EvaluationConfig, rollout_limit: int) -> Sampling:
+def evaluation_sampling(config: Config) -> Sampling:
+    """How an evaluation samples: by its own settings, and where it has none by those of the rollout."""
+    settings = config.evaluation
     return Sampling(
         temperature=settings.temperature,
-        max_tokens=settings.max_response_length or rollout_limit,
+        max_tokens=response_limit(config),
         top_p=settings.top_p,
         top_k=settings.top_k,
+        min_p=settings.min_p,
+        stop=tuple(stop_texts(config)),
     )

@@ -51,6 +51,9 @@ class AttentionContext(Protocol):
         ...
 
 
+LAYER_NUMBER = "layer_number"
+"""A buffer on attention modules: their place in the model, as a tensor on the CPU (see ``model/compiling.py``)."""
+
 _local = threading.local()
 
 
@@ -77,15 +80,55 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function registered with Transformers: looks up the current context and lets it attend."""
+    if kwargs.get("s_aux") is not None:
+        raise RuntimeError("attention sinks are not supported")  # load_model refuses such models by name
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        layer = getattr(module, LAYER_NUMBER)
+        return torch.ops.dapo.attention(query, key, value, layer, scaling, sliding_window, softcap), None
+    spec = AttentionSpec(module.layer_idx, scaling, sliding_window, softcap)
+    return _current_context().attend(spec, query, key, value), None
+
+
+def _current_context() -> AttentionContext:
     context: AttentionContext | None = getattr(_local, "context", None)
     if context is None:
         raise RuntimeError("the model was called outside of attention_context(...)")
-    if kwargs.get("s_aux") is not None:
-        raise RuntimeError("attention sinks are not supported")  # load_model refuses such models by name
-    spec = AttentionSpec(
-        module.layer_idx, query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap
+    return context
+
+
+@torch.library.custom_op("dapo::attention", mutates_args=())
+def opaque_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention as one operation that the compiler does not look into: it would copy a cache that it saw written to.
+
+    The context is looked up when the operation runs, so the same compiled code serves prompts and decoding. Without
+    gradient. Shapes as :meth:`AttentionContext.attend`; ``layer``: int64 ``[]`` on the CPU.
+    """
+    return (
+        _current_context().attend(AttentionSpec(int(layer), scaling, window, softcap), query, key, value).contiguous()
     )
-    return context.attend(spec, query, key, value), None
+
+
+@opaque_attention.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    batch, heads, tokens, _ = query.shape
+    return value.new_empty(batch, tokens, heads, value.shape[3])
 
 
 def register_attention() -> None:

@@ -31,8 +31,11 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits ``[R, V]`` of hidden states ``[R, d]``."""
-        with products_of(hidden.dtype):
-            logits = hidden.float() @ self.weight.float().T
+        if hidden.is_cuda and hidden.dtype == self.weight.dtype != torch.float32:
+            logits = torch.mm(hidden, self.weight.T, out_dtype=torch.float32)  # no widened copy of the weight
+        else:
+            with products_of(hidden.dtype):
+                logits = hidden.float() @ self.weight.float().T
         if self.bias is not None:
             logits = logits + self.bias.float()
         if self.scale != 1.0:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dapo.errors import ModelError
+from dapo.model.adapters import check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 
-# Architectures whose attention goes through the interface and whose log-probabilities are compared with Transformers'
-# own in tests/model. What is not here is refused: a model that runs is not yet a model that is right.
+# Architectures whose attention goes through the interface and whose tokens and log-probabilities are compared with
+# Transformers' own in tests/rollout. What is not here is refused: a model that runs is not yet a model that is right.
 SUPPORTED = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
@@ -23,37 +26,67 @@ SUPPORTED = {
     "gemma3_text": "Gemma 3 (text)",
     "gpt2": "GPT-2",
 }
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies are the same at every length of the sequence. For others they depend on the
+longest sequence of the forward pass, so that a sample's log-probabilities would depend on its neighbours."""
 
 
-def load_model(source: Any, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False) -> Any:
+def load_model(
+    source: Any,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    device: torch.device | str | None = None,
+) -> Any:
     """A causal language model whose attention is ours, in eval mode.
 
     Args:
-        source: folder in Hugging Face layout, name on the hub, or a loaded ``PreTrainedModel`` (used as it is: its
-            parameters are changed to ``dtype`` in place).
+        source: folder in Hugging Face layout, name on the hub, folder of a LoRA adapter in PEFT layout (its base is
+            loaded and the adapter put on it, unmerged), or a loaded ``PreTrainedModel`` (used as it is: its parameters
+            are changed to ``dtype`` in place).
         dtype: type of the parameters.
         trust_remote_code: allow code that comes with the model to run.
+        device: where the model is to be; None: the CPU, and a loaded one stays where it is. With accelerate installed
+            weights are read right onto it.
 
     Raises:
-        ModelError: not found, not readable, or an architecture that is not supported.
+        ModelError: not found, not readable, or an architecture, an option or an adapter that is not supported.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of loading and saving: the listener tells what is going on
     register_attention()
     if isinstance(source, str | Path):
-        model = _from_pretrained(str(source), dtype, trust_remote_code)
+        adapter = find_adapter(source)
+        model = _from_pretrained(adapter.base if adapter else str(source), dtype, trust_remote_code, device or "cpu")
+        if adapter:
+            model = put_on(model, adapter)
     else:
-        check_supported(source.config)
-        model = source.to(dtype)
-        model.set_attn_implementation(ATTENTION_NAME)
+        model = _taken_as_it_is(source)
+    _cast(model, dtype)
+    if device is not None:
+        model.to(device)
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ModelError(f"model: the weights {name} hold NaN or infinity")
     return model.eval()
 
 
-def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _taken_as_it_is(model: Any) -> Any:
+    if hasattr(model, "get_base_model"):
+        raise ModelError("model: a PeftModel wraps the model; give its folder, or the model inside, .base_model.model")
+    check_supported(model.config)
+    check_ends(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Parameters only, not buffers: rotary frequencies in bfloat16 are off by half a radian at position 1,000."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, device: torch.device | str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -68,6 +101,7 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **_straight_to(device),
         )
     except Exception as error:  # a damaged weight file raises whatever its reader raises
         raise ModelError(_explain("model", path, error)) from None
@@ -76,16 +110,28 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> 
         if names:
             what = kind.removesuffix("_keys")
             raise ModelError(f"model {path}: {len(names)} {what} weights, such as {names[0]}; is this its config.json?")
+    if has_adapter(model):  # Transformers puts on one that it finds on the hub, of any kind
+        raise ModelError(f"model {path}: is an adapter on the hub; download it and name its folder")
     return model
 
 
+def _straight_to(device: torch.device | str) -> dict[str, Any]:
+    """Arguments that make Transformers read weights right onto ``device``; it needs accelerate for that."""
+    elsewhere = torch.device(device).type != "cpu"
+    return {"device_map": {"": device}} if elsewhere and importlib.util.find_spec("accelerate") else {}
+
+
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer at ``path``.
+    """The tokenizer at ``path``; that of its base for an adapter's folder without one.
 
     Raises:
         ModelError: not found or not readable.
     """
     from transformers import AutoTokenizer
+
+    adapter = find_adapter(path)
+    if adapter and not (adapter.folder / "tokenizer_config.json").is_file():
+        path = adapter.base
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -118,20 +164,56 @@ def check_supported(config: Any) -> None:
     """
     kind = getattr(config, "model_type", "unknown")
     if kind not in SUPPORTED:
-        names = ", ".join(SUPPORTED.values())
-        raise ModelError(f"model architecture {kind!r} is not supported by the native engine; supported: {names}")
-    if kind == "gpt2" and getattr(config, "add_cross_attention", False):
-        raise ModelError("model architecture 'gpt2' with cross-attention is not supported")
-    if kind == "gpt2" and getattr(config, "reorder_and_upcast_attn", False):
-        raise ModelError("model architecture 'gpt2' with reorder_and_upcast_attn is not supported")
+        hint = _HINTS.get(kind, "")
+        raise ModelError(
+            f"model architecture {kind!r} is not supported by the native engine{hint}; supported: "
+            f"{', '.join(SUPPORTED.values())}. {_ELSEWHERE}"
+        )
+    for what in _unsupported_options(config):
+        raise ModelError(f"model architecture {kind!r} with {what} is not supported by the native engine. {_ELSEWHERE}")
+
+
+_ELSEWHERE = (
+    "The vLLM engine, which is planned for such models, is not part of this version; docs/models.md has the table"
+)
+_HINTS = {"gemma3": " (images and text; the text models, gemma3_text, are)"}
+
+
+def _unsupported_options(config: Any) -> Iterator[str]:
+    """Options under which a supported architecture computes something that attention or head do not."""
+    kind = config.model_type
+
+    def given(name: str) -> Any:
+        return getattr(config, name, None)
+
+    if given("quantization_config"):
+        yield "quantized weights (quantization_config)"
+    if given("use_bidirectional_attention"):
+        yield "use_bidirectional_attention"
+    if kind == "gpt2" and given("add_cross_attention"):
+        yield "cross-attention (add_cross_attention)"
+    if kind == "gpt2" and given("reorder_and_upcast_attn"):
+        yield "reorder_and_upcast_attn"
+    # where Transformers' own module ignores them, they cannot have been part of the training
+    if kind != "gemma2" and given("attn_logit_softcapping"):
+        yield "attn_logit_softcapping, which is Gemma 2's,"
+    if kind not in ("gemma2", "gemma3_text") and given("final_logit_softcapping"):
+        yield "final_logit_softcapping, which is Gemma 2's and 3's,"
+    for layer_type in sorted(set(given("layer_types") or ()) - {"full_attention", "sliding_attention"}):
+        yield f"layers of type {layer_type}"
+    parameters = given("rope_parameters") or {}
+    for rope in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:  # Gemma 3: by layer type
+        name = rope.get("rope_type", "default")
+        if name not in ROPE_TYPES:
+            yield f"rope type {name!r} (those that work: {', '.join(ROPE_TYPES)})"
+        if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
+            yield "partial_rotary_factor"
 
 
 def copy_model(model: Any, dtype: torch.dtype) -> Any:
     """A frozen copy of ``model`` in ``dtype``, for the engine or as the reference policy."""
     twin = copy.deepcopy(model).eval().requires_grad_(False)
-    for parameter in twin.parameters():
-        # not the buffers: rotary frequencies in bfloat16 are off by half a radian at position 1,000
-        parameter.data = parameter.data.to(dtype)
+    _cast(twin, dtype)
     return twin
 
 

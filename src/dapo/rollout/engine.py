@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 class Sampling:
     """How to sample. ``temperature`` 0 is greedy.
 
-    ``top_k`` (0: off), ``top_p`` (1: off) and ``min_p`` (0: off) are for evaluation only, and apply in this order, after
-    the temperature. ``stop``: texts that end a response; the token that completes one is its last. ``top_logprobs``:
-    how many of the most likely tokens to report at each position, with their log-probabilities.
+    ``top_k`` (0: off), ``top_p`` (1: off) and ``min_p`` (0: off) are for evaluation only. They apply in this order,
+    after the temperature: the k most likely tokens; of what is left, renormalised, the fewest that together hold
+    ``top_p``; of those the ones at least ``min_p`` times as likely as the first. Tokens as likely as the last that
+    stays, stay too. ``stop``: texts that end a response; the token that completes one is its last. ``top_logprobs``:
+    how many of the most likely tokens to report at each position, with their log-probabilities before truncation.
     """
 
     temperature: float

@@ -8,18 +8,20 @@ their rows free for the next).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from dapo.model.forward import hidden_states, output_head
-from dapo.records import Sample
-from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.records import FinishReason, Sample
+from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.cache import KVCache, PromptEntry, SlotCache
-from dapo.rollout.native.sampler import sample, uniforms
+from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.sampler import most_likely, sample, uniforms
+from dapo.rollout.native.stopping import StopTexts
 
 PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores, little memory
 
@@ -44,9 +46,11 @@ class _Row:
     index: int
     limit: int
     uniform: torch.Tensor
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Ids and log-probabilities of the most likely tokens at each place, if they are asked for."""
 
 
 class Decoder:
@@ -60,6 +64,7 @@ class Decoder:
         max_sequence_tokens: int,
         max_concurrent_samples: int,
         deterministic: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """
         Args:
@@ -68,14 +73,15 @@ class Decoder:
             max_sequence_tokens: longest prompt and response together.
             max_concurrent_samples: rows decoded at once.
             deterministic: pin all shapes (see :class:`SlotCache`) and prefill prompts one by one.
+            decode: token ids to text, for requests with stop texts; without it they are refused.
         """
         self.model = model
-        self.version = 0
-        self.use_weights()
+        self.use_weights(0)
         self._vocabulary = self._head.weight.shape[0]
         self._stop = frozenset(stop_token_ids)
         self._max_sequence = max_sequence_tokens
         self._deterministic = deterministic
+        self._stop_texts = StopTexts(decode) if decode else None
         self.cache: KVCache = SlotCache(
             model.config, max_concurrent_samples, max_sequence_tokens, next(model.parameters()).dtype, deterministic
         )
@@ -83,12 +89,20 @@ class Decoder:
         self._rows: list[_Row] = []
         self._finished: list[tuple[int, Sample]] = []
 
-    def use_weights(self) -> None:
-        """To be called when the model's weights have changed: the head is held in float32, which it computes in.
+    def use_weights(self, version: int) -> None:
+        """To be called when the model's weights are others: the head is held in float32, which it computes in.
 
         That saves widening it for every token. Costs as much memory as a float32 embedding where weights are narrower.
         """
+        self.version = version
         self._head = output_head(self.model).in_float32()
+
+    def sleep(self) -> None:
+        """Give the cache's memory back. Only while nothing is left to do."""
+        self.cache.drop()
+
+    def wake(self) -> None:
+        """Nothing to do: the cache takes its memory with the next request."""
 
     @property
     def busy(self) -> bool:
@@ -99,22 +113,14 @@ class Decoder:
         """Refuse a request that cannot be served.
 
         Raises:
-            EngineError: empty or too long prompt, unknown token id, no room for a response.
+            EngineError: as :func:`~dapo.rollout.native.checks.check_request` says.
         """
-        if not request.prompt_ids:
-            raise EngineError(f"request {request.id}: the prompt is empty")
-        if max(request.prompt_ids) >= self._vocabulary or min(request.prompt_ids) < 0:
-            raise EngineError(f"request {request.id}: token ids must be in 0..{self._vocabulary - 1}")
-        if request.sampling.max_tokens < 1:
-            raise EngineError(
-                f"request {request.id}: max_tokens is {request.sampling.max_tokens}, at least 1 is needed"
-            )
-        needed = len(request.prompt_ids) + request.sampling.max_tokens
-        if needed > self._max_sequence:
-            raise EngineError(
-                f"request {request.id}: {len(request.prompt_ids)} prompt tokens and up to "
-                f"{request.sampling.max_tokens} response tokens exceed the engine's {self._max_sequence}"
-            )
+        check_request(
+            request,
+            vocabulary=self._vocabulary,
+            max_sequence=self._max_sequence,
+            can_decode=self._stop_texts is not None,
+        )
 
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
@@ -182,7 +188,7 @@ class Decoder:
         for index in range(waiting.next_index, waiting.next_index + count):
             self.cache.start(prompt)
             limit = request.sampling.max_tokens
-            started.append(_Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit), [], [], []))
+            started.append(_Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit)))
         self._rows += started
         waiting.next_index += count
         if waiting.next_index == len(request.seeds):
@@ -205,31 +211,46 @@ class Decoder:
         """Draw the next token of ``rows`` (which start at ``first_row``) and take out those that are done."""
         uniform = torch.stack([row.uniform[len(row.tokens)] for row in rows])
         settings: list[Sampling] = [row.request.sampling for row in rows]
+        if any(s.top_logprobs for s in settings):
+            for row, top in zip(rows, most_likely(logits, settings), strict=True):
+                row.top += [top] if top else []
         tokens, logprobs = sample(logits, uniform, settings)
         done = []
         for offset, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(self.version)
-            if token in self._stop or len(row.tokens) == row.limit:
+            stopped = self._stops(row)
+            if stopped or len(row.tokens) == row.limit:
                 done.append(first_row + offset)
-                self._finished.append((row.key, self._sample(row)))
+                self._finished.append((row.key, _sample(row, "stop" if stopped else "length")))
         for index in reversed(done):  # from the end, so that the rows still to be removed keep their numbers
             self._remove(index)
 
-    def _sample(self, row: _Row) -> Sample:
-        stopped = row.tokens[-1] in self._stop
-        return Sample(
-            request_id=row.request.id,
-            index=row.index,
-            token_ids=np.array(row.tokens, dtype=np.int32),
-            logprobs=np.array(row.logprobs, dtype=np.float32),
-            versions=np.array(row.versions, dtype=np.int32),
-            finish_reason="stop" if stopped else "length",
-        )
+    def _stops(self, row: _Row) -> bool:
+        """Whether the last token ends the response: it is a stop token, or completes a stop text."""
+        if row.tokens[-1] in self._stop:
+            return True
+        texts = row.request.sampling.stop
+        if not texts or self._stop_texts is None:
+            return False
+        return self._stop_texts.ends_at(row.tokens, len(row.tokens) - 1, texts) is not None
 
     def _remove(self, index: int) -> None:
         moved = self.cache.release(index)
         last = self._rows.pop()
         if moved is not None:
             self._rows[index] = last
+
+
+def _sample(row: _Row, finish_reason: FinishReason) -> Sample:
+    return Sample(
+        request_id=row.request.id,
+        index=row.index,
+        token_ids=np.array(row.tokens, dtype=np.int32),
+        logprobs=np.array(row.logprobs, dtype=np.float32),
+        versions=np.array(row.versions, dtype=np.int32),
+        finish_reason=finish_reason,
+        top_ids=torch.stack([ids for ids, _ in row.top]).int().numpy() if row.top else None,
+        top_logprobs=torch.stack([logprobs for _, logprobs in row.top]).numpy() if row.top else None,
+    )

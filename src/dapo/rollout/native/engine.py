@@ -1,4 +1,7 @@
-"""The native engine: a :class:`Decoder` in a thread of its own, behind the asynchronous protocol.
+"""The native engine: a decoder in a thread of its own, behind the asynchronous protocol.
+
+On a CPU that is :class:`~dapo.rollout.native.decoder.Decoder`, on a GPU
+:class:`~dapo.rollout.native.paged.decoder.PagedDecoder`.
 
 The thread waits for requests and for nothing else. A consumer waits for its samples; the wait ends with the last one,
 with an :class:`EngineError` if the decoder fails, or with :meth:`NativeEngine.close`.
@@ -12,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +28,85 @@ CLOSE_SECONDS = 10.0
 _Event = Sample | EngineError
 
 
+class AnyDecoder(Protocol):
+    """What the engine's thread does with a decoder."""
+
+    @property
+    def version(self) -> int:
+        """The policy version of the weights in use."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be served, with an :class:`EngineError`."""
+        ...
+
+    def submit(self, key: int, request: Request) -> None:
+        """Queue a request; its samples come back under ``key``."""
+        ...
+
+    def cancel(self, key: int) -> None:
+        """Forget everything submitted under ``key``."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        ...
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """Decode for a while; returns what has finished."""
+        ...
+
+    def use_weights(self, version: int) -> None:
+        """The model's weights are others now."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the cache's memory back."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again."""
+        ...
+
+
+def make_decoder(
+    model: Any,
+    stop_token_ids: Sequence[int],
+    *,
+    max_sequence_tokens: int,
+    max_concurrent_samples: int,
+    cache_bytes: int | None = None,
+    deterministic: bool = False,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> AnyDecoder:
+    """The decoder for the device that ``model`` is on. Arguments as for :class:`NativeEngine`."""
+    if next(model.parameters()).device.type == "cpu":
+        return Decoder(
+            model,
+            stop_token_ids,
+            max_sequence_tokens=max_sequence_tokens,
+            max_concurrent_samples=max_concurrent_samples,
+            deterministic=deterministic,
+            decode=decode,
+        )
+    from dapo.rollout.native.paged.build import paged_decoder
+
+    return paged_decoder(
+        model,
+        stop_token_ids,
+        max_sequence_tokens=max_sequence_tokens,
+        max_concurrent_samples=max_concurrent_samples,
+        cache_bytes=cache_bytes,
+        deterministic=deterministic,
+        decode=decode,
+    )
+
+
 class NativeEngine:
     """In-process rollout of Hugging Face causal language models; see ``dapo.model.loading.SUPPORTED``."""
 
@@ -35,16 +117,33 @@ class NativeEngine:
         *,
         max_sequence_tokens: int,
         max_concurrent_samples: int,
+        cache_bytes: int | None = None,
         deterministic: bool = False,
         threads: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Arguments as for :class:`Decoder`; ``threads``: for the tensor work of the engine's thread."""
-        self._decoder = Decoder(
+        """
+        Args:
+            model: from :func:`dapo.model.loading.copy_model`; its parameters are this engine's own.
+            stop_token_ids: each ends a response and belongs to it.
+            max_sequence_tokens: longest prompt and response together.
+            max_concurrent_samples: decoded at once.
+            cache_bytes: for keys and values on a GPU; None: what is free, as far as it can be of use.
+            deterministic: pin all shapes, so that a sample's bits do not depend on what else is in flight.
+            threads: for the tensor work of the engine's thread.
+            decode: text of token ids, which requests with stop texts need.
+
+        Raises:
+            ModelError: the model and the cache of a single sequence do not fit into the device's memory.
+        """
+        self._decoder = make_decoder(
             model,
             stop_token_ids,
             max_sequence_tokens=max_sequence_tokens,
             max_concurrent_samples=max_concurrent_samples,
+            cache_bytes=cache_bytes,
             deterministic=deterministic,
+            decode=decode,
         )
         self._parameters = dict(model.named_parameters())
         self._threads = threads
@@ -106,19 +205,18 @@ class NativeEngine:
                 missing.discard(name)
         if missing:
             raise EngineError(f"weights: {len(missing)} parameters were not given, such as {min(missing)}")
-        self._decoder.use_weights()
-        self._decoder.version = version
+        self._decoder.use_weights(version)
 
     async def sleep(self) -> None:
         def drop() -> None:
             if self._decoder.busy:
                 raise EngineError("cannot sleep while requests are in flight")
-            self._decoder.cache.drop()
+            self._decoder.sleep()
 
         await self._call(drop)
 
     async def wake(self) -> None:
-        """Nothing to do: the cache takes its memory with the next request."""
+        await self._call(self._decoder.wake)
 
     async def close(self) -> None:
         with self._changed:

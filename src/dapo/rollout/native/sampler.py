@@ -2,6 +2,9 @@
 
 Every sample brings its own stream of uniform numbers, and a token is the inverse of the cumulative distribution at the
 next of them. So what a sample becomes depends on its seed and its logits alone, not on its neighbours in the batch.
+
+Truncation is one threshold per row (:func:`thresholds`): a rule that says nothing of the order of equal tokens, and so
+one that every device can follow.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from dapo.rollout.engine import Sampling
 class RowSettings:
     """The sampling settings of rows as tensors, ``[R]`` each: what a kernel reads.
 
-    ``temperature`` float32 (0: greedy), ``top_k`` int32 (0: off), ``top_p`` float32 (1: off), ``min_p`` float32 (0: off).
+    Float32 but for ``top_k``, which is int32. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0
+    are off.
     """
 
     temperature: torch.Tensor
@@ -56,13 +60,13 @@ def sample(
         settings: one per row.
 
     Returns:
-        tokens ``[R]`` int64 and their log-probabilities ``[R]`` float32. A greedy token's is that of temperature 1.
+        tokens ``[R]`` int64 and their log-probabilities ``[R]`` float32 under what is left after truncation. A greedy
+        token's is that of temperature 1.
     """
     greedy = torch.tensor([s.temperature == 0 for s in settings])
-    temperature = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float32)
-    logits /= temperature[:, None]
-    if any(s.top_k or s.top_p < 1 for s in settings):
-        _truncate(logits, settings)
+    logits /= _temperatures(settings)
+    if any(s.top_k or s.top_p < 1 or s.min_p for s in settings):
+        logits.masked_fill_(logits < thresholds(logits, RowSettings.of(settings))[:, None], float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     tokens = torch.empty(len(logits), dtype=torch.long)
     if not bool(greedy.all()):
@@ -70,6 +74,67 @@ def sample(
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def thresholds(logits: torch.Tensor, rows: RowSettings) -> torch.Tensor:
+    """What a logit has to reach for its token to stay: the largest of what top-k, top-p and min-p ask for.
+
+    Top-k: the k-th largest logit. Top-p, of the distribution over what top-k leaves: the last logit of the shortest
+    descending prefix whose mass reaches p. Min-p: a probability of ``min_p`` times the largest. So tokens that tie with
+    a threshold stay, and the most likely one always does.
+
+    Args:
+        logits: ``[R, V]`` float32, after the temperature.
+        rows: the settings of the rows; minus infinity comes of those that truncate nothing.
+
+    Returns:
+        ``[R]`` float32.
+    """
+    vocabulary = logits.shape[1]
+    ordered = logits.sort(dim=-1, descending=True).values
+    by_k = _column(ordered, torch.where(rows.top_k > 0, rows.top_k, vocabulary).clamp(max=vocabulary) - 1)
+    # float64: the sum over a large vocabulary must not decide where the prefix ends
+    mass = ordered.double().masked_fill_(ordered < by_k[:, None], float("-inf")).softmax(dim=-1).cumsum(dim=-1)
+    by_p = _column(ordered, (mass < rows.top_p[:, None]).sum(dim=-1).clamp(max=vocabulary - 1))
+    off = torch.full_like(by_k, float("-inf"))
+    limits = [
+        torch.where(rows.top_k > 0, by_k, off),
+        torch.where(rows.top_p < 1, by_p, off),
+        ordered[:, 0] + rows.min_p.log(),  # the logarithm of 0 is minus infinity: off
+    ]
+    return torch.stack(limits).amax(dim=0)
+
+
+def most_likely(logits: torch.Tensor, settings: Sequence[Sampling]) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """The ``top_logprobs`` most likely tokens of each row: what the model says, before any truncation.
+
+    Args:
+        logits: ``[R, V]`` float32, before the temperature.
+        settings: one per row.
+
+    Returns:
+        For each row ids ``[k]`` int64, most likely first and of equal ones the lowest id, and their log-probabilities
+        ``[k]`` float32 at the row's temperature (greedy: 1). Fewer than k where the vocabulary is smaller, and None
+        where none are asked for.
+    """
+    asked = [i for i, s in enumerate(settings) if s.top_logprobs]
+    found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(settings)
+    scaled = logits[asked] / _temperatures([settings[i] for i in asked])
+    for i, logprobs in zip(asked, torch.log_softmax(scaled, dim=-1), strict=True):
+        count = min(settings[i].top_logprobs, len(logprobs))
+        candidates = (logprobs >= logprobs.topk(count).values[-1]).nonzero()[:, 0]
+        best, order = logprobs[candidates].sort(descending=True, stable=True)
+        found[i] = candidates[order[:count]], best[:count]
+    return found
+
+
+def _temperatures(settings: Sequence[Sampling]) -> torch.Tensor:
+    return torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float32)[:, None]
+
+
+def _column(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The element at ``places[r]`` of each row."""
+    return rows.gather(1, places[:, None].long())[:, 0]
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -81,16 +146,3 @@ def _inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     cumulative = logprobs.double().exp_().cumsum(dim=-1)
     target = (uniform * cumulative[:, -1])[:, None]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logprobs.shape[1] - 1)
-
-
-def _truncate(logits: torch.Tensor, settings: Sequence[Sampling]) -> None:
-    """Set logits outside of each row's top-k and top-p to minus infinity, in place."""
-    ordered, index = logits.sort(dim=-1, descending=True)
-    rank = torch.arange(logits.shape[1])
-    top_k = torch.tensor([s.top_k or logits.shape[1] for s in settings])[:, None]
-    top_p = torch.tensor([s.top_p for s in settings], dtype=torch.float32)[:, None]
-    kept = torch.where(rank < top_k, ordered, float("-inf"))
-    probabilities = kept.softmax(dim=-1)
-    # a token stays while the probability *before* it is below top_p, so the most likely one always does
-    drop = (rank >= top_k) | ((probabilities.cumsum(dim=-1) - probabilities >= top_p) & (top_p < 1))
-    logits.masked_fill_(torch.zeros_like(drop).scatter(1, index, drop), float("-inf"))

@@ -1,0 +1,152 @@
+"""LoRA adapters in the layout of PEFT: put on the base model's linear layers, never merged into their weights.
+
+The model stays the Transformers model that it is, with ``base_layer``, ``lora_A`` and ``lora_B`` inside its linear
+layers. So engine and trainer use its backbone and head as those of any other, and a copy of it carries the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.errors import ModelError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_SERVED = {
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+}
+"""Settings that change what is computed, and are compared with PEFT's own forward pass in tests/model."""
+_OF_NO_EFFECT = {
+    *("peft_type", "task_type", "base_model_name_or_path", "peft_version", "auto_mapping"),
+    *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
+}
+"""About the file, about training, or about settings that are refused themselves."""
+_WEIGHTS_OF_THE_BASE_STAY = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Other ways to initialize (PiSSA, OLoRA, CorDA, LoftQ, ...) put something else in place of the base's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """``base``: folder or name on the hub of the model it belongs to. ``settings``: the content of its config."""
+
+    folder: Path
+    base: str
+    settings: Mapping[str, Any]
+
+
+def find_adapter(path: str | Path) -> Adapter | None:
+    """The adapter in the folder ``path``; None: it is no folder, or one without ``adapter_config.json``.
+
+    A base that is a relative path is looked for in the adapter's folder, then from where the process runs.
+
+    Raises:
+        ModelError: the config is damaged, names no base or asks for what is not served, or the weights are not there.
+    """
+    folder = Path(path).expanduser()
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise ModelError(f"adapter {folder}: {CONFIG_FILE} cannot be read: {error}") from None
+    _check_settings(folder, settings)
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ModelError(f"adapter {folder}: there is no {WEIGHTS_FILE}; save it with safe_serialization=True")
+    base = settings.get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ModelError(f"adapter {folder}: {CONFIG_FILE} names no model in base_model_name_or_path")
+    beside = folder / base
+    found = str(beside.resolve()) if beside.is_dir() else base
+    if (Path(found).expanduser() / CONFIG_FILE).is_file():
+        raise ModelError(
+            f"adapter {folder}: its base {base} is a folder with an adapter, too; one adapter is served, on a model of "
+            "its own folder. Name that in base_model_name_or_path"
+        )
+    return Adapter(folder, found, settings)
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    kind = str(settings.get("peft_type"))
+    served = "served are LoRA, rank-stabilized LoRA and DoRA on linear layers; merge the adapter into its model instead"
+    if kind != "LORA":
+        raise ModelError(f"adapter {folder}: peft_type {kind} is not served; {served}")
+    if settings.get("task_type") not in (None, "CAUSAL_LM"):
+        raise ModelError(f"adapter {folder}: task_type {settings['task_type']} is not served, only CAUSAL_LM")
+    start = settings.get("init_lora_weights")
+    if start not in _WEIGHTS_OF_THE_BASE_STAY:
+        raise ModelError(
+            f"adapter {folder}: init_lora_weights {start!r} changes the weights of the base model; save the adapter as "
+            "plain LoRA (path_initial_model_for_weight_conversion) or merge it into its model"
+        )
+    if settings.get("bias", "none") != "none":
+        raise ModelError(f"adapter {folder}: bias {settings['bias']!r} is not served; {served}")
+    if settings.get("revision"):
+        raise ModelError(
+            f"adapter {folder}: it is for revision {settings['revision']} of its base; download that, name its folder "
+            "in base_model_name_or_path and take revision out"
+        )
+    for name, value in settings.items():
+        if value and name != "bias" and name not in _SERVED | _OF_NO_EFFECT:
+            raise ModelError(f"adapter {folder}: {name} is not served; {served}")
+
+
+def put_on(model: Any, adapter: Adapter) -> Any:
+    """``model``, changed in place: its linear layers now add what the adapter's matrices give.
+
+    Raises:
+        ModelError: PEFT is not installed, or adapter and model do not fit.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+    except ImportError:
+        raise ModelError(
+            f"adapter {adapter.folder}: LoRA adapters need the package peft: pip install 'dapo[lora]'"
+        ) from None
+    from safetensors.torch import load_file
+
+    known = {name: value for name, value in adapter.settings.items() if name in _SERVED and value is not None}
+    try:
+        # nothing is initialized: the weights are read right after
+        model = inject_adapter_in_model(LoraConfig(**{**known, "init_lora_weights": False}), model)
+        weights = load_file(adapter.folder / WEIGHTS_FILE)
+        weights = {name.removeprefix("base_model.model."): tensor for name, tensor in weights.items()}
+        report = set_peft_model_state_dict(model, weights)
+    except Exception as error:  # layers that are not there, shapes that differ, a damaged file: each raises its own
+        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {_first_line(error)}") from None
+    missing = [name for name in report.missing_keys if "lora_" in name]
+    for what, names in (("missing", missing), ("unexpected", list(report.unexpected_keys))):
+        if names:
+            raise ModelError(f"adapter {adapter.folder}: {len(names)} {what} weights, such as {sorted(names)[0]}")
+    check_ends(model)
+    return model
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether an adapter of any kind is on ``model``."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def check_ends(model: Any) -> None:
+    """
+    Raises:
+        ModelError: the embedding or the output head carries an adapter, of which the head's computation knows nothing.
+    """
+    for name, module in (("embedding", model.get_input_embeddings()), ("output head", model.get_output_embeddings())):
+        if any(hasattr(module, wrapped) for wrapped in ("base_layer", "modules_to_save", "original_module")):
+            raise ModelError(
+                f"the adapter changes the {name}; served are adapters on the linear layers between embedding and "
+                "output head. Merge it into its model instead"
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

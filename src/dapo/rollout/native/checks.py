@@ -1,0 +1,72 @@
+"""What the native engine refuses to sample, on every device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.native.stopping import NO_TEXT
+
+MOST_TOP_LOGPROBS = 20
+"""They are for people to look at. A kernel keeps so many candidates at hand for every row, and a response carries them
+for every token, so that a large number would cost more than the sampling itself."""
+
+
+def check_request(request: Request, *, vocabulary: int, max_sequence: int, can_decode: bool) -> None:
+    """Refuse a request that cannot be served, or whose settings mean nothing.
+
+    Args:
+        request: to look at.
+        vocabulary: rows of the output head.
+        max_sequence: longest prompt and response together, in tokens.
+        can_decode: whether token ids can be made into text, which stop texts need.
+
+    Raises:
+        EngineError: says which request and why.
+    """
+    for problem in _problems(request, vocabulary, max_sequence, can_decode):
+        raise EngineError(f"request {request.id}: {problem}")
+
+
+def _problems(request: Request, vocabulary: int, max_sequence: int, can_decode: bool) -> Iterator[str]:
+    prompt, sampling = request.prompt_ids, request.sampling
+    if not prompt:
+        yield "the prompt is empty"
+    elif max(prompt) >= vocabulary or min(prompt) < 0:
+        yield f"token ids must be in 0..{vocabulary - 1}"
+    if sampling.max_tokens < 1:
+        yield f"max_tokens is {sampling.max_tokens}, at least 1 is needed"
+    if len(prompt) + sampling.max_tokens > max_sequence:
+        yield (
+            f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens exceed the engine's "
+            f"{max_sequence}"
+        )
+    yield from _nonsense(sampling)
+    yield from _stop_problems(sampling, can_decode)
+
+
+def _nonsense(sampling: Sampling) -> Iterator[str]:
+    """Written so that not-a-number, which compares with nothing, is refused too."""
+    if not 0 <= sampling.temperature < math.inf:
+        yield f"temperature is {sampling.temperature}, it must be 0 (greedy) or a number above"
+    if not 0 < sampling.top_p <= 1:
+        yield f"top_p is {sampling.top_p}, it must be above 0 and at most 1 (off)"
+    if not 0 <= sampling.min_p < 1:
+        yield f"min_p is {sampling.min_p}, it must be at least 0 (off) and below 1"
+    if sampling.top_k < 0:
+        yield f"top_k is {sampling.top_k}, it must be 0 (off) or more"
+    if not 0 <= sampling.top_logprobs <= MOST_TOP_LOGPROBS:
+        yield f"top_logprobs is {sampling.top_logprobs}, it must be in 0..{MOST_TOP_LOGPROBS}"
+
+
+def _stop_problems(sampling: Sampling, can_decode: bool) -> Iterator[str]:
+    texts: object = sampling.stop
+    if isinstance(texts, str):  # would be taken for a tuple of characters
+        yield f"stop is the text {texts!r}, it must be a tuple of texts"
+    elif "" in sampling.stop:
+        yield "a stop text is empty, which would end every response at once"
+    elif any(NO_TEXT in text for text in sampling.stop):
+        yield "a stop text holds U+FFFD, which stands for bytes that are no text"
+    elif sampling.stop and not can_decode:
+        yield "stop texts need a tokenizer, which this engine was not given"

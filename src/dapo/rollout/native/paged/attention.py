@@ -1,0 +1,245 @@
+"""Decode attention over a paged cache: one new token per row, stored and attended for in one go.
+
+The keys and values of all layers lie in one tensor, the *pool*: ``[layers, 2, pages, Hkv, page_tokens, D]``, where the
+2 are key and value. A row's tokens lie in the pages that its row of the *table* names, ``page_tokens`` to a page; rows
+may share pages. Page 0 belongs to nobody, so that a table may name it where a row has no page.
+
+A pool is freed and allocated anew between rollouts, while the CUDA graphs that read it are kept. A graph fixes the
+arguments of its kernels, so they are given not the pool but ``address``, a tensor at a place that stays, which holds
+where the pool now is. See :class:`Pool`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from dapo.model.attention import AttentionSpec, masked_attention, seen_keys
+
+COPY_BYTES = 64 * 2**20
+"""Most that :func:`copy_pages` has in temporary memory."""
+
+_ENOUGH_PROGRAMS = 4
+_WANTED_PROGRAMS = 8
+_LEAST_TOKENS = 128
+_MOST_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """The sizes of a pool. ``dtype`` is bfloat16 or float32; ``page_tokens`` a power of two."""
+
+    layers: int
+    pages: int
+    kv_heads: int
+    page_tokens: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"a paged cache holds bfloat16 or float32, not {self.dtype}")
+        if self.page_tokens < 1 or self.page_tokens & (self.page_tokens - 1):
+            raise ValueError(f"tokens per page must be a power of two, got {self.page_tokens}")
+        if self.head_dim % 8:  # reads of 16 bytes
+            raise ValueError(f"a paged cache needs heads of a multiple of 8, got {self.head_dim}")
+
+    @classmethod
+    def of(cls, pool: torch.Tensor) -> PoolShape:
+        layers, _, pages, kv_heads, page_tokens, head_dim = pool.shape
+        return cls(layers, pages, kv_heads, page_tokens, head_dim, pool.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the pool tensor."""
+        return self.layers, 2, self.pages, self.kv_heads, self.page_tokens, self.head_dim
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page, keys and values of all layers."""
+        return self.layers * 2 * self.kv_heads * self.page_tokens * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+
+class Pool:
+    """Where the pool is now. Outlives the pool's memory, as do the CUDA graphs that find it through ``address``."""
+
+    def __init__(self, shape: PoolShape, device: torch.device | str) -> None:
+        self.shape = shape
+        self.address = torch.zeros(1, dtype=torch.int64, device=device)
+        """``[1]``: the pool's address, 0 without one; what the kernels read."""
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is memory now."""
+        return self._tensor is not None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            raise RuntimeError("the cache has no memory now: attach(...) comes first")
+        return self._tensor
+
+    def attach(self, tensor: torch.Tensor) -> None:
+        """This is the pool from now on, in the order of the current stream. Its contents need not be initialised."""
+        if tuple(tensor.shape) != self.shape.sizes or tensor.dtype != self.shape.dtype or not tensor.is_contiguous():
+            raise ValueError(f"expected a contiguous {self.shape.dtype} tensor of {self.shape.sizes}")
+        if tensor.device != self.address.device or tensor.data_ptr() % 16:
+            raise ValueError(f"expected memory on {self.address.device}, aligned to 16 bytes")
+        self._tensor = tensor
+        self.address.fill_(tensor.data_ptr())
+
+    def detach(self) -> None:
+        """Let go of the pool's memory. A kernel that runs before the next :meth:`attach` fails, at address 0."""
+        self._tensor = None
+        self.address.zero_()
+
+
+def attend(
+    pool: Pool,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    splits: int = 1,
+) -> torch.Tensor:
+    """:func:`decode_attention` where there is a GPU, :func:`decode_attention_reference` where there is none."""
+    if query.is_cuda:
+        return decode_attention(spec, query, key, value, pool.address, pool.shape, table, lengths, splits)
+    return decode_attention_reference(spec, query, key, value, pool.tensor, table, lengths)
+
+
+def decode_attention(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    address: torch.Tensor,
+    shape: PoolShape,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    splits: int,
+) -> torch.Tensor:
+    """Store one new token per row and attend from it over the row's tokens, itself included. Triton kernels, on the
+    current device and stream; nothing waits for the device, so a CUDA graph can capture it.
+
+    Args:
+        query: ``[R, H, D]``, any strides between rows and heads. Rounded to the pool's type, like key and value.
+        key, value: ``[R, Hkv, D]``, likewise.
+        address: int64 ``[1]``, where a pool of ``shape`` lies.
+        table: int32 ``[R, P]``, the pages of each row in order; what lies beyond the new token's page is not used.
+        lengths: int32 ``[R]``, tokens already stored. The new one is stored at this position, in a page that no other
+            row has. -1: the row is idle, nothing is read or stored for it.
+        splits: programs that share the context of one row and key head, see :func:`choose_splits`. Results differ
+            between numbers of splits by rounding; for one number, a row's depends on nothing but the row.
+
+    Returns:
+        ``[R, H, D]`` contiguous, in query's type; zeros for idle rows.
+    """
+    from dapo.rollout.native.paged import attention_kernel  # needs Triton
+
+    _check(query, key, value, shape, table, lengths)
+    tile = attention_kernel.choose_tile(shape.head_dim, query.shape[1] // shape.kv_heads, shape.dtype)
+    return attention_kernel.launch(spec, query, key, value, address, shape, table, lengths, splits, tile)
+
+
+def decode_attention_reference(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """What :func:`decode_attention` computes, in plain PyTorch and float32. It takes the pool itself."""
+    shape = PoolShape.of(pool)
+    _check(query, key, value, shape, table, lengths)
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    active = (lengths >= 0).nonzero()[:, 0]
+    if not len(active):
+        return out
+    position = lengths[active].long()[:, None]
+    pages = table[active].long()
+    slots = pages.gather(1, position // shape.page_tokens) * shape.page_tokens + position % shape.page_tokens
+    store(pool, spec.layer, key[active], value[active], slots[:, 0])
+
+    used = int(position.max()) // shape.page_tokens + 1
+    in_use = torch.arange(used, device=pages.device) * shape.page_tokens <= position
+    pages = pages[:, :used].where(in_use, 0)  # what a table names beyond may be no page
+    keys, values = (pool[spec.layer, i][pages].transpose(1, 2).flatten(2, 3).float() for i in range(2))
+    visible = seen_keys(position, keys.shape[2], spec.window, keys.device)
+    # where no token is stored yet there may be NaN, which a weight of 0 does not silence
+    values = values.where(visible[:, :, 0, :, None], 0.0)
+    rounded = query[active].to(shape.dtype).float()[:, :, None]
+    out[active] = masked_attention(spec, rounded, keys, values, visible)[:, :, 0].to(query.dtype)
+    return out
+
+
+def choose_splits(rows: int, kv_heads: int, max_context_tokens: int, processors: int) -> int:
+    """Into how many programs to split the context of a row and key head.
+
+    1 where rows and key heads alone give each processor four programs: two of them have more reads under way than its
+    share of the bandwidth needs, and splitting costs a second kernel. Otherwise as many as give each eight, so that
+    rows of different lengths even out, but none of less than 128 tokens.
+    """
+    programs = rows * kv_heads
+    if programs >= _ENOUGH_PROGRAMS * processors:
+        return 1
+    wanted = math.ceil(_WANTED_PROGRAMS * processors / programs)
+    return max(1, min(wanted, max_context_tokens // _LEAST_TOKENS, _MOST_SPLITS))
+
+
+def store(pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store tokens, such as those of prompts.
+
+    Args:
+        key, value: ``[T, Hkv, D]``; rounded to the pool's type.
+        slots: int64 ``[T]``, page * page_tokens + place in the page, each once.
+    """
+    page_tokens = pool.shape[4]
+    page, place = slots // page_tokens, slots % page_tokens
+    pool[layer, 0][page, :, place] = key.to(pool.dtype)
+    pool[layer, 1][page, :, place] = value.to(pool.dtype)
+
+
+def copy_pages(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy whole pages, all layers of each.
+
+    Args:
+        source, target: int64 ``[n]``. No target may occur twice or be a source.
+    """
+    at_a_time = max(1, COPY_BYTES // PoolShape.of(pool).page_bytes)
+    for start in range(0, len(source), at_a_time):
+        some = slice(start, start + at_a_time)
+        pool.index_copy_(2, target[some], pool.index_select(2, source[some]))
+
+
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    shape: PoolShape,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    rows, heads, dim = query.shape
+    new_token = (rows, shape.kv_heads, shape.head_dim)
+    if dim != shape.head_dim or heads % shape.kv_heads or key.shape != new_token or value.shape != new_token:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit {shape}"
+        )
+    if any(x.stride(-1) != 1 for x in (query, key, value, table)):
+        raise ValueError("the last dimension of query, key, value and table must be contiguous")
+    if table.dtype != torch.int32 or lengths.dtype != torch.int32 or not lengths.is_contiguous():
+        raise ValueError("table and lengths must be int32, lengths contiguous")
+    if len(table) != rows or len(lengths) != rows:
+        raise ValueError(f"{rows} rows, but a table of {len(table)} and {len(lengths)} lengths")

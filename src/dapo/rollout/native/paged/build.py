@@ -1,0 +1,114 @@
+"""Setting up the paged decoder: how much memory there is, and how many pages that makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dapo.errors import ModelError
+from dapo.model.compiling import compile_layers
+from dapo.rollout.native.paged.attention import Pool, PoolShape
+from dapo.rollout.native.paged.decoder import PREFILL_TOKENS, STRETCH, PagedDecoder, minimum_pages
+from dapo.rollout.native.paged.pages import pages_for
+from dapo.rollout.native.paged.rows import Rows
+from dapo.rollout.native.paged.runner import DeviceRunner
+from dapo.rollout.native.stopping import StopTexts
+
+PAGE_TOKENS = 32
+"""Half a page per sequence is wasted, and a table entry is read per page: 32 tokens keep both under 5% and 1%."""
+FREE_SHARE = 0.9
+"""Of the memory left over, what a cache of unstated size may take: other programs and fragments need the rest."""
+
+
+def paged_decoder(
+    model: Any,
+    stop_token_ids: Sequence[int],
+    *,
+    max_sequence_tokens: int,
+    max_concurrent_samples: int,
+    cache_bytes: int | None = None,
+    deterministic: bool = False,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> PagedDecoder:
+    """A decoder for ``model``, on the device that it is on.
+
+    Args:
+        model: from :func:`dapo.model.loading.load_model`; its layers are compiled if it is on CUDA.
+        stop_token_ids: each ends a response and belongs to it.
+        max_sequence_tokens: longest prompt and response together.
+        max_concurrent_samples: rows decoded side by side.
+        cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
+        deterministic: steps always compute all rows, and prompts are computed one by one.
+        decode: token ids to text, for requests with stop texts.
+
+    Raises:
+        ModelError: the memory does not hold the cache of a single sequence.
+    """
+    device = next(model.parameters()).device
+    shape = pool_shape(model)
+    rows = Rows(
+        max_concurrent_samples,
+        max_sequence_tokens,
+        pages_for(max_sequence_tokens, PAGE_TOKENS),
+        stop_token_ids,
+        device,
+    )
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    if device.type == "cuda":
+        compile_layers(model)
+    most = max_concurrent_samples * (pages_for(max_sequence_tokens, PAGE_TOKENS) + 1) + 1
+    if cache_bytes is None:
+        cache_bytes = _free_bytes(model, max_concurrent_samples, vocabulary) if device.type == "cuda" else 2**63
+    pages = min(most, cache_bytes // shape.page_bytes)
+    least = minimum_pages(max_sequence_tokens, PAGE_TOKENS)
+    pages = max(pages, least) if cache_bytes >= least * shape.page_bytes else pages
+    if pages < least:
+        raise ModelError(
+            f"the cache of one sequence of {max_sequence_tokens} tokens takes {_gib(least * shape.page_bytes)}, but "
+            f"there {'is' if device.type == 'cuda' else 'are'} {_gib(cache_bytes)} for it on {device}; shorten "
+            "rollout.max_response_length, lower rollout.max_concurrent_samples, or raise rollout.cache_gib"
+        )
+    pool = Pool(replace(shape, pages=pages), device)
+    runner = DeviceRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
+    runner.wake()
+    return PagedDecoder(
+        runner,
+        pages=pages,
+        page_tokens=PAGE_TOKENS,
+        max_sequence_tokens=max_sequence_tokens,
+        vocabulary=vocabulary,
+        stop_token_ids=stop_token_ids,
+        stop_texts=None if decode is None else StopTexts(decode),
+        stretch=STRETCH,
+        prefill_tokens=1 if deterministic else PREFILL_TOKENS,
+    )
+
+
+def pool_shape(model: Any) -> PoolShape:
+    """Of a pool for ``model``, in the type of its weights and with no page yet."""
+    config = model.config.get_text_config()
+    return PoolShape(
+        layers=config.num_hidden_layers,
+        pages=0,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        page_tokens=PAGE_TOKENS,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        dtype=next(model.parameters()).dtype,
+    )
+
+
+def _free_bytes(model: Any, rows: int, vocabulary: int) -> int:
+    """What is left on the card for keys and values once a step and a prefill pass have what they need."""
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    config = model.config.get_text_config()
+    logits = rows * vocabulary * 4
+    widest = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    activations = 2 * max(PREFILL_TOKENS, rows) * widest * 2
+    return int((free - logits - activations) * FREE_SHARE)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,525 @@
+"""Continuous batching over a paged cache: the decoder of the native engine on a GPU.
+
+The device works in stretches of several dozen steps, during which nobody looks at it. Between two stretches the host
+does what there is to do: take out what has finished, start what waits, hand out pages. Samples of a stretch are built
+from its arrays while the device is at the next one.
+
+Pages run out before rows do when responses are long. Then prompts that were computed ahead are dropped first, and
+after them the youngest sequences are *preempted*: their pages are released, and they start again later from the tokens
+they had, none of which is drawn a second time. The oldest sequence always goes on, so everything finishes.
+
+Synchronous and single-threaded; ``engine.py`` runs it in a thread. It never touches a tensor itself: the
+:class:`Runner` does, and a fake one in the tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dapo.records import Sample
+from dapo.rollout.engine import EngineError, Request
+from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, pages_for
+from dapo.rollout.native.paged.rows import NOTHING, Response, RowStart
+from dapo.rollout.native.stopping import StopTexts
+
+STRETCH = 32  # steps between two looks: at 4 ms a step the host's 4 ms are 3%, and a finished row idles for 16 steps
+PREFILL_TOKENS = 8192  # prompts computed in one pass: enough to fill a card
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What steps have to compute beside a token: whether any row truncates its distribution, and how many of the most
+    likely tokens any row wants reported."""
+
+    truncate: bool = False
+    top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the rows stand: ``lengths`` ``[R]`` tokens in the cache (-1: finished or idle), ``generated`` ``[R]``."""
+
+    lengths: npt.NDArray[np.int64]
+    generated: npt.NDArray[np.int64]
+
+
+class Fetch(Protocol):
+    """Responses on their way from the device."""
+
+    def result(self) -> list[Response]:
+        """Waits until they are here."""
+        ...
+
+
+class Runner(Protocol):
+    """The device's side: model, cache and rows."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences that can be decoded side by side."""
+        ...
+
+    def rung(self, rows: int) -> int:
+        """Rows that are computed when the first ``rows`` are in use."""
+        ...
+
+    def prefill(self, tokens: npt.NDArray[np.int64], lengths: Sequence[int], slots: npt.NDArray[np.int64]) -> None:
+        """Compute keys and values of sequences laid end to end; token i goes to ``slots[i]`` (page x size + place)."""
+        ...
+
+    def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
+        """Copy whole pages, in all layers."""
+        ...
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        """Begin sequences in idle rows."""
+        ...
+
+    def stop(self, rows: Sequence[int]) -> None:
+        """Make rows idle."""
+        ...
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Give rows other numbers; the targets are idle."""
+        ...
+
+    def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
+        """Decode ``steps`` tokens for the first ``rows`` rows. Need not wait for the device."""
+        ...
+
+    def progress(self) -> Progress:
+        """Where the rows stand; waits for the device."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the cache's memory back."""
+        ...
+
+    def wake(self) -> None:
+        """Take it again; a no-op when awake."""
+        ...
+
+    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> Fetch:
+        """The first ``counts[i]`` tokens of each of ``rows``; these may be reused at once."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A sample that is not finished. ``marks``: from which token on which policy version was at work."""
+
+    key: int
+    request: Request
+    index: int
+    age: int = -1
+    done: Response | None = None  # what it had when it was preempted
+    stopped: bool = False  # by a stop text
+    marks: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        return self.request.sampling.max_tokens
+
+    def versions(self, count: int) -> npt.NDArray[np.int32]:
+        ends = [start for start, _ in self.marks[1:]] + [count]
+        sizes = [end - start for (start, _), end in zip(self.marks, ends, strict=True)]
+        return np.repeat(np.array([v for _, v in self.marks], np.int32), sizes)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """Sequences that start from the same tokens. ``pages`` hold all of these but the last, once they are computed."""
+
+    tokens: npt.NDArray[np.int64]
+    sequences: deque[_Sequence]
+    pages: PageArray | None = None
+
+    @property
+    def cached(self) -> int:
+        return len(self.tokens) - 1
+
+
+class PagedDecoder:
+    """Decodes samples for requests; each result carries the key that its request was submitted under."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        pages: int,
+        page_tokens: int,
+        max_sequence_tokens: int,
+        vocabulary: int,
+        stop_token_ids: Sequence[int],
+        stop_texts: StopTexts | None = None,
+        stretch: int = STRETCH,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
+        """
+        Args:
+            runner: the device's side.
+            pages, page_tokens: of the pool, page 0 included.
+            max_sequence_tokens: longest prompt and response together.
+            vocabulary: token ids are below it.
+            stop_token_ids: each ends a response and belongs to it.
+            stop_texts: for requests that have any.
+            stretch: steps between two looks at the device.
+            prefill_tokens: of prompts that are computed in one pass (a longer one goes alone).
+
+        Raises:
+            EngineError: the pool cannot hold a single sequence.
+        """
+        needed = minimum_pages(max_sequence_tokens, page_tokens)
+        if pages < needed:
+            raise EngineError(
+                f"the cache has {pages} pages of {page_tokens} tokens, but a single sequence of {max_sequence_tokens} "
+                f"tokens takes {needed}"
+            )
+        self.version = 0
+        self._runner = runner
+        self._page_tokens = page_tokens
+        self._max_sequence = max_sequence_tokens
+        self._vocabulary = vocabulary
+        self._stop = frozenset(stop_token_ids)
+        self._stop_texts = stop_texts
+        self._stretch = stretch
+        self._prefill_tokens = prefill_tokens
+        self._pages = PageAllocator(pages)
+        self._tables = BlockTables(self._pages, runner.rows, max_sequence_tokens, page_tokens)
+        self._waiting: deque[_Waiting] = deque()
+        self._rows: dict[int, _Sequence] = {}  # in no order
+        self._lengths = np.full(runner.rows, -1, np.int64)
+        self._generated = np.zeros(runner.rows, np.int64)
+        self._ages = itertools.count()
+        self._leaving: tuple[list[_Sequence], Fetch] | None = None
+        self.preemptions = 0
+
+    # -- what the engine calls -------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._waiting or self._rows or self._leaving)
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that cannot be served.
+
+        Raises:
+            EngineError: says which and why.
+        """
+        check_request(
+            request,
+            vocabulary=self._vocabulary,
+            max_sequence=self._max_sequence,
+            can_decode=self._stop_texts is not None,
+        )
+
+    def submit(self, key: int, request: Request) -> None:
+        """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
+        sequences = deque(_Sequence(key, request, index) for index in range(len(request.seeds)))
+        if sequences:
+            self._waiting.append(_Waiting(np.array(request.prompt_ids, np.int64), sequences))
+
+    def cancel(self, key: int) -> None:
+        """Forget everything submitted under ``key``."""
+        for waiting in self._waiting:
+            waiting.sequences = deque(s for s in waiting.sequences if s.key != key)
+        self._forget_empty()
+        self._end([row for row, sequence in self._rows.items() if sequence.key == key])
+        if self._leaving is not None:
+            sequences, fetch = self._leaving
+            self._leaving = ([s for s in sequences if s.key != key], fetch) if any(s.key != key for s in sequences) else None
+
+    def sleep(self) -> None:
+        """Give the cache's memory back. Only while nothing is left to do."""
+        self._runner.sleep()
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._runner.wake()
+
+    def reset(self) -> None:
+        """Forget all requests: the way out after an error."""
+        for waiting in self._waiting:
+            self._uncompute(waiting)
+        self._waiting.clear()
+        self._end(list(self._rows))
+        self._leaving = None
+
+    def use_weights(self, version: int) -> None:
+        """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""
+        self.version = version
+        for waiting in self._waiting:
+            self._uncompute(waiting)
+        for row, sequence in self._rows.items():
+            sequence.marks.append((int(self._generated[row]), version))
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """One stretch: admit, decode, and return the samples that finished in the stretch before."""
+        self._admit()
+        if not self._rows:
+            return self._deliver()
+        self._grow()
+        self._compact()
+        rows = max(self._rows) + 1
+        self._runner.run(self._runner.rung(rows), self._steps(), self._variant(), self._tables.table)
+        finished = self._deliver()  # while the device is at work
+        self._collect()
+        return finished
+
+    # -- admit -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start what there is room for, in the order in which it was asked for."""
+        while self._waiting and len(self._rows) < self._runner.rows:
+            if self._waiting[0].pages is None and not self._prefill():
+                return
+            if not self._start_first():
+                return
+
+    def _prefill(self) -> bool:
+        """Compute the prompts at the head of the queue in one packed pass, each once for all its samples.
+
+        Prompts that cannot start yet are computed along: a pass costs much the same for one as for many.
+        """
+        batch: list[_Waiting] = []
+        tokens = 0
+        for waiting in self._waiting:
+            if waiting.pages is not None:
+                continue
+            tokens += waiting.cached
+            spare = self._pages.free - self._next_pages()
+            if batch and (tokens > self._prefill_tokens or pages_for(waiting.cached, self._page_tokens) > spare):
+                break
+            if not batch and not self._make_room(pages_for(waiting.cached, self._page_tokens)):
+                return False
+            waiting.pages = self._pages.take(pages_for(waiting.cached, self._page_tokens))
+            batch.append(waiting)
+        parts = [w for w in batch if w.cached]
+        if parts:
+            slots = [_slots(w.pages, w.cached, self._page_tokens) for w in parts if w.pages is not None]
+            self._runner.prefill(
+                np.concatenate([w.tokens[:-1] for w in parts]), [w.cached for w in parts], np.concatenate(slots)
+            )
+        return True
+
+    def _make_room(self, pages: int, keep: _Waiting | None = None) -> bool:
+        """Whether ``pages`` can be taken for something new without taking from what runs."""
+        if self._pages.free - self._next_pages() >= pages:
+            return True
+        if self._rows:
+            return False
+        for waiting in self._waiting:  # nothing runs: only what was computed ahead can be in the way
+            if waiting is not keep:
+                self._uncompute(waiting)
+        return True
+
+    def _next_pages(self) -> int:
+        """Pages that the rows in use may take during a stretch: what is started on top must leave them."""
+        return len(self._rows) * (pages_for(self._stretch, self._page_tokens) + 1)
+
+    def _start_first(self) -> bool:
+        """Start samples of the first that waits while there is room; False if not all of them could."""
+        waiting = self._waiting[0]
+        assert waiting.pages is not None
+        full = waiting.cached // self._page_tokens
+        partial = waiting.cached % self._page_tokens > 0
+        free_rows = (row for row in range(self._runner.rows) if row not in self._rows)
+        starts: list[RowStart] = []
+        copies: list[tuple[int, int]] = []
+        while waiting.sequences and len(self._rows) < self._runner.rows:
+            growth = partial + pages_for(self._stretch, self._page_tokens) + 1
+            if not self._make_room(growth, keep=waiting):
+                break
+            sequence = waiting.sequences.popleft()
+            row = next(free_rows)
+            if not waiting.sequences:  # the last one takes the pages over
+                pages, waiting.pages = waiting.pages, None
+            else:
+                self._pages.share(waiting.pages[:full])
+                pages = waiting.pages[:full]
+                if partial:
+                    own = self._pages.take(1)
+                    copies.append((int(waiting.pages[full]), int(own[0])))
+                    pages = np.concatenate([pages, own])
+            self._tables.begin(row, pages)
+            starts.append(self._begin(row, sequence, waiting))
+        if copies:
+            sources, targets = np.array(copies, np.int32).T
+            self._runner.copy_pages(sources, targets)
+        self._runner.start(starts)
+        if waiting.sequences:
+            return False
+        self._waiting.popleft()
+        return True
+
+    def _begin(self, row: int, sequence: _Sequence, waiting: _Waiting) -> RowStart:
+        """Enter a sequence under a row's number."""
+        done = sequence.done or NOTHING
+        sequence.age = next(self._ages) if sequence.age < 0 else sequence.age
+        if not sequence.marks or sequence.marks[-1][1] != self.version:
+            sequence.marks.append((len(done.tokens), self.version))
+        self._rows[row] = sequence
+        self._lengths[row], self._generated[row] = waiting.cached, len(done.tokens)
+        seed = sequence.request.seeds[sequence.index]
+        return RowStart(row, int(waiting.tokens[-1]), waiting.cached, seed, sequence.request.sampling, done)
+
+    # -- decode ----------------------------------------------------------------------------------------------------
+
+    def _steps(self) -> int:
+        """Length of the stretch: no longer than the last row can go on."""
+        left = max(sequence.limit - self._generated[row] for row, sequence in self._rows.items())
+        return int(min(self._stretch, left))
+
+    def _variant(self) -> Variant:
+        settings = [sequence.request.sampling for sequence in self._rows.values()]
+        truncate = any(s.top_k or s.top_p < 1 or s.min_p for s in settings)
+        return Variant(truncate, max(s.top_logprobs for s in settings))
+
+    def _grow(self) -> None:
+        """Give every row the pages of the next stretch; take them from prompts computed ahead and from the youngest."""
+        while True:
+            rows = np.fromiter(self._rows, np.int64)
+            ends = self._lengths[rows] + self._limits_left(rows)
+            wanted = np.minimum(self._lengths[rows] + self._stretch, ends)
+            short = int(self._tables.missing(rows, wanted).sum()) - self._pages.free
+            if short <= 0:
+                return self._tables.grow(rows, wanted)
+            if not self._drop_computed():
+                self._preempt(max(self._rows, key=lambda row: self._rows[row].age))
+
+    def _limits_left(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens that each of ``rows`` may still draw."""
+        return np.array([self._rows[int(row)].limit for row in rows], np.int64) - self._generated[rows]
+
+    def _drop_computed(self) -> bool:
+        """Release the pages of the last prompt that was computed ahead, if there is one."""
+        for waiting in reversed(self._waiting):
+            if waiting.pages is not None and len(waiting.pages):
+                self._uncompute(waiting)
+                return True
+        return False
+
+    def _preempt(self, row: int) -> None:
+        """Interrupt a sequence: it waits at the head of the queue with the tokens it has."""
+        sequence = self._rows[row]
+        count = int(self._generated[row])
+        sequence.done = self._runner.fetch([row], [count], sequence.request.sampling.top_logprobs).result()[0]
+        tokens = np.concatenate([np.array(sequence.request.prompt_ids, np.int64), sequence.done.tokens.astype(np.int64)])
+        self._end([row])
+        self._waiting.appendleft(_Waiting(tokens, deque([sequence])))
+        self.preemptions += 1
+
+    def _compact(self) -> None:
+        """Move the last rows into gaps where that lets the next stretch compute fewer."""
+        used = len(self._rows)
+        if self._runner.rung(used) >= self._runner.rung(max(self._rows) + 1):
+            return
+        sources = [row for row in sorted(self._rows) if row >= used]
+        targets = [row for row in range(used) if row not in self._rows]
+        self._runner.move(sources, targets)
+        for source, target in zip(sources, targets, strict=True):
+            self._tables.move(source, target)
+            self._rows[target] = self._rows.pop(source)
+            self._lengths[target], self._generated[target] = self._lengths[source], self._generated[source]
+            self._lengths[source] = -1
+
+    # -- collect ---------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Take out the rows that finished during the stretch; their arrays come with the next one."""
+        before = self._generated.copy()
+        progress = self._runner.progress()
+        self._lengths, self._generated = progress.lengths.copy(), progress.generated.copy()
+        done = {row: int(self._generated[row]) for row in self._rows if self._lengths[row] < 0}
+        done |= self._stopped_by_text(before)
+        if not done:
+            return
+        rows = list(done)
+        top = max(self._rows[row].request.sampling.top_logprobs for row in rows)
+        self._leaving = [self._rows[row] for row in rows], self._runner.fetch(rows, list(done.values()), top)
+        self._end(rows)
+
+    def _stopped_by_text(self, before: npt.NDArray[np.int64]) -> dict[int, int]:
+        """Rows whose response holds one of its stop texts, and how many tokens of it to keep."""
+        asked = [row for row, sequence in self._rows.items() if sequence.request.sampling.stop]
+        if not asked or self._stop_texts is None:
+            return {}
+        found: dict[int, int] = {}
+        responses = self._runner.fetch(asked, [int(self._generated[row]) for row in asked], 0).result()
+        for row, response in zip(asked, responses, strict=True):
+            texts = self._rows[row].request.sampling.stop
+            end = self._stop_texts.ends_at(response.tokens.tolist(), int(before[row]), texts)
+            if end is not None:
+                found[row] = end
+                self._rows[row].stopped = True
+        return found
+
+    def _deliver(self) -> list[tuple[int, Sample]]:
+        """The samples that finished in the stretch before this one."""
+        if self._leaving is None:
+            return []
+        (sequences, fetch), self._leaving = self._leaving, None
+        return [(s.key, self._sample(s, response)) for s, response in zip(sequences, fetch.result(), strict=True)]
+
+    def _sample(self, sequence: _Sequence, response: Response) -> Sample:
+        request, count = sequence.request, len(response.tokens)
+        if not np.isfinite(response.logprobs).all():
+            place = int(np.flatnonzero(~np.isfinite(response.logprobs))[0])
+            raise EngineError(
+                f"request {request.id}, sample {sequence.index}: the model's logits at response token {place + 1} are "
+                "not finite; are its weights?"
+            )
+        stopped = sequence.stopped or int(response.tokens[-1]) in self._stop
+        top = request.sampling.top_logprobs
+        return Sample(
+            request_id=request.id,
+            index=sequence.index,
+            token_ids=response.tokens,
+            logprobs=response.logprobs,
+            versions=sequence.versions(count),
+            finish_reason="stop" if stopped else "length",
+            top_ids=response.top_ids[:, :top] if top and response.top_ids is not None else None,
+            top_logprobs=response.top_logprobs[:, :top] if top and response.top_logprobs is not None else None,
+        )
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def _end(self, rows: Sequence[int]) -> None:
+        """Free rows and their pages."""
+        self._runner.stop(rows)
+        for row in rows:
+            del self._rows[row]
+            self._tables.end(row)
+            self._lengths[row] = -1
+
+    def _uncompute(self, waiting: _Waiting) -> None:
+        """Release the pages of a prompt computed ahead."""
+        if waiting.pages is not None:
+            self._pages.release(waiting.pages)
+            waiting.pages = None
+
+    def _forget_empty(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.sequences:
+                self._uncompute(waiting)
+        self._waiting = deque(w for w in self._waiting if w.sequences)
+
+
+def minimum_pages(max_sequence_tokens: int, page_tokens: int) -> int:
+    """The smallest pool in which everything still finishes: one sequence, the page it copies from its prompt, page 0."""
+    return pages_for(max_sequence_tokens, page_tokens) + 2
+
+
+def _slots(pages: PageArray, tokens: int, page_tokens: int) -> npt.NDArray[np.int64]:
+    """Where the tokens of a sequence stand in the pool."""
+    place = np.arange(tokens)
+    return pages.astype(np.int64)[place // page_tokens] * page_tokens + place % page_tokens

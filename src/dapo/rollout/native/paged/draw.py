@@ -1,0 +1,105 @@
+"""From logits to tokens on the device of the logits: :mod:`dapo.rollout.native.sampler` for a step that never waits.
+
+A token is the inverse of the cumulative distribution at a uniform number that its sample brings, so a seed gives the
+same tokens here as on the CPU, but where the number falls within rounding (about 1e-7 of the mass) of a border between
+two tokens. Nothing here waits for the device or has a shape that depends on data: a CUDA graph may hold all of it.
+
+Truncation is the threshold per row of :func:`dapo.rollout.native.sampler.thresholds`: a token that ties with it stays.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dapo.rollout.native.sampler import RowSettings, thresholds
+
+# `top_logprobs` holds some 24 bytes for each logit of so many rows: 120 MB for a vocabulary of 152k
+ROWS_AT_ONCE = 32
+
+
+def draw(
+    logits: torch.Tensor, uniform: torch.Tensor, settings: RowSettings, *, truncate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row; kernels on CUDA, :func:`draw_reference` elsewhere.
+
+    Args:
+        logits: ``[R, V]`` float32, contiguous; kept as they are.
+        uniform: ``[R]`` float64 in [0, 1).
+        settings: ``[R]`` each, on the device of the logits.
+        truncate: whether top-k, top-p and min-p of ``settings`` apply; without, they are not read.
+
+    Returns:
+        tokens ``[R]`` int64, and their log-probabilities ``[R]`` float32 among the tokens that were kept. A greedy
+        token's is that of temperature 1. Where logits hold NaN or infinity, or nothing but minus infinity, the
+        token is some index below V and its log-probability NaN. No row depends on another or on their number.
+
+    Raises:
+        ValueError: a tensor of the wrong type, shape or layout.
+    """
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.is_contiguous():
+        raise ValueError(f"logits must be contiguous float32 [R, V], not {logits.dtype} {tuple(logits.shape)}")
+    if uniform.dtype != torch.float64 or uniform.shape != logits.shape[:1]:
+        raise ValueError(f"uniform must be float64 [{len(logits)}], not {uniform.dtype} {tuple(uniform.shape)}")
+    if not logits.is_cuda:
+        return draw_reference(logits, uniform, settings, truncate=truncate)
+    from dapo.rollout.native.paged import draw_kernels
+
+    return draw_kernels.draw(logits, uniform, settings, truncate=truncate)
+
+
+def draw_reference(
+    logits: torch.Tensor, uniform: torch.Tensor, settings: RowSettings, *, truncate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`draw` in PyTorch and float64: what the kernels are tested against."""
+    z = logits / _divisor(settings)
+    if truncate:
+        z = z.masked_fill(z < thresholds(z, settings)[:, None], float("-inf"))
+    relative = z.double() - z.amax(dim=-1, keepdim=True).double()
+    weights = relative.exp()
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1]
+    tokens = _pick(cumulative > (uniform * total)[:, None], weights > 0)
+    tokens = torch.where(settings.temperature == 0, z.argmax(dim=-1), tokens)
+    return tokens, (relative.gather(1, tokens[:, None])[:, 0] - total.log()).float()
+
+
+def top_logprobs(logits: torch.Tensor, settings: RowSettings, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` most likely tokens of each row before truncation.
+
+    Args:
+        logits: ``[R, V]`` float32; kept as they are.
+        settings: ``[R]`` each; only the temperature is read.
+        k: 1 .. V.
+
+    Returns:
+        ids ``[R, k]`` int64, most likely first and of equal ones the lowest id, and log-probabilities ``[R, k]``
+        float32 at the row's temperature (greedy: 1).
+    """
+    ids = torch.empty(len(logits), k, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(logits), k, dtype=torch.float32, device=logits.device)
+    descending = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    divisors = _divisor(settings)
+    for start in range(0, len(logits), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        z = logits[rows] / divisors[rows] + 0.0  # a zero with a sign would be a key of its own
+        bits = z.view(torch.int32)
+        keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers of the order of z
+        # of equal values topk takes any, on CUDA not always the same: with the id in them no two keys are equal
+        best = ((keys << 32) + descending).topk(k, dim=-1).indices
+        ids[rows] = best
+        logprobs[rows] = z.gather(1, best) - torch.logsumexp(z, dim=-1, keepdim=True)
+    return ids, logprobs
+
+
+def _divisor(settings: RowSettings) -> torch.Tensor:
+    """``[R, 1]``: what logits are divided by."""
+    return torch.where(settings.temperature == 0, 1.0, settings.temperature)[:, None]
+
+
+def _pick(wanted: torch.Tensor, possible: torch.Tensor) -> torch.Tensor:
+    """``[R]``: the first index that is wanted and possible; without one, the last possible; without any, 0."""
+    size = wanted.shape[1]
+    index = torch.arange(size, device=wanted.device)
+    first = torch.where(wanted & possible, index, size).amin(dim=-1)
+    last = torch.where(possible, index, 0).amax(dim=-1)
+    return torch.where(first < size, first, last)

@@ -1,0 +1,202 @@
+"""The sequences being decoded, one row each, as tensors on the device.
+
+Everything that a step of decoding reads or changes is here, at addresses that never change: a captured graph refers to
+them, and the host looks in only between stretches of steps. A row whose length is -1 is idle: it is computed along with
+the others, but reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dapo.rollout.engine import Sampling
+from dapo.rollout.native.sampler import RowSettings, uniforms
+
+IDLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Arrays of one response: ``[T]`` tokens and log-probabilities, ``[T, k]`` the most likely ones if asked for."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int32] | None = None
+    top_logprobs: npt.NDArray[np.float32] | None = None
+
+
+NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """What a row begins with. ``last_token`` is the one token not yet in the cache, which the first step computes;
+    ``cached`` come before it. ``done``: its response so far, if it was interrupted."""
+
+    row: int
+    last_token: int
+    cached: int
+    seed: int
+    sampling: Sampling
+    done: Response = NOTHING
+
+
+class Rows:
+    """State of ``rows`` sequences. The response arrays have a column more than the longest response: an idle row that
+    is computed along writes its token there, beyond what it has."""
+
+    def __init__(
+        self, rows: int, max_tokens: int, pages_per_row: int, stop_ids: Sequence[int], device: torch.device | str
+    ) -> None:
+        """
+        Args:
+            rows: how many.
+            max_tokens: longest response.
+            pages_per_row: width of the block tables.
+            stop_ids: each ends a response.
+            device: where all of it lives.
+        """
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.count = rows
+        self.device = torch.device(device)
+        self.lengths = torch.full((rows,), IDLE, dtype=torch.int32, device=device)  # tokens in the cache
+        self.generated = zeros(rows, dtype=torch.int64)  # tokens of the response so far
+        self.limits = zeros(rows, dtype=torch.int64)
+        self.last_tokens = zeros(rows, dtype=torch.int64)
+        self.table = zeros(rows, pages_per_row, dtype=torch.int32)
+        self.uniforms = zeros(rows, max_tokens + 1, dtype=torch.float64)
+        self.tokens = zeros(rows, max_tokens + 1, dtype=torch.int32)
+        self.logprobs = zeros(rows, max_tokens + 1, dtype=torch.float32)
+        self.settings = RowSettings.of([Sampling(0.0, 1)] * rows, device)
+        self.stop_ids = torch.tensor(list(stop_ids) or [-1], dtype=torch.int64, device=device)
+        self.top_ids: torch.Tensor | None = None
+        self.top_logprobs: torch.Tensor | None = None
+
+    def _per_row(self) -> list[torch.Tensor]:
+        """What moves with a row; the block tables are the host's."""
+        settings = self.settings
+        return [
+            *(self.lengths, self.generated, self.limits, self.last_tokens, self.uniforms, self.tokens, self.logprobs),
+            *(settings.temperature, settings.top_k, settings.top_p, settings.min_p),
+            *(t for t in (self.top_ids, self.top_logprobs) if t is not None),
+        ]
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        """Begin sequences in rows that are idle."""
+        if not starts:
+            return
+        row = self._index([s.row for s in starts])
+        wide = self.uniforms.shape[1]
+        self.uniforms[row] = self._send(_stacked([uniforms(s.seed, s.sampling.max_tokens).numpy() for s in starts], wide))
+        for start in starts:
+            self._restore(start)
+        settings = RowSettings.of([s.sampling for s in starts], self.device)
+        for ours, theirs in (
+            (self.generated, self._index([len(s.done.tokens) for s in starts])),
+            (self.limits, self._index([s.sampling.max_tokens for s in starts])),
+            (self.last_tokens, self._index([s.last_token for s in starts])),
+            (self.lengths, self._index([s.cached for s in starts]).int()),
+            (self.settings.temperature, settings.temperature),
+            (self.settings.top_k, settings.top_k),
+            (self.settings.top_p, settings.top_p),
+            (self.settings.min_p, settings.min_p),
+        ):
+            ours[row] = theirs
+
+    def _restore(self, start: RowStart) -> None:
+        """Put back what an interrupted response had."""
+        done, n = start.done, len(start.done.tokens)
+        if not n:
+            return
+        self.tokens[start.row, :n] = self._send(done.tokens)
+        self.logprobs[start.row, :n] = self._send(done.logprobs)
+        if done.top_ids is not None and done.top_logprobs is not None:
+            k = done.top_ids.shape[1]
+            self.keep_top(k)
+            assert self.top_ids is not None and self.top_logprobs is not None
+            self.top_ids[start.row, :n, :k] = self._send(done.top_ids)
+            self.top_logprobs[start.row, :n, :k] = self._send(done.top_logprobs)
+
+    def stop(self, rows: Sequence[int]) -> None:
+        """Make rows idle."""
+        if rows:
+            self.lengths[self._index(rows)] = IDLE
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Rows get other numbers; ``targets`` are idle and no row is in both."""
+        if not sources:
+            return
+        source, target = self._index(sources), self._index(targets)
+        for tensor in self._per_row():
+            tensor[target] = tensor[source]
+        self.lengths[source] = IDLE
+
+    def set_tables(self, table: npt.NDArray[np.int32]) -> None:
+        """``table``: of all rows."""
+        self.table.copy_(torch.from_numpy(table), non_blocking=True)
+
+    def keep_top(self, count: int) -> bool:
+        """Make room for the ``count`` most likely tokens at each place of a response; whether there was none before.
+
+        Graphs that refer to the old arrays, if any, must not be used again.
+        """
+        old_ids, old_logprobs = self.top_ids, self.top_logprobs
+        have = 0 if old_ids is None else old_ids.shape[2]
+        if count <= have:
+            return False
+        shape = (*self.tokens.shape, count)
+        self.top_ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.top_logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        if old_ids is not None and old_logprobs is not None:
+            self.top_ids[..., :have], self.top_logprobs[..., :have] = old_ids, old_logprobs
+        return True
+
+    def record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """A step has drawn ``tokens`` ``[n]`` for the first n rows: write them down and see who is done.
+
+        Runs inside of a captured graph: no value is looked at.
+        """
+        n = len(tokens)
+        at = self.generated[:n, None]
+        active = self.lengths[:n] >= 0
+        self.tokens[:n].scatter_(1, at, tokens[:, None].int())
+        self.logprobs[:n].scatter_(1, at, logprobs[:, None])
+        self.generated[:n] += active
+        self.last_tokens[:n] = torch.where(active, tokens, self.last_tokens[:n])
+        done = (tokens[:, None] == self.stop_ids).any(dim=1) | (self.generated[:n] >= self.limits[:n])
+        self.lengths[:n] = torch.where(active & ~done, self.lengths[:n] + 1, IDLE)
+
+    def record_top(self, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """To be called before :meth:`record`: the most likely tokens ``[n, k]`` at the place about to be filled."""
+        assert self.top_ids is not None and self.top_logprobs is not None
+        n, k = ids.shape
+        at = self.generated[:n, None, None].expand(n, 1, k)
+        self.top_ids[:n, :, :k].scatter_(1, at, ids[:, None].int())
+        self.top_logprobs[:n, :, :k].scatter_(1, at, logprobs[:, None])
+
+    def progress(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Lengths and numbers of generated tokens of all rows. Waits for the device."""
+        both = torch.stack([self.lengths.long(), self.generated]).cpu().numpy()
+        return both[0], both[1]
+
+    def _index(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+    def _send(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _stacked(parts: Sequence[npt.NDArray[np.generic]], width: int) -> npt.NDArray[np.generic]:
+    """Arrays of several lengths as rows of one, filled up with zeros."""
+    out = np.zeros((len(parts), width), parts[0].dtype)
+    for row, part in zip(out, parts, strict=True):
+        row[: len(part)] = part
+    return out

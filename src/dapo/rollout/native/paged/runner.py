@@ -1,0 +1,256 @@
+"""The device's side of the paged decoder: one step of decoding, from token to token, and what surrounds it.
+
+On CUDA a step (embedding, layers, head, sampling, stop test) is captured once for each number of rows of a ladder, and
+replayed. Everything it reads and writes stands at fixed addresses: weights, rows, block tables. The pool of keys and
+values does not: a kernel reads where it is, so its memory can be given away between two rollouts. Elsewhere the same
+step runs as it is, which is what the tests compare with Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dapo.model.attention import AttentionSpec, PackedAttention
+from dapo.model.forward import hidden_states, output_head
+from dapo.rollout.engine import EngineError
+from dapo.rollout.native.paged.attention import Pool, attend, choose_splits, copy_pages, store
+from dapo.rollout.native.paged.decoder import Progress, Variant
+from dapo.rollout.native.paged.draw import draw, top_logprobs
+from dapo.rollout.native.paged.pages import PageArray
+from dapo.rollout.native.paged.rows import IDLE, Response, Rows, RowStart
+from dapo.rollout.native.sampler import RowSettings
+
+PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
+
+
+class DeviceRunner:
+    """Implements :class:`~dapo.rollout.native.paged.decoder.Runner` for a Transformers model."""
+
+    def __init__(self, model: Any, pool: Pool, rows: Rows, *, max_sequence_tokens: int, pinned: bool = False) -> None:
+        """
+        Args:
+            model: from :func:`dapo.model.loading.load_model`, on the device of ``rows``.
+            pool: keys and values.
+            rows: the state of all rows.
+            max_sequence_tokens: longest prompt and response together.
+            pinned: every step computes all rows, so that the bits of a row never depend on how many are in use.
+        """
+        self.model = model
+        self.pool = pool
+        self.state = rows
+        self.use_weights()
+        self._max_sequence = max_sequence_tokens
+        self._ladder = [rows.count] if pinned else ladder(rows.count)
+        self._steps = _CudaSteps(self._step, rows) if rows.device.type == "cuda" else None
+
+    def use_weights(self) -> None:
+        """To be called when the weights have changed: away from CUDA the head is held in float32."""
+        head = output_head(self.model)
+        self._head = head if self.state.device.type == "cuda" else head.in_float32()
+
+    @property
+    def rows(self) -> int:
+        return self.state.count
+
+    def rung(self, rows: int) -> int:
+        return next(rung for rung in self._ladder if rung >= rows)
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prefill(self, tokens: npt.NDArray[np.int64], lengths: Sequence[int], slots: npt.NDArray[np.int64]) -> None:
+        lengths = list(lengths)
+        padding = -len(tokens) % PREFILL_MULTIPLE
+        if padding:  # a sequence of its own, stored in page 0
+            lengths.append(padding)
+            tokens = np.concatenate([tokens, np.zeros(padding, np.int64)])
+            slots = np.concatenate([slots, np.arange(padding) % self.pool.shape.page_tokens])
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        context = _Prefill(self.pool, lengths, self._send(slots))
+        hidden_states(self.model, self._send(tokens), self._send(positions), context)
+
+    @torch.inference_mode()
+    def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
+        copy_pages(self.pool.tensor, self._send(sources.astype(np.int64)), self._send(targets.astype(np.int64)))
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def start(self, starts: Sequence[RowStart]) -> None:
+        self.state.start(starts)
+
+    @torch.inference_mode()
+    def stop(self, rows: Sequence[int]) -> None:
+        self.state.stop(rows)
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.state.move(sources, targets)
+
+    @torch.inference_mode()
+    def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
+        self.state.set_tables(table)
+        if variant.top and self.state.keep_top(variant.top) and self._steps:
+            self._steps.forget()
+        for _ in range(steps):
+            if self._steps:
+                self._steps.replay(rows, variant)
+            else:
+                self._step(rows, variant)
+
+    def progress(self) -> Progress:
+        return Progress(*self.state.progress())
+
+    @torch.inference_mode()
+    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> _Arriving:
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.state.device)
+        longest = max(counts)
+        wanted = [self.state.tokens, self.state.logprobs]
+        if top and self.state.top_ids is not None and self.state.top_logprobs is not None:
+            wanted += [self.state.top_ids[..., :top], self.state.top_logprobs[..., :top]]
+        return _Arriving([tensor[:, :longest].index_select(0, index) for tensor in wanted], counts)
+
+    def sleep(self) -> None:
+        """Everything but the pool stays: weights, rows, and what the graphs hold."""
+        self.pool.detach()
+        if self.state.device.type == "cuda":
+            torch.cuda.empty_cache()  # the trainer may want it in other pieces
+
+    def wake(self) -> None:
+        """
+        Raises:
+            EngineError: the memory is not free; says how much is.
+        """
+        if self.pool.attached:
+            return
+        shape, device = self.pool.shape, self.state.device
+        try:
+            self.pool.attach(torch.empty(shape.sizes, dtype=shape.dtype, device=device))
+        except torch.OutOfMemoryError:
+            free = torch.cuda.mem_get_info(device)[0]
+            raise EngineError(
+                f"the cache needs {shape.bytes / 2**30:.1f} GiB again, but {free / 2**30:.1f} GiB of {device} are free: "
+                "give rollout.cache_gib a value that leaves room for training"
+            ) from None
+
+    def _send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.state.device)
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _step(self, rows: int, variant: Variant) -> None:
+        """One token for each of the first ``rows`` rows."""
+        state = self.state
+        lengths = state.lengths[:rows]
+        splits = choose_splits(rows, self.pool.shape.kv_heads, self._max_sequence, _processors(state.device))
+        context = _Decode(self.pool, state.table[:rows], lengths, splits)
+        positions = lengths.clamp(min=0).long()
+        hidden = hidden_states(self.model, state.last_tokens[:rows], positions, context)
+        logits = self._head.logits(hidden)
+        settings = _first(state.settings, rows)
+        uniform = state.uniforms[:rows].gather(1, state.generated[:rows, None])[:, 0]
+        tokens, logprobs = draw(logits, uniform, settings, truncate=variant.truncate)
+        if variant.top:
+            state.record_top(*top_logprobs(logits, settings, variant.top))
+        state.record(tokens, logprobs)
+
+
+class _CudaSteps:
+    """A captured graph for each number of rows and variant of a step, made when it is first wanted."""
+
+    def __init__(self, step: Any, rows: Rows) -> None:
+        self._step = step
+        self._rows = rows
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
+
+    def replay(self, rows: int, variant: Variant) -> None:
+        key = (rows, variant)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(rows, variant)
+        self._graphs[key].replay()
+
+    def forget(self) -> None:
+        """The addresses of something have changed."""
+        self._graphs.clear()
+
+    def _capture(self, rows: int, variant: Variant) -> torch.cuda.CUDAGraph:
+        """The first run compiles kernels, which capturing cannot; with all rows idle it changes nothing."""
+        lengths = self._rows.lengths.clone()
+        self._rows.lengths.fill_(IDLE)
+        self._step(rows, variant)
+        self._rows.lengths.copy_(lengths)
+        graph = torch.cuda.CUDAGraph()
+        # what other threads do on the device meanwhile is not this graph's concern
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            self._step(rows, variant)
+        return graph
+
+
+class _Arriving:
+    """Arrays on their way to the host; the copy runs while the device goes on."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+        self._counts = list(counts)
+        self._event: torch.cuda.Event | None = None
+        if not tensors[0].is_cuda:
+            self._tensors = list(tensors)
+            return
+        self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for here, there in zip(self._tensors, tensors, strict=True):
+            here.copy_(there, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def result(self) -> list[Response]:
+        if self._event is not None:
+            self._event.synchronize()
+        arrays = [tensor.numpy() for tensor in self._tensors]
+        return [Response(*(a[i, :n].copy() for a in arrays)) for i, n in enumerate(self._counts)]
+
+
+class _Prefill:
+    """Packed causal attention that also stores keys and values in the pool."""
+
+    def __init__(self, pool: Pool, lengths: Sequence[int], slots: torch.Tensor) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._packed = PackedAttention(lengths, slots.device)
+
+    def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        store(self._pool.tensor, spec.layer, key[0].transpose(0, 1), value[0].transpose(0, 1), self._slots)
+        return self._packed.attend(spec, query, key, value)
+
+
+class _Decode:
+    """One token per row over its pages; the rows lie side by side like the tokens of one packed row."""
+
+    def __init__(self, pool: Pool, table: torch.Tensor, lengths: torch.Tensor, splits: int) -> None:
+        self._pool, self._table, self._lengths, self._splits = pool, table, lengths, splits
+
+    def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        step = [x[0].transpose(0, 1) for x in (query, key, value)]  # [R, heads, D] each
+        return attend(self._pool, spec, *step, self._table, self._lengths, self._splits).unsqueeze(0)
+
+
+def ladder(rows: int) -> list[int]:
+    """Numbers of rows that steps are captured for: doubling at first, then by halves and quarters of a power of two,
+    so that a step computes at most a third more rows than are in use beyond 128."""
+    rungs = [8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896]
+    rungs += range(1024, rows + 1, 256)
+    return [rung for rung in rungs if rung < rows] + [rows]
+
+
+def _first(settings: RowSettings, rows: int) -> RowSettings:
+    return RowSettings(
+        settings.temperature[:rows], settings.top_k[:rows], settings.top_p[:rows], settings.min_p[:rows]
+    )
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,320 @@
+"""The paged decoder's scheduling with a fake device, which holds token ids where a real one holds keys and values.
+
+The fake draws each token from *all tokens that it finds through the block table*. So a page that is shared, copied,
+released or handed on wrongly shows as a wrong response, not only as a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dapo.records import Sample
+from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.native.paged.decoder import PagedDecoder, Progress, Variant, minimum_pages
+from dapo.rollout.native.paged.pages import BlockTables, PageAllocator
+from dapo.rollout.native.paged.rows import Response, RowStart
+
+VOCABULARY = 50
+STOP = 7
+GARBAGE = -999
+
+
+def next_token(context: Sequence[int], seed: int) -> int:
+    """What the fake model says after ``context``."""
+    state = seed & 0xFFFFFFFF
+    for token in context:
+        state = (state * 1_000_003 + token + 1) % 2**61
+    return state % VOCABULARY
+
+
+def expected(request: Request, index: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < request.sampling.max_tokens and (not tokens or tokens[-1] != STOP):
+        tokens.append(next_token([*request.prompt_ids, *tokens], request.seeds[index]))
+    return tokens
+
+
+class FakeDevice:
+    """Rows and pages of token ids."""
+
+    def __init__(self, rows: int, pages: int, page_tokens: int) -> None:
+        self.rows = rows
+        self.page_tokens = page_tokens
+        self.pool = np.full((pages, page_tokens), GARBAGE)
+        self.lengths = np.full(rows, -1)
+        self.generated = np.zeros(rows, np.int64)
+        self.starts: dict[int, RowStart] = {}
+        self.last = np.zeros(rows, np.int64)
+        self.tokens: dict[int, list[int]] = {}
+        self.computed = 0
+        self.steps = 0
+        self.awake = True
+
+    def rung(self, rows: int) -> int:
+        return next(r for r in (1, 2, 4, 8, 16, 32, 64) if r >= rows)
+
+    def prefill(self, tokens: np.ndarray, lengths: Sequence[int], slots: np.ndarray) -> None:
+        assert self.awake and sum(lengths) == len(tokens) == len(slots)
+        assert slots.min() >= self.page_tokens, "page 0 belongs to nobody"
+        self.pool.reshape(-1)[slots] = tokens
+        self.computed += len(tokens)
+
+    def copy_pages(self, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.pool[targets] = self.pool[sources]
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        for start in starts:
+            row = start.row
+            assert self.lengths[row] < 0
+            self.starts[row], self.last[row], self.lengths[row] = start, start.last_token, start.cached
+            self.tokens[row] = start.done.tokens.tolist()
+            self.generated[row] = len(self.tokens[row])
+
+    def stop(self, rows: Sequence[int]) -> None:
+        self.lengths[list(rows)] = -1
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            assert self.lengths[target] < 0
+            self.starts[target], self.tokens[target] = self.starts.pop(source), self.tokens.pop(source)
+            for state in (self.lengths, self.generated, self.last):
+                state[target] = state[source]
+            self.lengths[source] = -1
+
+    def run(self, rows: int, steps: int, variant: Variant, table: np.ndarray) -> None:
+        assert self.awake
+        for _ in range(steps):
+            for row in np.flatnonzero(self.lengths >= 0).tolist():
+                assert row < rows, "a row in use is not computed"
+                self._decode(row, table[row])
+            self.steps += 1
+
+    def _decode(self, row: int, table: np.ndarray) -> None:
+        length = int(self.lengths[row])
+        place = np.arange(length + 1)
+        pages = table[place // self.page_tokens]
+        assert pages.min() > 0, "a row has no page for a token"
+        self.pool[pages[-1], length % self.page_tokens] = self.last[row]
+        context = self.pool[pages, place % self.page_tokens].tolist()
+        start = self.starts[row]
+        token = next_token(context, start.seed)
+        self.tokens[row].append(token)
+        self.last[row] = token
+        self.generated[row] += 1
+        done = token == STOP or self.generated[row] >= start.sampling.max_tokens
+        self.lengths[row] = -1 if done else length + 1
+
+    def progress(self) -> Progress:
+        return Progress(self.lengths.copy(), self.generated.copy())
+
+    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> Arrived:
+        return Arrived([self.tokens[row][:count] for row, count in zip(rows, counts, strict=True)])
+
+    def sleep(self) -> None:
+        self.awake = False
+
+    def wake(self) -> None:
+        self.awake = True
+
+
+class Arrived:
+    def __init__(self, tokens: list[list[int]]) -> None:
+        self.tokens = [np.array(t, np.int32) for t in tokens]
+
+    def result(self) -> list[Response]:
+        return [Response(t, -np.arange(len(t), dtype=np.float32)) for t in self.tokens]
+
+
+def make(rows: int, pages: int, page_tokens: int, max_sequence: int, **options: int) -> tuple[PagedDecoder, FakeDevice]:
+    device = FakeDevice(rows, pages, page_tokens)
+    decoder = PagedDecoder(
+        device,
+        pages=pages,
+        page_tokens=page_tokens,
+        max_sequence_tokens=max_sequence,
+        vocabulary=VOCABULARY,
+        stop_token_ids=[STOP],
+        **options,
+    )
+    return decoder, device
+
+
+def drain(decoder: PagedDecoder) -> list[tuple[int, Sample]]:
+    out = []
+    idle = 0
+    while decoder.busy:
+        new = decoder.step()
+        idle = 0 if new else idle + 1
+        assert idle < 500, "no progress"
+        out += new
+    return out
+
+
+def check_answers(requests: Sequence[tuple[int, Request]], answers: Sequence[tuple[int, Sample]]) -> None:
+    """Each sample exactly once, with the very tokens the fake model says."""
+    wanted = {(key, r.id, i): expected(r, i) for key, r in requests for i in range(len(r.seeds))}
+    got = {(key, s.request_id, s.index): s for key, s in answers}
+    assert len(got) == len(answers) and got.keys() == wanted.keys()
+    for place, sample in got.items():
+        assert sample.token_ids.tolist() == wanted[place]
+        assert sample.finish_reason == ("stop" if sample.token_ids[-1] == STOP else "length")
+        np.testing.assert_array_equal(sample.logprobs, -np.arange(sample.length, dtype=np.float32))
+
+
+def random_requests(rng: np.random.Generator, count: int, max_sequence: int) -> list[tuple[int, Request]]:
+    out = []
+    for i in range(count):
+        prompt = int(rng.integers(1, max_sequence))
+        limit = 1 if rng.random() < 0.2 else int(rng.integers(1, max_sequence - prompt + 1))
+        seeds = tuple(rng.integers(0, 2**63, int(rng.integers(1, 6))).tolist())
+        ids = tuple(rng.integers(0, VOCABULARY, prompt).tolist())
+        out.append((int(rng.integers(3)), Request(i, ids, seeds, Sampling(1.0, limit))))
+    return out
+
+
+def test_every_request_is_answered_exactly_once_over_ten_thousand() -> None:
+    """Small and large pools, one-token responses, limits, preemptions; requests arrive while others run."""
+    rng = np.random.default_rng(0)
+    preempted = total = 0
+    while total < 10_000:  # 25 s
+        page_tokens = int(rng.integers(1, 9))
+        max_sequence = int(rng.integers(2, 40))
+        least = minimum_pages(max_sequence, page_tokens)
+        pages = int(rng.integers(least, 4 * least))
+        rows = int(rng.integers(1, 33))
+        stretch, prefill = int(rng.integers(1, 9)), int(rng.integers(1, 60))
+        decoder, device = make(rows, pages, page_tokens, max_sequence, stretch=stretch, prefill_tokens=prefill)
+        requests = random_requests(rng, 250, max_sequence)
+        answers = []
+        for key, request in requests:
+            decoder.check(request)
+            decoder.submit(key, request)
+            if rng.random() < 0.3 and decoder.busy:
+                answers += decoder.step()
+        answers += drain(decoder)
+        check_answers(requests, answers)
+        assert decoder._pages.free == pages - 1, "pages were lost"
+        preempted += decoder.preemptions
+        total += len(requests)
+    assert preempted > 100
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_cancelled_requests_leave_nothing_behind(data: st.DataObject) -> None:
+    page_tokens = data.draw(st.integers(1, 5))
+    max_sequence = data.draw(st.integers(2, 24))
+    least = minimum_pages(max_sequence, page_tokens)
+    pages = data.draw(st.integers(least, 3 * least))
+    decoder, device = make(data.draw(st.integers(1, 8)), pages, page_tokens, max_sequence, stretch=data.draw(st.integers(1, 4)))
+    requests = random_requests(np.random.default_rng(data.draw(st.integers(0, 999))), 12, max_sequence)
+    for key, request in requests:
+        decoder.submit(key, request)
+    gone = data.draw(st.integers(0, 2))
+    answers = []
+    for _ in range(data.draw(st.integers(0, 12))):
+        answers += decoder.step()
+    decoder.cancel(gone)
+    answers = [a for a in answers if a[0] != gone]
+    later = drain(decoder)
+    assert all(key != gone for key, _ in later)
+    check_answers([r for r in requests if r[0] != gone], answers + later)
+    assert decoder._pages.free == pages - 1
+    assert (device.lengths < 0).all()
+
+
+def test_a_group_computes_its_prompt_once_and_shares_its_pages() -> None:
+    decoder, device = make(rows=16, pages=200, page_tokens=4, max_sequence=60)
+    request = Request(0, tuple(range(8, 8 + 30)), tuple(range(16)), Sampling(1.0, 20))
+    decoder.submit(0, request)
+    decoder.step()
+    assert device.computed == 29
+    # 7 full pages once, not 16 times; beyond them each sample has its own
+    assert 200 - 1 - decoder._pages.free <= 7 + 16 * (1 + 20 // 4 + 1)
+    check_answers([(0, request)], drain(decoder))
+
+
+def test_new_weights_mark_later_tokens_and_prompts_are_computed_anew() -> None:
+    decoder, device = make(rows=2, pages=100, page_tokens=4, max_sequence=60, stretch=4)
+    request = Request(0, (8, 9, 10, 11, 12), tuple(range(100, 106)), Sampling(1.0, 40))
+    decoder.submit(0, request)
+    answers = decoder.step()
+    decoder.use_weights(3)
+    answers += drain(decoder)
+    check_answers([(0, request)], answers)
+    versions = {s.index: s.versions.tolist() for _, s in answers}
+    for index in (0, 1):  # in flight when the weights changed
+        n = len(versions[index])
+        assert versions[index] == ([0] * 4 + [3] * (n - 4) if n > 4 else [0] * n)
+    assert all(set(versions[index]) == {3} for index in range(2, 6))
+    assert device.computed == 2 * 4
+
+
+def test_a_draining_tail_computes_fewer_rows() -> None:
+    decoder, device = make(rows=8, pages=400, page_tokens=4, max_sequence=80, stretch=2)
+    computed: list[int] = []
+    run = device.run
+    device.run = lambda rows, *rest: (computed.append(rows), run(rows, *rest))[1]  # type: ignore[method-assign]
+    requests = [(0, Request(i, (8 + i,), (i,), Sampling(1.0, 60))) for i in range(8)]
+    for key, request in requests:
+        decoder.submit(key, request)
+    check_answers(requests, drain(decoder))
+    assert computed[0] == 8 and computed[-1] <= 2 and sorted(computed, reverse=True) == computed
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers() -> None:
+    with pytest.raises(EngineError, match="7 pages of 4 tokens.*24 tokens takes 8"):
+        make(rows=1, pages=7, page_tokens=4, max_sequence=24)
+
+
+def test_logprobs_that_are_no_numbers_stop_the_stream() -> None:
+    decoder, device = make(rows=1, pages=20, page_tokens=4, max_sequence=20)
+
+    class Broken(Arrived):
+        def result(self) -> list[Response]:
+            return [Response(r.tokens, np.full(len(r.tokens), np.nan, np.float32)) for r in super().result()]
+
+    fetch = device.fetch
+    device.fetch = lambda *args: Broken([t.tolist() for t in fetch(*args).tokens])  # type: ignore[method-assign]
+    decoder.submit(0, Request(5, (8,), (1,), Sampling(1.0, 3)))
+    with pytest.raises(EngineError, match="request 5, sample 0.*response token 1 are not finite"):
+        drain(decoder)
+
+
+@given(st.lists(st.integers(0, 6), max_size=60), st.randoms())
+def test_pages_are_free_when_their_last_owner_has_gone(sizes: list[int], random: object) -> None:
+    allocator = PageAllocator(41)
+    owned: list[np.ndarray] = []
+    for size in sizes:
+        if size <= allocator.free:
+            pages = allocator.take(size)
+            held = [p for o in owned for p in o.tolist()]
+            assert not set(pages.tolist()) & set(held) and 0 not in pages
+            owned.append(pages)
+        if owned and random.random() < 0.3:  # type: ignore[attr-defined]
+            allocator.share(owned[0])
+            owned.append(owned[0])
+        if owned and random.random() < 0.5:  # type: ignore[attr-defined]
+            allocator.release(owned.pop(random.randrange(len(owned))))  # type: ignore[attr-defined]
+        assert allocator.free == 40 - len({p for o in owned for p in o.tolist()})
+
+
+def test_tables_grow_all_rows_at_once() -> None:
+    allocator = PageAllocator(15)
+    tables = BlockTables(allocator, rows=3, max_tokens=20, page_tokens=4)
+    tables.begin(1, allocator.take(1))
+    tables.grow(np.array([0, 1, 2]), np.array([1, 9, 4]))
+    assert tables.held.tolist() == [1, 3, 1] and allocator.free == 14 - 5
+    used = [tables.table[row, : tables.held[row]].tolist() for row in range(3)]
+    assert len({p for pages in used for p in pages}) == 5
+    tables.grow(np.array([2, 0]), np.array([20, 2]))
+    assert tables.table[2].min() > 0 and tables.held.tolist() == [1, 3, 5]
+    with pytest.raises(ValueError, match="pages asked for"):
+        tables.grow(np.array([0, 1]), np.array([20, 20]))
+    tables.end(2)
+    assert allocator.free == 14 - 4 and tables.table[2].max() == 0

@@ -1,0 +1,201 @@
+"""The paged decoder with real models, on the CPU: the same tokens as the slot decoder, for every architecture.
+
+The slot decoder is compared with Transformers in test_against_transformers.py. Kernels, compiled layers and graphs are
+tested where there is a GPU (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dapo.errors import ModelError
+from dapo.model.loading import copy_model, load_model
+from dapo.records import Sample
+from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.paged import build
+from dapo.rollout.native.paged.decoder import PagedDecoder, minimum_pages
+from dapo.rollout.native.paged.runner import ladder
+from helpers import ARCHITECTURES, VOCAB, random_model
+
+PAGE = 4
+LONGEST = 64
+PROMPT_LENGTHS = (1, 2, 5, 9, 23, 36)
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "PAGE_TOKENS", PAGE)
+    monkeypatch.setattr(build, "STRETCH", 5)
+
+
+def requests(sampling: Sampling, samples: int = 3) -> list[Request]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [tuple(torch.randint(2, VOCAB, (n,), generator=generator).tolist()) for n in PROMPT_LENGTHS]
+    return [Request(i, p, tuple(range(10 * i, 10 * i + samples)), sampling) for i, p in enumerate(prompts)]
+
+
+def run(decoder: Decoder | PagedDecoder, asked: list[Request]) -> dict[tuple[int, int], Sample]:
+    for request in asked:
+        decoder.check(request)
+        decoder.submit(0, request)
+    out = []
+    while decoder.busy:
+        out += [sample for _, sample in decoder.step()]
+    answers = {(s.request_id, s.index): s for s in out}
+    assert len(answers) == len(out) == sum(len(r.seeds) for r in asked)
+    return answers
+
+
+def ready(model: Any) -> Any:
+    return copy_model(load_model(copy.deepcopy(model)), torch.float32)
+
+
+def paged(model: Any, rows: int = 8, pages: int | None = None, **options: Any) -> PagedDecoder:
+    model = ready(model)
+    size = None if pages is None else pages * build.pool_shape(model).page_bytes
+    return build.paged_decoder(
+        model, (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=rows, cache_bytes=size, **options
+    )
+
+
+def slots(model: Any) -> Decoder:
+    return Decoder(ready(model), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=8)
+
+
+def check_equal(ours: dict[tuple[int, int], Sample], theirs: dict[tuple[int, int], Sample]) -> None:
+    """Same tokens; where rounding decided one, nothing after it can be compared."""
+    assert ours.keys() == theirs.keys()
+    parted = 0
+    for key, sample in ours.items():
+        other = theirs[key]
+        n = min(sample.length, other.length)
+        differ = np.flatnonzero(sample.token_ids[:n] != other.token_ids[:n])
+        same = int(differ[0]) if len(differ) else n
+        parted += bool(len(differ))
+        np.testing.assert_allclose(sample.logprobs[:same], other.logprobs[:same], atol=1e-4)
+        if not len(differ):
+            assert sample.length == other.length and sample.finish_reason == other.finish_reason
+    assert parted <= 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_equal_those_of_the_slot_decoder(architecture: str) -> None:
+    model = random_model(architecture)
+    asked = requests(Sampling(1.0, 24))
+    check_equal(run(paged(model), asked), run(slots(model), asked))
+
+
+def test_a_small_pool_preempts_and_changes_no_token() -> None:
+    model = random_model("qwen2")
+    asked = requests(Sampling(1.0, 24))
+    decoder = paged(model, pages=minimum_pages(LONGEST, PAGE))
+    answers = run(decoder, asked)
+    assert decoder.preemptions >= 2
+    check_equal(answers, run(slots(model), asked))
+
+
+def test_truncated_and_greedy_rows_and_the_most_likely_tokens() -> None:
+    model = random_model("llama")
+    settings = [
+        Sampling(0.0, 20),
+        Sampling(0.7, 20, top_k=5, top_logprobs=4),
+        Sampling(1.3, 20, top_p=0.8),
+        Sampling(1.0, 20, min_p=0.1, top_logprobs=2),
+        Sampling(1.0, 20),
+        Sampling(1.0, 20, top_k=9, top_p=0.9),
+    ]
+    asked = [Request(r.id, r.prompt_ids, r.seeds, s) for r, s in zip(requests(settings[0]), settings, strict=True)]
+    for pages in (None, minimum_pages(LONGEST, PAGE) + 12):
+        ours, theirs = run(paged(model, pages=pages), asked), run(slots(model), asked)
+        check_equal(ours, theirs)
+        for key, sample in ours.items():
+            other = theirs[key]
+            wanted = asked[key[0]].sampling.top_logprobs
+            if not wanted:
+                assert sample.top_ids is None and sample.top_logprobs is None
+            elif sample.token_ids.tolist() == other.token_ids.tolist():
+                assert sample.top_ids is not None and sample.top_ids.shape == (sample.length, wanted)
+                np.testing.assert_allclose(sample.top_logprobs, other.top_logprobs, atol=1e-4)
+
+
+def test_stop_texts_end_a_response_within_a_stretch() -> None:
+    model = random_model("qwen2")
+
+    def decode(ids: Any) -> str:
+        return "".join(chr(0x4E00 + int(i)) for i in ids)
+
+    free = run(slots(model), requests(Sampling(1.0, 24)))
+    text = decode(free[4, 0].token_ids[7:9])
+    asked = requests(Sampling(1.0, 24, stop=(text,)))
+    ours = run(paged(model, decode=decode), asked)
+    assert ours[4, 0].token_ids.tolist() == free[4, 0].token_ids[:9].tolist()
+    assert ours[4, 0].finish_reason == "stop" and ours[4, 0].logprobs.shape == (9,)
+    with pytest.raises(EngineError, match="stop"):
+        paged(model).check(asked[0])
+
+
+def test_sleep_gives_the_pool_back_and_waking_changes_nothing() -> None:
+    model = random_model("qwen2")
+    decoder = paged(model)
+    asked = requests(Sampling(1.0, 24))
+    before = run(decoder, asked)
+    address = decoder._runner.pool.address.data_ptr()  # type: ignore[attr-defined]
+    decoder.sleep()
+    assert not decoder._runner.pool.attached  # type: ignore[attr-defined]
+    decoder.wake()
+    decoder.wake()
+    again = run(decoder, asked)
+    assert decoder._runner.pool.address.data_ptr() == address  # type: ignore[attr-defined]
+    assert all(again[key].token_ids.tolist() == before[key].token_ids.tolist() for key in before)
+
+
+def test_a_cache_too_small_for_one_sequence_names_what_to_change() -> None:
+    with pytest.raises(ModelError, match=r"cache of one sequence of 64 tokens takes .* GiB.*rollout\.cache_gib"):
+        paged(random_model("qwen2"), pages=minimum_pages(LONGEST, PAGE) - 1)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 100, 128, 1000, 1024, 3000])
+def test_the_ladder_covers_all_rows_without_much_idle_work(rows: int) -> None:
+    rungs = ladder(rows)
+    assert rungs == sorted(set(rungs)) and rungs[-1] == rows
+    assert all(b <= max(8, 2 * a) for a, b in zip(rungs, rungs[1:], strict=False))
+    assert all(b <= 1.34 * a for a, b in zip(rungs, rungs[1:], strict=False) if a >= 256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled_and_captured_steps_give_the_tokens_of_the_cpu(architecture: str) -> None:
+    model = random_model(architecture)
+    asked = requests(Sampling(1.0, 24))
+    on_gpu = build.paged_decoder(
+        ready(model).to("cuda"), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=16, cache_bytes=2**24
+    )
+    ours = run(on_gpu, asked)
+    check_equal(ours, run(slots(model), asked))
+    on_gpu.sleep()
+    on_gpu.wake()  # the graphs find the pool at its new place
+    again = run(on_gpu, asked)
+    assert all(again[key].token_ids.tolist() == ours[key].token_ids.tolist() for key in ours)
+
+
+@pytest.mark.gpu
+def test_no_memory_growth_and_no_recompilation_over_two_hundred_cycles() -> None:
+    import torch._dynamo.utils as dynamo
+
+    model = ready(random_model("qwen2")).to("cuda")
+    decoder = build.paged_decoder(model, (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=16, cache_bytes=2**24)
+    used, compiled = [], []
+    for cycle in range(200):
+        run(decoder, requests(Sampling(1.0, 4 + cycle % 20)))
+        decoder.use_weights(cycle + 1)
+        decoder.sleep()
+        used.append(torch.cuda.memory_allocated())
+        decoder.wake()
+        compiled.append(dynamo.counters["stats"]["unique_graphs"])
+    assert max(used[20:]) == used[20] and max(compiled[20:]) == compiled[20]

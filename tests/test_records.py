@@ -1,0 +1,43 @@
+"""Samples: shapes that belong together, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dapo.records import Sample
+from dapo.state import STATE, read_state, write_state
+
+
+def a_sample(tokens: int = 3, **changes: Any) -> Sample:
+    ids = np.arange(tokens, dtype=np.int32)
+    return Sample(0, 0, ids, -ids.astype(np.float32), ids, "stop", **changes)
+
+
+def test_likeliest_tokens_are_of_every_place_or_of_none() -> None:
+    ids, logprobs = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32)
+    assert a_sample(top_ids=ids, top_logprobs=logprobs).length == 3 and a_sample().top_ids is None
+    for wrong in ({"top_ids": ids}, {"top_ids": ids[:2], "top_logprobs": logprobs[:2]}, {"top_logprobs": logprobs}):
+        with pytest.raises(ValueError, match=r"\[T, k\]"):
+            a_sample(**wrong)
+
+
+def test_a_checkpoint_brings_likeliest_tokens_back_and_an_older_one_has_none(tmp_path: Path) -> None:
+    top = {
+        "top_ids": np.array([[4, 1], [2, 0]], np.int32),
+        "top_logprobs": np.array([[-0.5, -1], [-2, -3]], np.float32),
+    }
+    write_state(tmp_path, {"samples": [a_sample(2, **top), a_sample()]})
+    told, plain = read_state(tmp_path)["samples"]
+    for name, values in top.items():
+        assert getattr(told, name).tolist() == values.tolist() and getattr(told, name).dtype == values.dtype
+    assert plain.top_ids is None and plain.top_logprobs is None
+    tree = json.loads((tmp_path / STATE).read_text())
+    for record in tree["samples"]:
+        del record["top_ids"], record["top_logprobs"]
+    (tmp_path / STATE).write_text(json.dumps(tree))
+    assert [s.top_ids for s in read_state(tmp_path)["samples"]] == [None, None]
