@@ -22,7 +22,7 @@ from dapo.buffer import ExperienceBuffer, Fill
 from dapo.checkpoints import Checkpoints, Place
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
-from dapo.errors import UserError
+from dapo.errors import ModelError, UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
@@ -36,8 +36,10 @@ from dapo.fingerprint import (
 )
 from dapo.inputs import (
     Inputs,
+    cache_bytes,
     check_lengths,
     check_vocabulary,
+    device_of,
     heldout_prompts,
     longest_sequence,
     notice_generation_config,
@@ -46,6 +48,7 @@ from dapo.inputs import (
     try_check,
     try_reward,
 )
+from dapo.model.adapters import has_adapter
 from dapo.model.loading import copy_model, load_model, load_tokenizer, stop_token_ids
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import discard_samples, write_samples
@@ -93,7 +96,17 @@ class Experiment:
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
-        model = load_model(inputs.model or config.model.path, trust_remote_code=config.model.trust_remote_code)
+        self.device = device_of(config)
+        model = load_model(
+            inputs.model or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            device=self.device,
+        )
+        if has_adapter(model):
+            raise ModelError(
+                "model.path: holds a LoRA adapter, but dapo train trains all parameters of a model. Merge the adapter "
+                "into its base (merge_and_unload) and name that folder; dapo evaluate and dapo generate take it as is"
+            )
         self.fingerprint = {
             "model": fingerprint_model(model),
             "tokenizer": fingerprint_tokenizer(self.tokenizer),
@@ -113,6 +126,8 @@ class Experiment:
             stop_ids,
             max_sequence_tokens=longest_sequence(config, self.heldout),
             max_concurrent_samples=config.rollout.max_concurrent_samples,
+            cache_bytes=cache_bytes(config),
+            spare_bytes=self.trainer.bytes_to_come,
             deterministic=config.runtime.deterministic,
             threads=torch.get_num_threads(),
             decode=self.template.decode,
@@ -148,6 +163,8 @@ class Experiment:
                 clock.lap("rollout")
                 self._step = StepUnderWay(fill, clock.laps)
             self.monitor.begin(self._step.fill.sampled)
+            if self.device.type == "cuda":
+                await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
             if self._step.batch is None:
                 groups, version = self._step.fill.groups, self.trainer.version
                 self._step.batch = await in_thread(self.preparer.batch, groups, version)
@@ -159,6 +176,7 @@ class Experiment:
                 give_back_memory()
                 clock.lap("update")
             await self.engine.load_weights(*self.trainer.publish())
+            await self.engine.wake()
             clock.lap("sync")
             evaluation = await self._maybe_evaluate(step + 1, clock)
             await self._record(step + 1, self._step, self._step.batch, evaluation)

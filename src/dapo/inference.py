@@ -35,6 +35,10 @@ class FoundModel:
     recipe: Path | None = None
 
 
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""One of them is in every folder that holds a model, the other where it is an adapter of one."""
+
+
 def find_model(name: str) -> FoundModel:
     """The model that ``name`` stands for: a folder in Hugging Face layout, a run folder (its last weights, which are
     model-after/ or else those of the last checkpoint), a checkpoint folder, or a name on the hub.
@@ -50,11 +54,12 @@ def find_model(name: str) -> FoundModel:
             raise ModelError(f"model {name!r}: no such folder")
         return FoundModel(name)  # whether the hub has it shows when it is loaded
     places = [folder, folder / "model", folder / "model-after", *_checkpoints(folder)]
-    found = next((place for place in places if (place / "config.json").is_file()), None)
+    found = next((place for place in places if any((place / name).is_file() for name in MODEL_FILES)), None)
     if found is None:
         raise ModelError(
-            f"model {name}: the folder holds no model: neither config.json (Hugging Face layout), nor model/ (a "
-            "checkpoint), nor model-after/ or checkpoints/ (a run folder)"
+            f"model {name}: the folder holds no model: neither config.json (Hugging Face layout), nor "
+            "adapter_config.json (a LoRA adapter), nor model/ (a checkpoint), nor model-after/ or checkpoints/ (a run "
+            "folder)"
         )
     return FoundModel(str(found), _recipe_of(found))
 
@@ -206,13 +211,14 @@ def load_engine(
     """
     import torch
 
-    from dapo.inputs import check_vocabulary, notice_generation_config, set_threads
+    from dapo.inputs import cache_bytes, check_vocabulary, device_of, notice_generation_config, set_threads
     from dapo.model.loading import context_limit, load_model, stop_token_ids
     from dapo.rollout.native.engine import NativeEngine
 
     config = prompting.config
     dtype = getattr(torch, config.model.compute_dtype)
-    model = load_model(config.model.path, dtype, config.model.trust_remote_code).requires_grad_(False)
+    model = load_model(config.model.path, dtype, config.model.trust_remote_code, device_of(config))
+    model.requires_grad_(False)
     limit = response_limit(config)
     check_positions(prompts, limit, context_limit(model))
     set_threads(config, model)
@@ -224,6 +230,7 @@ def load_engine(
         stop_ids,
         max_sequence_tokens=max(len(p.token_ids) for several in prompts.values() for p in several) + limit,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, max(samples, 1)),
+        cache_bytes=cache_bytes(config),
         deterministic=config.runtime.deterministic,
         threads=torch.get_num_threads(),
         decode=prompting.template.decode,

@@ -262,6 +262,24 @@ def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) ->
     )
 
 
+def device_of(config: Config) -> torch.device:
+    """The device of engine and trainer.
+
+    Raises:
+        ConfigError: a GPU was asked for and there is none.
+    """
+    found = torch.cuda.is_available()
+    if config.runtime.device == "cuda" and not found:
+        built = "no GPU was found" if torch.version.cuda else "this PyTorch was built for CPUs only"
+        raise ConfigError(f"runtime.device: cuda, but {built} (torch {torch.__version__}); auto or cpu will run here")
+    return torch.device("cuda" if found and config.runtime.device != "cpu" else "cpu")
+
+
+def cache_bytes(config: Config) -> int | None:
+    """What the engine may take for keys and values; None: what is free."""
+    return None if config.rollout.cache_gib is None else int(config.rollout.cache_gib * 2**30)
+
+
 def set_threads(config: Config, model: Any) -> None:
     """Threads for tensor work, and memory that is kept for it.
 

@@ -28,7 +28,13 @@ MAY_CHANGE = (
 rewards that one is put together from, too."""
 
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
-    *("runtime.threads", "rollout.max_concurrent_samples", "training.tokens_per_micro_batch"),
+    *(
+        "runtime.threads",
+        "runtime.device",
+        "rollout.max_concurrent_samples",
+        "rollout.cache_gib",
+        "training.tokens_per_micro_batch",
+    ),
     *("reward.timeout_s", "reward.memory_mb", "reward.test_timeout_s"),
 )
 """Keys that change the order of additions, and so the last bits, or which scores fail."""

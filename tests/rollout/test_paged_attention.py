@@ -5,7 +5,6 @@ Without a GPU the kernel runs in Triton's interpreter, which has to be chosen be
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,11 +14,6 @@ import torch
 from dapo.model.attention import AttentionSpec
 from dapo.rollout.native.paged import attention as paged
 from dapo.rollout.native.paged.attention import Pool, PoolShape
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # at import, so that it holds whichever test of this process needs Triton first
-    )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = 1

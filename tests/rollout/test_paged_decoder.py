@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request, Sampling
-from dapo.rollout.native.paged.decoder import PagedDecoder, Progress, Variant, minimum_pages
+from dapo.rollout.native.paged.decoder import PagedDecoder, minimum_pages
+from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator
-from dapo.rollout.native.paged.rows import Response, RowStart
 
 VOCABULARY = 50
 STOP = 7
@@ -188,7 +188,7 @@ def test_every_request_is_answered_exactly_once_over_ten_thousand() -> None:
         pages = int(rng.integers(least, 4 * least))
         rows = int(rng.integers(1, 33))
         stretch, prefill = int(rng.integers(1, 9)), int(rng.integers(1, 60))
-        decoder, device = make(rows, pages, page_tokens, max_sequence, stretch=stretch, prefill_tokens=prefill)
+        decoder, _ = make(rows, pages, page_tokens, max_sequence, stretch=stretch, prefill_tokens=prefill)
         requests = random_requests(rng, 250, max_sequence)
         answers = []
         for key, request in requests:
@@ -211,7 +211,9 @@ def test_cancelled_requests_leave_nothing_behind(data: st.DataObject) -> None:
     max_sequence = data.draw(st.integers(2, 24))
     least = minimum_pages(max_sequence, page_tokens)
     pages = data.draw(st.integers(least, 3 * least))
-    decoder, device = make(data.draw(st.integers(1, 8)), pages, page_tokens, max_sequence, stretch=data.draw(st.integers(1, 4)))
+    decoder, device = make(
+        data.draw(st.integers(1, 8)), pages, page_tokens, max_sequence, stretch=data.draw(st.integers(1, 4))
+    )
     requests = random_requests(np.random.default_rng(data.draw(st.integers(0, 999))), 12, max_sequence)
     for key, request in requests:
         decoder.submit(key, request)
@@ -268,7 +270,7 @@ def test_a_draining_tail_computes_fewer_rows() -> None:
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers() -> None:
-    with pytest.raises(EngineError, match="7 pages of 4 tokens.*24 tokens takes 8"):
+    with pytest.raises(EngineError, match=r"7 pages of 4 tokens.*24 tokens takes 8"):
         make(rows=1, pages=7, page_tokens=4, max_sequence=24)
 
 
@@ -282,7 +284,7 @@ def test_logprobs_that_are_no_numbers_stop_the_stream() -> None:
     fetch = device.fetch
     device.fetch = lambda *args: Broken([t.tolist() for t in fetch(*args).tokens])  # type: ignore[method-assign]
     decoder.submit(0, Request(5, (8,), (1,), Sampling(1.0, 3)))
-    with pytest.raises(EngineError, match="request 5, sample 0.*response token 1 are not finite"):
+    with pytest.raises(EngineError, match=r"request 5, sample 0.*response token 1 are not finite"):
         drain(decoder)
 
 

@@ -6,7 +6,6 @@ Where there is a CUDA device the kernels run on it, compiled; elsewhere Triton i
 from __future__ import annotations
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 pytest.importorskip("triton")
 
 from dapo.rollout.engine import Sampling  # noqa: E402

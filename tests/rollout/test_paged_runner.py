@@ -7,6 +7,7 @@ tested where there is a GPU (tests/gpu).
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -164,8 +165,8 @@ def test_a_cache_too_small_for_one_sequence_names_what_to_change() -> None:
 def test_the_ladder_covers_all_rows_without_much_idle_work(rows: int) -> None:
     rungs = ladder(rows)
     assert rungs == sorted(set(rungs)) and rungs[-1] == rows
-    assert all(b <= max(8, 2 * a) for a, b in zip(rungs, rungs[1:], strict=False))
-    assert all(b <= 1.34 * a for a, b in zip(rungs, rungs[1:], strict=False) if a >= 256)
+    assert all(b <= max(8, 2 * a) for a, b in itertools.pairwise(rungs))
+    assert all(b <= 1.34 * a for a, b in itertools.pairwise(rungs) if a >= 256)
 
 
 @pytest.mark.gpu
@@ -189,7 +190,9 @@ def test_no_memory_growth_and_no_recompilation_over_two_hundred_cycles() -> None
     import torch._dynamo.utils as dynamo
 
     model = ready(random_model("qwen2")).to("cuda")
-    decoder = build.paged_decoder(model, (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=16, cache_bytes=2**24)
+    decoder = build.paged_decoder(
+        model, (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=16, cache_bytes=2**24
+    )
     used, compiled = [], []
     for cycle in range(200):
         run(decoder, requests(Sampling(1.0, 4 + cycle % 20)))

@@ -132,6 +132,9 @@ StopTexts = Annotated[list[str], BeforeValidator(_stop_texts)]
 class RolloutConfig(Section):
     engine: Literal["native"] = "native"
     """Rollout engine."""
+    cache_gib: float | None = Field(None, gt=0)
+    """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
+    wait, or are interrupted and started again from the tokens they have."""
     prompts_per_step: int = Field(512, ge=1)
     """N: groups that one rollout step trains on."""
     samples_per_prompt: int = Field(16, ge=1)
@@ -324,8 +327,8 @@ class EvaluationConfig(Section):
 class RuntimeConfig(Section):
     kind: Literal["local"] = "local"
     """Placement: one process."""
-    device: Literal["cpu"] = "cpu"
-    """Device of engine and trainer."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of engine and trainer: one GPU, or the CPU. auto: a GPU if PyTorch finds one."""
     threads: int | None = Field(None, ge=1, le=1024)
     """Threads for tensor work; by default 1 for small models (whose operations are too short to share) and all cores
     for others."""

@@ -123,6 +123,12 @@ class Trainer:
         self.begin_step(0)
 
     @property
+    def bytes_to_come(self) -> int:
+        """Memory that gradients and the optimizer's two moments will take and do not take yet, in bytes."""
+        numbers = sum(p.numel() for p in self._parameters.values())
+        return 0 if self._optimizer.state else 3 * 4 * numbers
+
+    @property
     def device(self) -> torch.device:
         """Where batches have to be."""
         return self.policy.device

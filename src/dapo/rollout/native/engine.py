@@ -81,6 +81,7 @@ def make_decoder(
     max_sequence_tokens: int,
     max_concurrent_samples: int,
     cache_bytes: int | None = None,
+    spare_bytes: int = 0,
     deterministic: bool = False,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> AnyDecoder:
@@ -102,6 +103,7 @@ def make_decoder(
         max_sequence_tokens=max_sequence_tokens,
         max_concurrent_samples=max_concurrent_samples,
         cache_bytes=cache_bytes,
+        spare_bytes=spare_bytes,
         deterministic=deterministic,
         decode=decode,
     )
@@ -118,6 +120,7 @@ class NativeEngine:
         max_sequence_tokens: int,
         max_concurrent_samples: int,
         cache_bytes: int | None = None,
+        spare_bytes: int = 0,
         deterministic: bool = False,
         threads: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
@@ -129,6 +132,7 @@ class NativeEngine:
             max_sequence_tokens: longest prompt and response together.
             max_concurrent_samples: decoded at once.
             cache_bytes: for keys and values on a GPU; None: what is free, as far as it can be of use.
+            spare_bytes: of a GPU, to leave to others where ``cache_bytes`` is None.
             deterministic: pin all shapes, so that a sample's bits do not depend on what else is in flight.
             threads: for the tensor work of the engine's thread.
             decode: text of token ids, which requests with stop texts need.
@@ -142,6 +146,7 @@ class NativeEngine:
             max_sequence_tokens=max_sequence_tokens,
             max_concurrent_samples=max_concurrent_samples,
             cache_bytes=cache_bytes,
+            spare_bytes=spare_bytes,
             deterministic=deterministic,
             decode=decode,
         )

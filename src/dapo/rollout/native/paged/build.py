@@ -30,6 +30,7 @@ def paged_decoder(
     max_sequence_tokens: int,
     max_concurrent_samples: int,
     cache_bytes: int | None = None,
+    spare_bytes: int = 0,
     deterministic: bool = False,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> PagedDecoder:
@@ -41,6 +42,7 @@ def paged_decoder(
         max_sequence_tokens: longest prompt and response together.
         max_concurrent_samples: rows decoded side by side.
         cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
+        spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
         deterministic: steps always compute all rows, and prompts are computed one by one.
         decode: token ids to text, for requests with stop texts.
 
@@ -61,7 +63,9 @@ def paged_decoder(
         compile_layers(model)
     most = max_concurrent_samples * (pages_for(max_sequence_tokens, PAGE_TOKENS) + 1) + 1
     if cache_bytes is None:
-        cache_bytes = _free_bytes(model, max_concurrent_samples, vocabulary) if device.type == "cuda" else 2**63
+        cache_bytes = (
+            _free_bytes(model, max_concurrent_samples, vocabulary) - spare_bytes if device.type == "cuda" else 2**63
+        )
     pages = min(most, cache_bytes // shape.page_bytes)
     least = minimum_pages(max_sequence_tokens, PAGE_TOKENS)
     pages = max(pages, least) if cache_bytes >= least * shape.page_bytes else pages

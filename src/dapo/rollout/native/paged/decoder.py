@@ -9,7 +9,7 @@ after them the youngest sequences are *preempted*: their pages are released, and
 they had, none of which is drawn a second time. The oldest sequence always goes on, so everything finishes.
 
 Synchronous and single-threaded; ``engine.py`` runs it in a thread. It never touches a tensor itself: the
-:class:`Runner` does, and a fake one in the tests.
+:class:`~dapo.rollout.native.paged.device.Runner` does, and a fake one in the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,90 +25,12 @@ import numpy.typing as npt
 from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request
 from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.paged.device import NOTHING, Fetch, Response, RowStart, Runner, Variant
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, pages_for
-from dapo.rollout.native.paged.rows import NOTHING, Response, RowStart
 from dapo.rollout.native.stopping import StopTexts
 
 STRETCH = 32  # steps between two looks: at 4 ms a step the host's 4 ms are 3%, and a finished row idles for 16 steps
 PREFILL_TOKENS = 8192  # prompts computed in one pass: enough to fill a card
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What steps have to compute beside a token: whether any row truncates its distribution, and how many of the most
-    likely tokens any row wants reported."""
-
-    truncate: bool = False
-    top: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where the rows stand: ``lengths`` ``[R]`` tokens in the cache (-1: finished or idle), ``generated`` ``[R]``."""
-
-    lengths: npt.NDArray[np.int64]
-    generated: npt.NDArray[np.int64]
-
-
-class Fetch(Protocol):
-    """Responses on their way from the device."""
-
-    def result(self) -> list[Response]:
-        """Waits until they are here."""
-        ...
-
-
-class Runner(Protocol):
-    """The device's side: model, cache and rows."""
-
-    @property
-    def rows(self) -> int:
-        """Sequences that can be decoded side by side."""
-        ...
-
-    def rung(self, rows: int) -> int:
-        """Rows that are computed when the first ``rows`` are in use."""
-        ...
-
-    def prefill(self, tokens: npt.NDArray[np.int64], lengths: Sequence[int], slots: npt.NDArray[np.int64]) -> None:
-        """Compute keys and values of sequences laid end to end; token i goes to ``slots[i]`` (page x size + place)."""
-        ...
-
-    def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
-        """Copy whole pages, in all layers."""
-        ...
-
-    def start(self, starts: Sequence[RowStart]) -> None:
-        """Begin sequences in idle rows."""
-        ...
-
-    def stop(self, rows: Sequence[int]) -> None:
-        """Make rows idle."""
-        ...
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Give rows other numbers; the targets are idle."""
-        ...
-
-    def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
-        """Decode ``steps`` tokens for the first ``rows`` rows. Need not wait for the device."""
-        ...
-
-    def progress(self) -> Progress:
-        """Where the rows stand; waits for the device."""
-        ...
-
-    def sleep(self) -> None:
-        """Give the cache's memory back."""
-        ...
-
-    def wake(self) -> None:
-        """Take it again; a no-op when awake."""
-        ...
-
-    def fetch(self, rows: Sequence[int], counts: Sequence[int], top: int) -> Fetch:
-        """The first ``counts[i]`` tokens of each of ``rows``; these may be reused at once."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +120,7 @@ class PagedDecoder:
         self._lengths = np.full(runner.rows, -1, np.int64)
         self._generated = np.zeros(runner.rows, np.int64)
         self._ages = itertools.count()
-        self._leaving: tuple[list[_Sequence], Fetch] | None = None
+        self._leaving: tuple[list[_Sequence | None], Fetch] | None = None  # None: cancelled since
         self.preemptions = 0
 
     # -- what the engine calls -------------------------------------------------------------------------------------
@@ -236,7 +157,8 @@ class PagedDecoder:
         self._end([row for row, sequence in self._rows.items() if sequence.key == key])
         if self._leaving is not None:
             sequences, fetch = self._leaving
-            self._leaving = ([s for s in sequences if s.key != key], fetch) if any(s.key != key for s in sequences) else None
+            left = [None if s is None or s.key == key else s for s in sequences]
+            self._leaving = (left, fetch) if any(left) else None
 
     def sleep(self) -> None:
         """Give the cache's memory back. Only while nothing is left to do."""
@@ -279,11 +201,17 @@ class PagedDecoder:
 
     def _admit(self) -> None:
         """Start what there is room for, in the order in which it was asked for."""
+        starts: list[RowStart] = []
+        copies: list[tuple[int, int]] = []
         while self._waiting and len(self._rows) < self._runner.rows:
             if self._waiting[0].pages is None and not self._prefill():
-                return
-            if not self._start_first():
-                return
+                break
+            if not self._start_first(starts, copies):
+                break
+        if copies:
+            sources, targets = np.array(copies, np.int32).T
+            self._runner.copy_pages(sources, targets)
+        self._runner.start(starts)
 
     def _prefill(self) -> bool:
         """Compute the prompts at the head of the queue in one packed pass, each once for all its samples.
@@ -305,7 +233,9 @@ class PagedDecoder:
             batch.append(waiting)
         parts = [w for w in batch if w.cached]
         if parts:
-            slots = [_slots(w.pages, w.cached, self._page_tokens) for w in parts if w.pages is not None]
+            slots = [
+                _slots(w.pages, w.cached, self._page_tokens) for w in parts if w.pages is not None
+            ]  # all have them
             self._runner.prefill(
                 np.concatenate([w.tokens[:-1] for w in parts]), [w.cached for w in parts], np.concatenate(slots)
             )
@@ -326,40 +256,36 @@ class PagedDecoder:
         """Pages that the rows in use may take during a stretch: what is started on top must leave them."""
         return len(self._rows) * (pages_for(self._stretch, self._page_tokens) + 1)
 
-    def _start_first(self) -> bool:
-        """Start samples of the first that waits while there is room; False if not all of them could."""
+    def _start_first(self, starts: list[RowStart], copies: list[tuple[int, int]]) -> bool:
+        """Start samples of the first that waits while there is room; False if not all of them could.
+
+        What the device has to do for it is added to ``starts`` and ``copies`` (a page and the page to copy it to).
+        """
         waiting = self._waiting[0]
         assert waiting.pages is not None
-        full = waiting.cached // self._page_tokens
-        partial = waiting.cached % self._page_tokens > 0
+        growth = pages_for(self._stretch, self._page_tokens) + 2  # of one stretch, and the copy of a page
         free_rows = (row for row in range(self._runner.rows) if row not in self._rows)
-        starts: list[RowStart] = []
-        copies: list[tuple[int, int]] = []
-        while waiting.sequences and len(self._rows) < self._runner.rows:
-            growth = partial + pages_for(self._stretch, self._page_tokens) + 1
-            if not self._make_room(growth, keep=waiting):
-                break
-            sequence = waiting.sequences.popleft()
-            row = next(free_rows)
-            if not waiting.sequences:  # the last one takes the pages over
-                pages, waiting.pages = waiting.pages, None
-            else:
-                self._pages.share(waiting.pages[:full])
-                pages = waiting.pages[:full]
-                if partial:
-                    own = self._pages.take(1)
-                    copies.append((int(waiting.pages[full]), int(own[0])))
-                    pages = np.concatenate([pages, own])
-            self._tables.begin(row, pages)
+        while waiting.sequences and len(self._rows) < self._runner.rows and self._make_room(growth, keep=waiting):
+            row, sequence = next(free_rows), waiting.sequences.popleft()
+            # the last one takes over the pages that the others have shared
+            self._tables.begin(
+                row, self._shared(waiting.pages, waiting.cached, copies) if waiting.sequences else waiting.pages
+            )
             starts.append(self._begin(row, sequence, waiting))
-        if copies:
-            sources, targets = np.array(copies, np.int32).T
-            self._runner.copy_pages(sources, targets)
-        self._runner.start(starts)
         if waiting.sequences:
             return False
         self._waiting.popleft()
         return True
+
+    def _shared(self, pages: PageArray, tokens: int, copies: list[tuple[int, int]]) -> PageArray:
+        """Pages for one more sample: the full ones are shared; the last one, which it will write to, is copied."""
+        full = tokens // self._page_tokens
+        self._pages.share(pages[:full])
+        if full == len(pages):
+            return pages
+        own = self._pages.take(1)
+        copies.append((int(pages[full]), int(own[0])))
+        return np.concatenate([pages[:full], own])
 
     def _begin(self, row: int, sequence: _Sequence, waiting: _Waiting) -> RowStart:
         """Enter a sequence under a row's number."""
@@ -413,7 +339,9 @@ class PagedDecoder:
         sequence = self._rows[row]
         count = int(self._generated[row])
         sequence.done = self._runner.fetch([row], [count], sequence.request.sampling.top_logprobs).result()[0]
-        tokens = np.concatenate([np.array(sequence.request.prompt_ids, np.int64), sequence.done.tokens.astype(np.int64)])
+        tokens = np.concatenate(
+            [np.array(sequence.request.prompt_ids, np.int64), sequence.done.tokens.astype(np.int64)]
+        )
         self._end([row])
         self._waiting.appendleft(_Waiting(tokens, deque([sequence])))
         self.preemptions += 1
@@ -468,7 +396,8 @@ class PagedDecoder:
         if self._leaving is None:
             return []
         (sequences, fetch), self._leaving = self._leaving, None
-        return [(s.key, self._sample(s, response)) for s, response in zip(sequences, fetch.result(), strict=True)]
+        arrived = zip(sequences, fetch.result(), strict=True)
+        return [(s.key, self._sample(s, response)) for s, response in arrived if s is not None]
 
     def _sample(self, sequence: _Sequence, response: Response) -> Sample:
         request, count = sequence.request, len(response.tokens)
@@ -515,7 +444,7 @@ class PagedDecoder:
 
 
 def minimum_pages(max_sequence_tokens: int, page_tokens: int) -> int:
-    """The smallest pool in which everything still finishes: one sequence, the page it copies from its prompt, page 0."""
+    """The smallest pool in which all finish: a sequence, the page that another one copied of its prompt, and page 0."""
     return pages_for(max_sequence_tokens, page_tokens) + 2
 
 

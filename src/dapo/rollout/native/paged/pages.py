@@ -69,7 +69,8 @@ class BlockTables:
     def missing(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """How many more pages each of ``rows`` needs to hold ``tokens``."""
         needed = -(-tokens // self._page_tokens)
-        return np.maximum(needed - self.held[rows], 0)
+        short: npt.NDArray[np.int64] = np.maximum(needed - self.held[rows], 0)
+        return short
 
     def grow(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
         """Give each of ``rows`` room for ``tokens``. All at once: at 1,024 rows a loop would cost a step of decoding.

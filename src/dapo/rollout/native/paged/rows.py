@@ -8,42 +8,16 @@ the others, but reads and writes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dapo.rollout.engine import Sampling
+from dapo.rollout.native.paged.device import RowStart
 from dapo.rollout.native.sampler import RowSettings, uniforms
 
 IDLE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """Arrays of one response: ``[T]`` tokens and log-probabilities, ``[T, k]`` the most likely ones if asked for."""
-
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    top_ids: npt.NDArray[np.int32] | None = None
-    top_logprobs: npt.NDArray[np.float32] | None = None
-
-
-NOTHING = Response(np.zeros(0, np.int32), np.zeros(0, np.float32))
-
-
-@dataclass(frozen=True, slots=True)
-class RowStart:
-    """What a row begins with. ``last_token`` is the one token not yet in the cache, which the first step computes;
-    ``cached`` come before it. ``done``: its response so far, if it was interrupted."""
-
-    row: int
-    last_token: int
-    cached: int
-    seed: int
-    sampling: Sampling
-    done: Response = NOTHING
 
 
 class Rows:
@@ -95,7 +69,9 @@ class Rows:
             return
         row = self._index([s.row for s in starts])
         wide = self.uniforms.shape[1]
-        self.uniforms[row] = self._send(_stacked([uniforms(s.seed, s.sampling.max_tokens).numpy() for s in starts], wide))
+        self.uniforms[row] = self._send(
+            _stacked([uniforms(s.seed, s.sampling.max_tokens).numpy() for s in starts], wide)
+        )
         for start in starts:
             self._restore(start)
         settings = RowSettings.of([s.sampling for s in starts], self.device)

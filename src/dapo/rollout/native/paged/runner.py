@@ -19,10 +19,10 @@ from dapo.model.attention import AttentionSpec, PackedAttention
 from dapo.model.forward import hidden_states, output_head
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.paged.attention import Pool, attend, choose_splits, copy_pages, store
-from dapo.rollout.native.paged.decoder import Progress, Variant
+from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
 from dapo.rollout.native.paged.draw import draw, top_logprobs
 from dapo.rollout.native.paged.pages import PageArray
-from dapo.rollout.native.paged.rows import IDLE, Response, Rows, RowStart
+from dapo.rollout.native.paged.rows import IDLE, Rows
 from dapo.rollout.native.sampler import RowSettings
 
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
@@ -134,8 +134,8 @@ class DeviceRunner:
         except torch.OutOfMemoryError:
             free = torch.cuda.mem_get_info(device)[0]
             raise EngineError(
-                f"the cache needs {shape.bytes / 2**30:.1f} GiB again, but {free / 2**30:.1f} GiB of {device} are free: "
-                "give rollout.cache_gib a value that leaves room for training"
+                f"the cache needs {shape.bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of {device} are free: give "
+                "rollout.cache_gib a smaller value"
             ) from None
 
     def _send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -204,7 +204,7 @@ class _Arriving:
         self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for here, there in zip(self._tensors, tensors, strict=True):
             here.copy_(there, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def result(self) -> list[Response]:
@@ -234,8 +234,8 @@ class _Decode:
         self._pool, self._table, self._lengths, self._splits = pool, table, lengths, splits
 
     def attend(self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        step = [x[0].transpose(0, 1) for x in (query, key, value)]  # [R, heads, D] each
-        return attend(self._pool, spec, *step, self._table, self._lengths, self._splits).unsqueeze(0)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [R, heads, D] each
+        return attend(self._pool, spec, query, key, value, self._table, self._lengths, self._splits).unsqueeze(0)
 
 
 def ladder(rows: int) -> list[int]:
@@ -247,9 +247,7 @@ def ladder(rows: int) -> list[int]:
 
 
 def _first(settings: RowSettings, rows: int) -> RowSettings:
-    return RowSettings(
-        settings.temperature[:rows], settings.top_k[:rows], settings.top_p[:rows], settings.min_p[:rows]
-    )
+    return RowSettings(settings.temperature[:rows], settings.top_k[:rows], settings.top_p[:rows], settings.min_p[:rows])
 
 
 def _processors(device: torch.device) -> int:
