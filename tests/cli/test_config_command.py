@@ -75,7 +75,7 @@ def test_each_key_has_its_meaning_type_and_default() -> None:
 def test_without_docs_the_default_stands_behind_what_was_changed() -> None:
     text = shown("r.yaml", "--no-docs")
     assert "groups_per_update: 64  # changed; default 32" in text
-    assert len(text.splitlines()) < 120
+    assert len(text.splitlines()) < 130
 
 
 def test_without_a_recipe_there_are_the_defaults_and_a_gap() -> None:

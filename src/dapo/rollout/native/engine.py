@@ -199,6 +199,8 @@ class NativeEngine:
         await self._call(lambda: self._copy_weights(version, tensors))
 
     def _copy_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if version < self.version:
+            raise EngineError(f"weights: version {version} was given after version {self.version}")
         missing = set(self._parameters)
         with torch.no_grad():
             for name, tensor in tensors:
