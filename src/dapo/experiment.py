@@ -96,7 +96,7 @@ class Experiment:
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
-        self.device = device_of(config)
+        self.device = device_of(config, training=True)
         model = load_model(
             inputs.model or config.model.path,
             trust_remote_code=config.model.trust_remote_code,

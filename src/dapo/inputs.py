@@ -262,8 +262,8 @@ def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) ->
     )
 
 
-def device_of(config: Config) -> torch.device:
-    """The device of engine and trainer.
+def device_of(config: Config, training: bool = False) -> torch.device:
+    """The device of the engine, and with ``training`` that of engine and trainer.
 
     Raises:
         ConfigError: a GPU was asked for and there is none.
@@ -272,7 +272,8 @@ def device_of(config: Config) -> torch.device:
     if config.runtime.device == "cuda" and not found:
         built = "no GPU was found" if torch.version.cuda else "this PyTorch was built for CPUs only"
         raise ConfigError(f"runtime.device: cuda, but {built} (torch {torch.__version__}); auto or cpu will run here")
-    return torch.device("cuda" if found and config.runtime.device != "cpu" else "cpu")
+    wanted = ("cuda",) if training else ("cuda", "auto")
+    return torch.device("cuda" if found and config.runtime.device in wanted else "cpu")
 
 
 def cache_bytes(config: Config) -> int | None:

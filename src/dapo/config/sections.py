@@ -328,7 +328,8 @@ class RuntimeConfig(Section):
     kind: Literal["local"] = "local"
     """Placement: one process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of engine and trainer: one GPU, or the CPU. auto: a GPU if PyTorch finds one."""
+    """Device: one GPU, or the CPU. auto: a GPU, if PyTorch finds one, to generate and evaluate; `dapo train` takes it
+    only when told `cuda`, as training has not been run there yet."""
     threads: int | None = Field(None, ge=1, le=1024)
     """Threads for tensor work; by default 1 for small models (whose operations are too short to share) and all cores
     for others."""

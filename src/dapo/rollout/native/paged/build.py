@@ -94,12 +94,18 @@ def paged_decoder(
 def pool_shape(model: Any) -> PoolShape:
     """Of a pool for ``model``, in the type of its weights and with no page yet."""
     config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim % 8:
+        raise ModelError(
+            f"model: its heads have {head_dim} numbers; the paged cache of the native engine needs a multiple of 8. "
+            "runtime.device=cpu can serve it"
+        )
     return PoolShape(
         layers=config.num_hidden_layers,
         pages=0,
         kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         page_tokens=PAGE_TOKENS,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim,
         dtype=next(model.parameters()).dtype,
     )
 
