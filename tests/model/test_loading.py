@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from dapo.errors import ModelError
 from dapo.model.loading import ROPE_TYPES, SUPPORTED, check_supported, load_model
@@ -173,3 +174,25 @@ def test_the_page_names_the_rope_types_and_the_options_that_are_refused() -> Non
     for *_, message in OPTIONS:
         word = re.sub(r"rope type |type |'", "", message)
         assert f"`{word}`" in text, word
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_model_too_large_for_the_gpu_says_what_it_takes(
+    loaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model("qwen2")
+    numbers = sum(p.numel() for p in model.parameters())
+    model.save_pretrained(tmp_path)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 3 * 2**30))
+    monkeypatch.setattr(type(model), "to", full)
+    if not loaded:
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(ModelError) as caught:
+        load_model(model if loaded else tmp_path, torch.float32, device="cuda")
+    size = f"{numbers * 4 / 2**30:.1f} GiB in float32"
+    assert size in str(caught.value) and "1.0 of 3.0 GiB of cuda are free" in str(caught.value)
+    assert "bfloat16 takes half" in str(caught.value)

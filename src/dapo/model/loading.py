@@ -63,8 +63,11 @@ def load_model(
     else:
         model = _taken_as_it_is(source)
     _cast(model, dtype)
-    if device is not None:
-        model.to(device)
+    try:
+        if device is not None:
+            model.to(device)
+    except torch.OutOfMemoryError:
+        raise _too_large("model", model, dtype, device) from None
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise ModelError(f"model: the weights {name} hold NaN or infinity")
@@ -103,6 +106,10 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
             output_loading_info=True,
             **_straight_to(device),
         )
+    except torch.OutOfMemoryError:
+        with torch.device("meta"):
+            shape = AutoModelForCausalLM.from_config(config)
+        raise _too_large(f"model {path}", shape, dtype, device) from None
     except Exception as error:  # a damaged weight file raises whatever its reader raises
         raise ModelError(_explain("model", path, error)) from None
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -113,6 +120,15 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
     if has_adapter(model):  # Transformers puts on one that it finds on the hub, of any kind
         raise ModelError(f"model {path}: is an adapter on the hub; download it and name its folder")
     return model
+
+
+def _too_large(what: str, model: Any, dtype: torch.dtype, device: torch.device | str | None) -> ModelError:
+    """For a model that does not fit onto a GPU: what it takes and what there is."""
+    size = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    free, whole = torch.cuda.mem_get_info(device)
+    have = f"{free / 2**30:.1f} of {whole / 2**30:.1f} GiB of {device} are free"
+    hint = "; model.compute_dtype=bfloat16 takes half of that" if dtype == torch.float32 else ""
+    return ModelError(f"{what}: its weights take {size / 2**30:.1f} GiB in {str(dtype)[6:]}, but {have}{hint}")
 
 
 def _straight_to(device: torch.device | str) -> dict[str, Any]:
