@@ -156,6 +156,19 @@ def test_sleep_gives_the_pool_back_and_waking_changes_nothing() -> None:
     assert all(again[key].token_ids.tolist() == before[key].token_ids.tolist() for key in before)
 
 
+def test_warming_up_touches_no_page_of_a_sequence() -> None:
+    model = random_model("qwen2")
+    asked = requests(Sampling(1.0, 24))
+    decoder = paged(model)
+    for request in asked:
+        decoder.submit(0, request)
+    out = decoder.step()
+    decoder._runner.warm_up()  # type: ignore[attr-defined]
+    while decoder.busy:
+        out += decoder.step()
+    check_equal({(s.request_id, s.index): s for _, s in out}, run(slots(model), asked))
+
+
 def test_a_cache_too_small_for_one_sequence_names_what_to_change() -> None:
     with pytest.raises(ModelError, match=r"cache of one sequence of 64 tokens takes .* GiB.*rollout\.cache_gib"):
         paged(random_model("qwen2"), pages=minimum_pages(LONGEST, PAGE) - 1)

@@ -16,12 +16,16 @@ from dapo.data.cache import cache_folder
 from dapo.model.attention import LAYER_NUMBER
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers(model: Any, **options: Any) -> None:
     """Have ``torch.compile`` compile the decoder layers of ``model`` on their first call, for any number of tokens.
 
     Attention stays outside of the compiled code (:func:`dapo.model.attention.opaque_attention`). What a layer reads
     about itself becomes part of its code; its number must not, or every layer would be compiled anew, so it travels as
     a tensor.
+
+    Args:
+        model: from :func:`dapo.model.loading.load_model`, where it is to stay.
+        options: further ones of ``torch.compile``.
     """
     keep_compiled_code()
     for module in model.modules():
@@ -29,7 +33,7 @@ def compile_layers(model: Any) -> None:
         if isinstance(number, int):
             module.register_buffer(LAYER_NUMBER, torch.tensor(number), persistent=False)
     for layer in decoder_layers(model):
-        layer.compile(dynamic=True, fullgraph=True)
+        layer.compile(dynamic=True, fullgraph=True, **options)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -78,6 +78,8 @@ def paged_decoder(
     pool = Pool(replace(shape, pages=pages), device)
     runner = DeviceRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
     runner.wake()
+    if device.type == "cuda":
+        runner.warm_up()
     return PagedDecoder(
         runner,
         pages=pages,

@@ -27,6 +27,8 @@ from dapo.rollout.native.sampler import RowSettings
 
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
 
+FIRST_TOKENS = 67
+
 
 class DeviceRunner:
     """Implements :class:`~dapo.rollout.native.paged.decoder.Runner` for a Transformers model."""
@@ -59,6 +61,15 @@ class DeviceRunner:
 
     def rung(self, rows: int) -> int:
         return next(rung for rung in self._ladder if rung >= rows)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Have the layers compiled. A first number of tokens that happens to be a size of the model, such as its heads',
+        is taken for that size, and the layers are compiled a second time for all others; a prime never is one."""
+        tokens = torch.zeros(FIRST_TOKENS, dtype=torch.int64, device=self.state.device)
+        positions = torch.arange(FIRST_TOKENS, device=self.state.device)
+        page_0 = positions % self.pool.shape.page_tokens
+        hidden_states(self.model, tokens, positions, _Prefill(self.pool, [FIRST_TOKENS], page_0))
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 

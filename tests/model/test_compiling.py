@@ -1,0 +1,67 @@
+"""Compiled layers give what the layers themselves give, from one piece of code for all layers of a kind.
+
+Traced and not translated here (``aot_eager``): that takes seconds. Translated for a GPU they are tested in
+tests/rollout/test_paged_runner.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from dapo.model.attention import PackedAttention
+from dapo.model.compiling import compile_layers, decoder_layers, keep_compiled_code
+from dapo.model.forward import hidden_states
+from dapo.model.loading import load_model
+from dapo.rollout.native.paged.runner import FIRST_TOKENS
+from helpers import ARCHITECTURES, VOCAB, random_model
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+
+
+def forward(model: Any, lengths: list[int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.inference_mode():
+        return hidden_states(model, tokens, positions, PackedAttention(lengths))
+
+
+@pytest.mark.parametrize(("architecture", "kinds"), [("qwen2", 1), ("gemma2", 2), ("gpt2", 1)])
+def test_all_layers_of_a_kind_share_one_piece_of_code(architecture: str, kinds: int) -> None:
+    layers = {"n_layer" if architecture == "gpt2" else "num_hidden_layers": 4}
+    model = load_model(random_model(architecture, **layers))
+    compiled = copy.deepcopy(model)
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(compiled, backend="aot_eager")
+    for lengths in ([FIRST_TOKENS], [5, 3], [16], [7, 9, 21], [40, 2]):
+        torch.testing.assert_close(forward(compiled, lengths), forward(model, lengths), atol=1e-6, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == kinds
+    assert not compiled.state_dict().keys() - model.state_dict().keys(), "layer numbers are no weights"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_layers_are_found(architecture: str) -> None:
+    model = random_model(architecture)
+    assert len(decoder_layers(model)) == model.config.get_text_config().num_hidden_layers
+
+
+def test_compiled_code_is_kept_where_the_next_process_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
