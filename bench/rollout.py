@@ -46,7 +46,8 @@ from rich.table import Table
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from rollout_work import (  # noqa: E402  (a module beside this one)
+from rollout_vllm import named  # noqa: E402  (modules beside this one)
+from rollout_work import (  # noqa: E402
     INSTRUCTION,
     SHAPES,
     Limits,
@@ -86,11 +87,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     work.add_argument("--model", type=Path, help="folder of the real model; without, random weights")
     work.add_argument("--shape", default="0.5b", choices=sorted(SHAPES), help="of random weights")
     work.add_argument("--prompts", default="128", help="how many, or with --model a JSON Lines file with 'prompt'")
-    work.add_argument("--samples", type=int, default=16, help="for each prompt")
-    work.add_argument("--limit", type=int, default=768, help="response tokens at most")
-    work.add_argument("--concurrent", type=int, default=1024, help="sequences at once in our engine")
-    work.add_argument("--repeats", type=int, default=3, help="of ours; the median counts")
-    work.add_argument("--peer-repeats", type=int, default=1, help="of vLLM's; the best counts")
+    work.add_argument("--samples", type=positive, default=16, help="for each prompt")
+    work.add_argument("--limit", type=positive, default=768, help="response tokens at most")
+    work.add_argument("--concurrent", type=positive, default=1024, help="sequences at once in our engine")
+    work.add_argument("--repeats", type=positive, default=3, help="of ours; the median counts")
+    work.add_argument("--peer-repeats", type=positive, default=1, help="of vLLM's; the best counts")
     work.add_argument("--no-mismatch", action="store_true", help="leave out the comparison with the trainer")
     work.add_argument("--write-lengths", type=Path, metavar="FILE", help="ours, with --model: save response lengths")
     peer = parser.add_argument_group("vLLM's settings")
@@ -98,17 +99,36 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     peer.add_argument("--best", metavar="NAME", help="setting to compare with, in place of search.json's best")
     state = parser.add_argument_group("steady states")
     state.add_argument("--shapes", nargs="+", default=["0.5b"], choices=sorted(SHAPES))
-    state.add_argument("--rows", nargs="+", type=int, default=[256, 1024, 2048])
-    state.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 16384])
-    state.add_argument("--lead", type=int, default=32, help="tokens before the measured ones")
-    state.add_argument("--steps", type=int, default=256, help="measured decode steps")
+    state.add_argument("--rows", nargs="+", type=positive, default=[256, 1024, 2048])
+    state.add_argument("--contexts", nargs="+", type=positive, default=[512, 2048, 16384])
+    state.add_argument("--lead", type=positive, default=32, help="tokens before the measured ones")
+    state.add_argument("--steps", type=positive, default=256, help="measured decode steps")
     state.add_argument("--sides", nargs="+", default=["ours"], choices=["ours", "vllm"], help="also of startup")
     options = parser.parse_args(arguments)
+    for setting in [*options.search, *([options.best] if options.best else [])]:
+        try:
+            named(setting)
+        except ValueError as error:
+            parser.error(str(error))
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out}: is a file")
+    if options.model is not None and not options.model.is_dir():
+        parser.error(f"--model {options.model}: no such folder")
+    if options.model is None and not (options.prompts.isdigit() and int(options.prompts)):
+        parser.error(f"--prompts {options.prompts}: a number above 0, or with --model a file")
     if options.model is not None and options.prompts.isdigit():
         parser.error("--model needs --prompts FILE")
     if options.model is None and options.write_lengths:
         parser.error("--write-lengths needs --model: with random weights lengths are those of the list already")
     return options
+
+
+def positive(text: str) -> int:
+    """An option's whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
 
 
 # --- the work ---------------------------------------------------------------------------------------------------------
@@ -599,5 +619,18 @@ COMMANDS = {
     "startup": startup,
 }
 
+
+def _failed(found: dict[str, Any]) -> bool:
+    """Whether a side did not work, or a comparison is void."""
+    return bool(found.get("void")) or any(side.get("error") for side in found.get("sides", []))
+
+
 if __name__ == "__main__":
-    main()
+    # a side is a session of its own; ended by an exception, and not by the signal, this process stops it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    from dapo.errors import UserError
+
+    try:
+        sys.exit(_failed(main()))
+    except UserError as error:
+        sys.exit(f"error: {error}")

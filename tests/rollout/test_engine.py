@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -406,3 +409,113 @@ def test_an_unsupported_architecture_is_refused_by_name(kind: str) -> None:
 
     with pytest.raises(ModelError, match=f"'{kind}' is not supported.*Qwen2"):
         check_supported(AutoConfig.for_model(kind))
+
+
+def test_a_cancelled_command_does_not_keep_others_waiting_when_the_engine_closes() -> None:
+    async def run() -> list[Any]:
+        engine = make_engine()
+        hold, held = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            held.set()
+            hold.wait(10)
+
+        first = asyncio.ensure_future(engine._call(wait))
+        await asyncio.to_thread(held.wait, 10)
+        second, third = (asyncio.ensure_future(engine.wake()) for _ in range(2))
+        await asyncio.sleep(0)
+        second.cancel()
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0.05)
+        hold.set()
+        await closing
+        return await asyncio.wait_for(asyncio.gather(first, second, third, return_exceptions=True), 5)
+
+    outcomes = asyncio.run(run())
+    assert isinstance(outcomes[1], asyncio.CancelledError)
+    assert isinstance(outcomes[2], EngineError) and "closed" in str(outcomes[2])
+
+
+def test_the_engine_outlives_the_event_loop_of_a_consumer() -> None:
+    engine = make_engine()
+
+    async def leave_early() -> None:
+        stream = engine.generate([Request(0, (3, 4), tuple(range(4)), Sampling(1.0, 20))])
+        await anext(stream)
+
+    async def ask() -> int:
+        found = [s async for s in engine.generate([Request(1, (3, 4), (1,), Sampling(1.0, 5))])]
+        await engine.close()
+        return len(found)
+
+    for _ in range(5):
+        asyncio.run(leave_early())
+    assert asyncio.run(ask()) == 1
+
+
+def test_weights_that_arrive_in_part_are_not_used() -> None:
+    async def run() -> None:
+        engine = make_engine()
+        whole = [(name, p.clone()) for name, p in engine._parameters.items()]
+        with pytest.raises(EngineError, match="were not given"):
+            await engine.load_weights(2, whole[:-1])
+        with pytest.raises(EngineError, match="version 2 arrived in part"):
+            await anext(engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))]))
+        await engine.load_weights(2, whole)
+        assert [s.versions[0] async for s in engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))])] == [2]
+        with pytest.raises(EngineError, match="version 1 was given after version 2"):
+            await engine.load_weights(1, whole)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_fault_while_samples_start_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(MODEL, (1,), max_sequence_tokens=40, max_concurrent_samples=4)
+    good = Request(0, (3, 4), (5, 6, 7), Sampling(1.0, 5))
+    start, calls = decoder.cache.start, itertools.count()
+
+    def failing(prompt: Any) -> int:
+        if next(calls) == 2:
+            raise MemoryError
+        return start(prompt)
+
+    monkeypatch.setattr(decoder.cache, "start", failing)
+    decoder.submit(0, good)
+    with pytest.raises(MemoryError):
+        decoder.step()
+    decoder.reset()
+    assert decoder.cache.room() == 4
+    decoder.submit(0, good)
+    found = []
+    while decoder.busy:
+        found += decoder.step()
+    assert sorted(s.index for _, s in found) == [0, 1, 2]
+
+
+def test_requests_without_samples_and_odd_seeds() -> None:
+    decoder = Decoder(MODEL, (1,), max_sequence_tokens=40, max_concurrent_samples=4)
+    decoder.submit(0, Request(0, (3,), (), Sampling(1.0, 5)))
+    assert not decoder.busy
+    with pytest.raises(EngineError, match="a seed is -1"):
+        decoder.check(Request(0, (3,), (-1,), Sampling(1.0, 5)))
+    with pytest.raises(EngineError, match="temperature is 1e-40"):
+        decoder.check(Request(0, (3,), (1,), Sampling(1e-40, 5)))
+
+
+def test_prompts_that_wait_are_computed_with_the_weights_in_use() -> None:
+    """Two rows, four samples: the last two start after the weights have become zero, so every token is as likely."""
+    model = copy_model(load_model(random_model("qwen2")), torch.float32)
+    decoder = Decoder(model, (1,), max_sequence_tokens=40, max_concurrent_samples=2)
+    decoder.submit(0, Request(0, (3, 4), (5, 6, 7, 8), Sampling(1.0, 3)))
+    found = decoder.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    decoder.use_weights(1)
+    while decoder.busy:
+        found += decoder.step()
+    later = [s for _, s in found if s.index >= 2]
+    assert len(later) == 2 and all(set(s.versions.tolist()) == {1} for s in later)
+    for sample in later:
+        np.testing.assert_allclose(sample.logprobs, -np.log(model.config.vocab_size), atol=1e-5)

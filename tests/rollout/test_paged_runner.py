@@ -1,7 +1,7 @@
 """The paged decoder with real models, on the CPU: the same tokens as the slot decoder, for every architecture.
 
 The slot decoder is compared with Transformers in test_against_transformers.py. Kernels, compiled layers and graphs are
-tested where there is a GPU (tests/gpu).
+tested where there is a GPU (those marked gpu).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ready(model: Any) -> Any:
     return copy_model(load_model(copy.deepcopy(model)), torch.float32)
 
 
-def paged(model: Any, rows: int = 8, pages: int | None = None, **options: Any) -> PagedDecoder:
+def paged(model: Any, rows: int = 16, pages: int | None = None, **options: Any) -> PagedDecoder:
     model = ready(model)
     size = None if pages is None else pages * build.pool_shape(model).page_bytes
     return build.paged_decoder(
@@ -69,8 +69,8 @@ def slots(model: Any) -> Decoder:
     return Decoder(ready(model), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=8)
 
 
-def check_equal(ours: dict[tuple[int, int], Sample], theirs: dict[tuple[int, int], Sample]) -> None:
-    """Same tokens; where rounding decided one, nothing after it can be compared."""
+def check_equal(ours: dict[tuple[int, int], Sample], theirs: dict[tuple[int, int], Sample], may_part: int = 0) -> None:
+    """Same tokens; of ``may_part`` samples rounding may decide one, after which nothing can be compared."""
     assert ours.keys() == theirs.keys()
     parted = 0
     for key, sample in ours.items():
@@ -82,7 +82,7 @@ def check_equal(ours: dict[tuple[int, int], Sample], theirs: dict[tuple[int, int
         np.testing.assert_allclose(sample.logprobs[:same], other.logprobs[:same], atol=1e-4)
         if not len(differ):
             assert sample.length == other.length and sample.finish_reason == other.finish_reason
-    assert parted <= 1
+    assert parted <= may_part
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -169,6 +169,58 @@ def test_warming_up_touches_no_page_of_a_sequence() -> None:
     check_equal({(s.request_id, s.index): s for _, s in out}, run(slots(model), asked))
 
 
+def test_an_engine_that_sleeps_is_not_run() -> None:
+    decoder = paged(random_model("qwen2"))
+    decoder.sleep()
+    decoder.submit(0, Request(0, (5,), (1,), Sampling(1.0, 3)))  # a prompt of one token needs no prefill
+    with pytest.raises(EngineError, match="asleep"):
+        decoder.step()
+    decoder.reset()
+    decoder.wake()
+    assert run(decoder, [Request(0, (5,), (1,), Sampling(1.0, 3))])
+
+
+def test_a_sequence_interrupted_across_new_weights_keeps_its_versions() -> None:
+    """And those that were not: every token carries the version of the weights that drew it."""
+    model = random_model("qwen2")
+    decoder = paged(model, pages=minimum_pages(LONGEST, PAGE))
+    for request in requests(Sampling(1.0, 24)):
+        decoder.submit(0, request)
+    found, version = [], 0
+    while decoder.busy:
+        found += [s for _, s in decoder.step()]
+        version += 1
+        decoder.use_weights(version)
+    assert decoder.preemptions >= 2 and len(found) == 18
+    for sample in found:
+        assert (np.diff(sample.versions) >= 0).all()
+        # a stretch is five tokens, all of one version, and none more than a stretch is of the same
+        assert np.bincount(sample.versions).max() <= 5
+
+
+def test_deterministic_steps_compute_all_rows() -> None:
+    """The reference attention gathers as far as the longest row, so its last bits are not held against it."""
+    decoder = paged(random_model("qwen2"), deterministic=True)
+    runner = decoder._runner
+    assert {runner.rung(rows) for rows in (1, 5, 16)} == {16}
+    alone = run(decoder, requests(Sampling(1.0, 24))[:1])
+    together = run(decoder, requests(Sampling(1.0, 24)))
+    check_equal(alone, {key: together[key] for key in alone})
+
+
+def test_memory_for_steps_and_prompts_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("qwen2")
+    config = model.config
+    wide = 4 * config.hidden_size + 3 * config.intermediate_size
+    got = build._working_bytes(model, rows=10, longest=100_000)
+    assert got == 10 * config.vocab_size * 4 + 2 * 100_000 * wide * 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
+    assert build._free_bytes(torch.device("cuda"), 2 * 2**30) == int(10 * 2**30 * 0.9)
+    assert build._free_bytes(torch.device("cuda"), 20 * 2**30) == 0
+
+
 def test_a_cache_too_small_for_one_sequence_names_what_to_change() -> None:
     with pytest.raises(ModelError, match=r"cache of one sequence of 64 tokens takes .* GiB.*rollout\.cache_gib"):
         paged(random_model("qwen2"), pages=minimum_pages(LONGEST, PAGE) - 1)
@@ -191,7 +243,7 @@ def test_compiled_and_captured_steps_give_the_tokens_of_the_cpu(architecture: st
         ready(model).to("cuda"), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=16, cache_bytes=2**24
     )
     ours = run(on_gpu, asked)
-    check_equal(ours, run(slots(model), asked))
+    check_equal(ours, run(slots(model), asked), may_part=1)
     on_gpu.sleep()
     on_gpu.wake()  # the graphs find the pool at its new place
     again = run(on_gpu, asked)

@@ -182,7 +182,7 @@ def test_stop_texts_need_a_tokenizer() -> None:
 def test_a_run_trains_on_responses_that_end_with_a_stop_text(tmp_path: Path) -> None:
     """And its evaluations, which have no texts of their own, end with them too."""
     run(tmp_path / "run", {"rollout.stop": ["1", "23"]}, heldout=PROMPTS[:4])
-    samples = [s for file in RunFolder(tmp_path / "run").samples.iterdir() for s in read_samples(file)]
+    samples = [s for file in RunFolder(tmp_path / "run").samples.glob("*.jsonl") for s in read_samples(file)]
     found = [s["response"] for s in samples if "1" in s["response"] or "23" in s["response"]]
     assert len(found) > 3
     assert all(text.endswith(("1", "23")) and "1" not in text[:-1] and "23" not in text[:-1] for text in found)

@@ -7,6 +7,7 @@ layers. So engine and trainer use its backbone and head as those of any other, a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +54,10 @@ def find_adapter(path: str | Path) -> Adapter | None:
     if not file.is_file():
         return None
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"), parse_constant=_no_number)
         if not isinstance(settings, dict):
             raise ValueError("not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"adapter {folder}: {CONFIG_FILE} cannot be read: {error}") from None
     _check_settings(folder, settings)
     if not (folder / WEIGHTS_FILE).is_file():
@@ -65,8 +66,8 @@ def find_adapter(path: str | Path) -> Adapter | None:
     if not base or not isinstance(base, str):
         raise ModelError(f"adapter {folder}: {CONFIG_FILE} names no model in base_model_name_or_path")
     beside = folder / base
-    found = str(beside.resolve()) if beside.is_dir() else base
-    if (Path(found).expanduser() / CONFIG_FILE).is_file():
+    found = str(beside.resolve()) if os.path.isdir(beside) else base  # noqa: PTH112  (the method raises for a name that is too long)
+    if os.path.isfile(Path(found).expanduser() / CONFIG_FILE):  # noqa: PTH113
         raise ModelError(
             f"adapter {folder}: its base {base} is a folder with an adapter, too; one adapter is served, on a model of "
             "its own folder. Name that in base_model_name_or_path"
@@ -74,9 +75,13 @@ def find_adapter(path: str | Path) -> Adapter | None:
     return Adapter(folder, found, settings)
 
 
+def _no_number(text: str) -> float:
+    raise ValueError(f"it holds {text}, which is no number")
+
+
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     kind = str(settings.get("peft_type"))
-    served = "served are LoRA, rank-stabilized LoRA and DoRA on linear layers; merge the adapter into its model instead"
+    served = "served are LoRA, rank-stabilized LoRA and DoRA on linear layers"
     if kind != "LORA":
         raise ModelError(f"adapter {folder}: peft_type {kind} is not served; {served}")
     if settings.get("task_type") not in (None, "CAUSAL_LM"):
@@ -149,4 +154,6 @@ def check_ends(model: Any) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What an error says: where the first line only announces it, the next one too."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

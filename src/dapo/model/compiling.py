@@ -10,10 +10,13 @@ import os
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo
 from torch import nn
 
 from dapo.data.cache import cache_folder
 from dapo.model.attention import LAYER_NUMBER
+
+RECOMPILE_LIMIT = 512
 
 
 def compile_layers(model: Any, **options: Any) -> None:
@@ -28,6 +31,9 @@ def compile_layers(model: Any, **options: Any) -> None:
         options: further ones of ``torch.compile``.
     """
     keep_compiled_code()
+    # Its limit counts all models of the process, and kinds of layers in each: GPT-2's may all differ.
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(dynamo, name, max(getattr(dynamo, name), RECOMPILE_LIMIT))
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int):

@@ -71,6 +71,10 @@ class KVCache(Protocol):
         """The decode step is done: every row in use has a token more."""
         ...
 
+    def clear(self) -> None:
+        """End all sequences."""
+        ...
+
     def drop(self) -> None:
         """Give the memory back. Only while no row is in use."""
         ...
@@ -125,14 +129,18 @@ class SlotCache:
             raise RuntimeError(f"{self._in_use} sequences are still in the cache")
         self._keys, self._values = [], []
 
+    def clear(self) -> None:
+        self._in_use = 0
+        self.lengths.zero_()
+
     def add_prompts(self, lengths: Sequence[int], users: Sequence[int]) -> tuple[AttentionContext, list[PromptEntry]]:
         entries = [PromptEntry(length, n) for length, n in zip(lengths, users, strict=True)]
         return _Prefill(entries), entries
 
     def start(self, prompt: PromptEntry) -> int:
         if not self._keys:
-            self._keys = [_untouched_zeros(self._shape, self._dtype) for _ in range(self._layers)]
-            self._values = [_untouched_zeros(self._shape, self._dtype) for _ in range(self._layers)]
+            stores = [_untouched_zeros(self._shape, self._dtype) for _ in range(2 * self._layers)]
+            self._keys, self._values = stores[::2], stores[1::2]  # both or neither
         row = self._in_use
         self._in_use += 1
         for layer in range(self._layers):

@@ -12,6 +12,9 @@ MOST_TOP_LOGPROBS = 20
 """They are for people to look at. A kernel keeps so many candidates at hand for every row, and a response carries them
 for every token, so that a large number would cost more than the sampling itself."""
 
+LEAST_TEMPERATURE = 1e-4
+"""Logits divided by less would overflow, and the distribution is greedy long before that."""
+
 
 def check_request(request: Request, *, vocabulary: int, max_sequence: int, can_decode: bool) -> None:
     """Refuse a request that cannot be served, or whose settings mean nothing.
@@ -29,6 +32,14 @@ def check_request(request: Request, *, vocabulary: int, max_sequence: int, can_d
         raise EngineError(f"request {request.id}: {problem}")
 
 
+def not_finite(request: Request, index: int, place: int) -> EngineError:
+    """For a sample whose token at ``place`` (from 0) has a log-probability that is no number."""
+    return EngineError(
+        f"request {request.id}, sample {index}: the model's logits at response token {place + 1} are not finite; are "
+        "its weights?"
+    )
+
+
 def _problems(request: Request, vocabulary: int, max_sequence: int, can_decode: bool) -> Iterator[str]:
     prompt, sampling = request.prompt_ids, request.sampling
     if not prompt:
@@ -42,14 +53,16 @@ def _problems(request: Request, vocabulary: int, max_sequence: int, can_decode: 
             f"{len(prompt)} prompt tokens and up to {sampling.max_tokens} response tokens exceed the engine's "
             f"{max_sequence}"
         )
+    if min(request.seeds, default=0) < 0:
+        yield f"a seed is {min(request.seeds)}, it must be 0 or more"
     yield from _nonsense(sampling)
     yield from _stop_problems(sampling, can_decode)
 
 
 def _nonsense(sampling: Sampling) -> Iterator[str]:
     """Written so that not-a-number, which compares with nothing, is refused too."""
-    if not 0 <= sampling.temperature < math.inf:
-        yield f"temperature is {sampling.temperature}, it must be 0 (greedy) or a number above"
+    if sampling.temperature != 0 and not LEAST_TEMPERATURE <= sampling.temperature < math.inf:
+        yield f"temperature is {sampling.temperature}, it must be 0 (greedy) or at least {LEAST_TEMPERATURE}"
     if not 0 < sampling.top_p <= 1:
         yield f"top_p is {sampling.top_p}, it must be above 0 and at most 1 (off)"
     if not 0 <= sampling.min_p < 1:

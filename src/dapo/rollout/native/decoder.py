@@ -19,7 +19,7 @@ from dapo.model.forward import hidden_states, output_head
 from dapo.records import FinishReason, Sample
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.cache import KVCache, PromptEntry, SlotCache
-from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.checks import check_request, not_finite
 from dapo.rollout.native.sampler import most_likely, sample, uniforms
 from dapo.rollout.native.stopping import StopTexts
 
@@ -76,7 +76,8 @@ class Decoder:
             decode: token ids to text, for requests with stop texts; without it they are refused.
         """
         self.model = model
-        self.use_weights(0)
+        self.version = 0
+        self._head = output_head(model).in_float32()
         self._vocabulary = self._head.weight.shape[0]
         self._stop = frozenset(stop_token_ids)
         self._max_sequence = max_sequence_tokens
@@ -96,6 +97,8 @@ class Decoder:
         """
         self.version = version
         self._head = output_head(self.model).in_float32()
+        for waiting in self._waiting:  # prompts computed ahead are computed anew
+            waiting.prompt = waiting.logits = None
 
     def sleep(self) -> None:
         """Give the cache's memory back. Only while nothing is left to do."""
@@ -124,7 +127,8 @@ class Decoder:
 
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
-        self._waiting.append(_Waiting(key, request))
+        if request.seeds:
+            self._waiting.append(_Waiting(key, request))
 
     @torch.inference_mode()  # rows are moved, and the cache was made in this mode
     def cancel(self, key: int) -> None:
@@ -136,9 +140,11 @@ class Decoder:
                 self._remove(row)
 
     def reset(self) -> None:
-        """Forget all requests: the way out after an error."""
-        for key in {w.key for w in self._waiting} | {r.key for r in self._rows} | {k for k, _ in self._finished}:
-            self.cancel(key)
+        """Forget all requests: the way out after an error, in whatever state that left the cache."""
+        self._waiting.clear()
+        self._rows.clear()
+        self._finished.clear()
+        self.cache.clear()
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:
@@ -169,7 +175,7 @@ class Decoder:
             batch.append(waiting)
         prompts = [w.request.prompt_ids for w in batch]
         lengths = [len(p) for p in prompts]
-        context, entries = self.cache.add_prompts(lengths, [len(w.request.seeds) for w in batch])
+        context, entries = self.cache.add_prompts(lengths, [len(w.request.seeds) - w.next_index for w in batch])
         token_ids = torch.tensor([t for p in prompts for t in p])
         position_ids = torch.cat([torch.arange(n) for n in lengths])
         hidden = hidden_states(self.model, token_ids, position_ids, context)
@@ -184,12 +190,14 @@ class Decoder:
         request, prompt, logits = waiting.request, waiting.prompt, waiting.logits
         assert prompt is not None and logits is not None
         count = min(self.cache.room(), len(request.seeds) - waiting.next_index)
-        started = []
-        for index in range(waiting.next_index, waiting.next_index + count):
+        limit, first = request.sampling.max_tokens, waiting.next_index
+        started = [
+            _Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit))
+            for index in range(first, first + count)
+        ]
+        for row in started:
             self.cache.start(prompt)
-            limit = request.sampling.max_tokens
-            started.append(_Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit)))
-        self._rows += started
+            self._rows.append(row)
         waiting.next_index += count
         if waiting.next_index == len(request.seeds):
             self._waiting.popleft()
@@ -215,6 +223,9 @@ class Decoder:
             for row, top in zip(rows, most_likely(logits, settings), strict=True):
                 row.top += [top] if top else []
         tokens, logprobs = sample(logits, uniform, settings)
+        if not bool(logprobs.isfinite().all()):
+            row = rows[int((~logprobs.isfinite()).nonzero()[0])]
+            raise not_finite(row.request, row.index, len(row.tokens))
         done = []
         for offset, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
             row.tokens.append(token)

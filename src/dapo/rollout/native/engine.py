@@ -156,6 +156,7 @@ class NativeEngine:
         self._streams: dict[int, Callable[[_Event], None]] = {}
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
+        self._incomplete: int | None = None  # version of weights that have not arrived whole
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -176,6 +177,8 @@ class NativeEngine:
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
         def submit() -> None:
+            if self._incomplete is not None:
+                raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
             self._streams[key] = deliver
             for request in requests:
                 self._decoder.submit(key, request)
@@ -202,6 +205,7 @@ class NativeEngine:
         if version < self.version:
             raise EngineError(f"weights: version {version} was given after version {self.version}")
         missing = set(self._parameters)
+        self._incomplete = version
         with torch.no_grad():
             for name, tensor in tensors:
                 target = self._parameters.get(name)
@@ -212,6 +216,7 @@ class NativeEngine:
                 missing.discard(name)
         if missing:
             raise EngineError(f"weights: {len(missing)} parameters were not given, such as {min(missing)}")
+        self._incomplete = None
         self._decoder.use_weights(version)
 
     async def sleep(self) -> None:
@@ -268,7 +273,7 @@ class NativeEngine:
         self._fail_streams(error)
         with self._changed:
             for _, future in self._commands:
-                if future is not None:
+                if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(error)
             self._commands.clear()
 
@@ -292,19 +297,27 @@ class NativeEngine:
             finished = self._decoder.step()
         except Exception as error:
             self._decoder.reset()
-            self._fail_streams(EngineError(f"decoding failed: {type(error).__name__}: {error}"))
+            known = isinstance(error, EngineError)
+            self._fail_streams(error if known else EngineError(f"decoding failed: {type(error).__name__}: {error}"))
             return
         for key, sample in finished:
-            if key in self._streams:
-                self._streams[key](sample)
+            if key in self._streams and not _delivered(self._streams[key], sample):
+                del self._streams[key]
+                self._decoder.cancel(key)
 
     def _fail_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}
         for deliver in streams.values():
-            try:
-                deliver(error)
-            except RuntimeError:
-                continue  # its event loop is gone: nobody is waiting
+            _delivered(deliver, error)
+
+
+def _delivered(deliver: Callable[[_Event], None], event: _Event) -> bool:
+    """False: the event loop of whoever asked is gone, and nobody is waiting."""
+    try:
+        deliver(event)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _execute(command: Callable[[], Any], future: Future[Any] | None) -> None:

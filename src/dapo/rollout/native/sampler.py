@@ -38,10 +38,14 @@ class RowSettings:
 
         return cls(
             column([s.temperature for s in settings], torch.float32),
-            column([s.top_k for s in settings], torch.int32),
+            column([min(s.top_k, 2**31 - 1) for s in settings], torch.int32),
             column([s.top_p for s in settings], torch.float32),
             column([s.min_p for s in settings], torch.float32),
         )
+
+    def first(self, rows: int) -> RowSettings:
+        """Those of the first ``rows`` rows."""
+        return RowSettings(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.min_p[:rows])
 
 
 def uniforms(seed: int, count: int) -> torch.Tensor:

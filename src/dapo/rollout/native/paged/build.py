@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError
+from dapo.model.adapters import has_adapter
 from dapo.model.compiling import compile_layers
 from dapo.rollout.native.paged.attention import Pool, PoolShape
 from dapo.rollout.native.paged.decoder import PREFILL_TOKENS, STRETCH, PagedDecoder, minimum_pages
@@ -51,41 +52,38 @@ def paged_decoder(
     """
     device = next(model.parameters()).device
     shape = pool_shape(model)
-    rows = Rows(
-        max_concurrent_samples,
-        max_sequence_tokens,
-        pages_for(max_sequence_tokens, PAGE_TOKENS),
-        stop_token_ids,
-        device,
-    )
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    if device.type == "cuda":
-        compile_layers(model)
-    most = max_concurrent_samples * (pages_for(max_sequence_tokens, PAGE_TOKENS) + 1) + 1
+    per_row = pages_for(max_sequence_tokens, PAGE_TOKENS)
+    rows = Rows(max_concurrent_samples, max_sequence_tokens, per_row, stop_token_ids, device)
+    most = max_concurrent_samples * (per_row + 1) + 1  # each may have the copy of a prompt's last page; and page 0
     if cache_bytes is None:
-        cache_bytes = (
-            _free_bytes(model, max_concurrent_samples, vocabulary) - spare_bytes if device.type == "cuda" else 2**63
-        )
+        spare = spare_bytes + _working_bytes(model, max_concurrent_samples, max_sequence_tokens)
+        cache_bytes = _free_bytes(device, spare) if device.type == "cuda" else most * shape.page_bytes
     pages = min(most, cache_bytes // shape.page_bytes)
     least = minimum_pages(max_sequence_tokens, PAGE_TOKENS)
-    pages = max(pages, least) if cache_bytes >= least * shape.page_bytes else pages
     if pages < least:
         raise ModelError(
             f"the cache of one sequence of {max_sequence_tokens} tokens takes {_gib(least * shape.page_bytes)}, but "
-            f"there {'is' if device.type == 'cuda' else 'are'} {_gib(cache_bytes)} for it on {device}; shorten "
-            "rollout.max_response_length, lower rollout.max_concurrent_samples, or raise rollout.cache_gib"
+            f"there is room for {_gib(cache_bytes)} on {device}; shorten rollout.max_response_length, lower "
+            "rollout.max_concurrent_samples, or raise rollout.cache_gib"
         )
-    pool = Pool(replace(shape, pages=pages), device)
-    runner = DeviceRunner(model, pool, rows, max_sequence_tokens=max_sequence_tokens, pinned=deterministic)
+    runner = DeviceRunner(
+        model,
+        Pool(replace(shape, pages=pages), device),
+        rows,
+        max_sequence_tokens=max_sequence_tokens,
+        pinned=deterministic,
+    )
     runner.wake()
     if device.type == "cuda":
+        if not has_adapter(model):  # DoRA's layers cannot be traced; as they are, steps are captured all the same
+            compile_layers(model)
         runner.warm_up()
     return PagedDecoder(
         runner,
         pages=pages,
         page_tokens=PAGE_TOKENS,
         max_sequence_tokens=max_sequence_tokens,
-        vocabulary=vocabulary,
+        vocabulary=model.get_output_embeddings().weight.shape[0],
         stop_token_ids=stop_token_ids,
         stop_texts=None if decode is None else StopTexts(decode),
         stretch=STRETCH,
@@ -112,14 +110,20 @@ def pool_shape(model: Any) -> PoolShape:
     )
 
 
-def _free_bytes(model: Any, rows: int, vocabulary: int) -> int:
-    """What is left on the card for keys and values once a step and a prefill pass have what they need."""
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+def _working_bytes(model: Any, rows: int, longest: int) -> int:
+    """Of a step's logits and of the activations of a prefill pass, of many prompts or of one long sequence alone."""
     config = model.config.get_text_config()
-    logits = rows * vocabulary * 4
-    widest = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-    activations = 2 * max(PREFILL_TOKENS, rows) * widest * 2
-    return int((free - logits - activations) * FREE_SHARE)
+    copies = 3 if getattr(config, "final_logit_softcapping", None) else 1
+    logits = copies * rows * config.vocab_size * 4
+    wide = 4 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    return int(logits + 2 * max(PREFILL_TOKENS, longest) * wide * next(model.parameters()).dtype.itemsize)
+
+
+def _free_bytes(device: torch.device, spare: int) -> int:
+    """What keys and values may take of a card of which ``spare`` bytes are wanted for other things."""
+    free = torch.cuda.mem_get_info(device)[0]
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, int((free + kept - spare) * FREE_SHARE))
 
 
 def _gib(size: float) -> str:

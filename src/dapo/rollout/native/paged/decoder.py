@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request
-from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.checks import check_request, not_finite
 from dapo.rollout.native.paged.device import NOTHING, Fetch, Response, RowStart, Runner, Variant
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, pages_for
 from dapo.rollout.native.stopping import StopTexts
@@ -41,7 +41,7 @@ class _Sequence:
     request: Request
     index: int
     age: int = -1
-    done: Response | None = None  # what it had when it was preempted
+    done: Response = NOTHING  # what it had when it was preempted
     stopped: bool = False  # by a stop text
     marks: list[tuple[int, int]] = field(default_factory=list)
 
@@ -289,7 +289,7 @@ class PagedDecoder:
 
     def _begin(self, row: int, sequence: _Sequence, waiting: _Waiting) -> RowStart:
         """Enter a sequence under a row's number."""
-        done = sequence.done or NOTHING
+        done = sequence.done
         sequence.age = next(self._ages) if sequence.age < 0 else sequence.age
         if not sequence.marks or sequence.marks[-1][1] != self.version:
             sequence.marks.append((len(done.tokens), self.version))
@@ -366,7 +366,7 @@ class PagedDecoder:
         """Take out the rows that finished during the stretch; their arrays come with the next one."""
         before = self._generated.copy()
         progress = self._runner.progress()
-        self._lengths, self._generated = progress.lengths.copy(), progress.generated.copy()
+        self._lengths, self._generated = progress.lengths, progress.generated
         done = {row: int(self._generated[row]) for row in self._rows if self._lengths[row] < 0}
         done |= self._stopped_by_text(before)
         if not done:
@@ -402,11 +402,7 @@ class PagedDecoder:
     def _sample(self, sequence: _Sequence, response: Response) -> Sample:
         request, count = sequence.request, len(response.tokens)
         if not np.isfinite(response.logprobs).all():
-            place = int(np.flatnonzero(~np.isfinite(response.logprobs))[0])
-            raise EngineError(
-                f"request {request.id}, sample {sequence.index}: the model's logits at response token {place + 1} are "
-                "not finite; are its weights?"
-            )
+            raise not_finite(request, sequence.index, int(np.flatnonzero(~np.isfinite(response.logprobs))[0]))
         stopped = sequence.stopped or int(response.tokens[-1]) in self._stop
         top = request.sampling.top_logprobs
         return Sample(

@@ -96,8 +96,7 @@ class Rows:
         self.logprobs[start.row, :n] = self._send(done.logprobs)
         if done.top_ids is not None and done.top_logprobs is not None:
             k = done.top_ids.shape[1]
-            self.keep_top(k)
-            assert self.top_ids is not None and self.top_logprobs is not None
+            assert self.top_ids is not None and self.top_logprobs is not None  # it had them before
             self.top_ids[start.row, :n, :k] = self._send(done.top_ids)
             self.top_logprobs[start.row, :n, :k] = self._send(done.top_logprobs)
 
@@ -129,10 +128,11 @@ class Rows:
         if count <= have:
             return False
         shape = (*self.tokens.shape, count)
-        self.top_ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        self.top_logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        ids = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        logprobs = torch.zeros(shape, dtype=torch.float32, device=self.device)
         if old_ids is not None and old_logprobs is not None:
-            self.top_ids[..., :have], self.top_logprobs[..., :have] = old_ids, old_logprobs
+            ids[..., :have], logprobs[..., :have] = old_ids, old_logprobs
+        self.top_ids, self.top_logprobs = ids, logprobs
         return True
 
     def record(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:

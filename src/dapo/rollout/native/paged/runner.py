@@ -23,7 +23,6 @@ from dapo.rollout.native.paged.device import Progress, Response, RowStart, Varia
 from dapo.rollout.native.paged.draw import draw, top_logprobs
 from dapo.rollout.native.paged.pages import PageArray
 from dapo.rollout.native.paged.rows import IDLE, Rows
-from dapo.rollout.native.sampler import RowSettings
 
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
 
@@ -45,15 +44,10 @@ class DeviceRunner:
         self.model = model
         self.pool = pool
         self.state = rows
-        self.use_weights()
+        self._head = output_head(model)
         self._max_sequence = max_sequence_tokens
         self._ladder = [rows.count] if pinned else ladder(rows.count)
         self._steps = _CudaSteps(self._step, rows) if rows.device.type == "cuda" else None
-
-    def use_weights(self) -> None:
-        """To be called when the weights have changed: away from CUDA the head is held in float32."""
-        head = output_head(self.model)
-        self._head = head if self.state.device.type == "cuda" else head.in_float32()
 
     @property
     def rows(self) -> int:
@@ -64,8 +58,11 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Have the layers compiled. A first number of tokens that happens to be a size of the model, such as its heads',
-        is taken for that size, and the layers are compiled a second time for all others; a prime never is one."""
+        """Have the layers compiled.
+
+        A first number of tokens that happens to be a size of the model, such as its heads', is taken for that size, and
+        the layers are compiled a second time for all others. A prime is no such size.
+        """
         tokens = torch.zeros(FIRST_TOKENS, dtype=torch.int64, device=self.state.device)
         positions = torch.arange(FIRST_TOKENS, device=self.state.device)
         page_0 = positions % self.pool.shape.page_tokens
@@ -105,6 +102,8 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def run(self, rows: int, steps: int, variant: Variant, table: npt.NDArray[np.int32]) -> None:
+        if not self.pool.attached:  # a graph would read address 0, which no program survives on a GPU
+            raise EngineError("the engine is asleep: wake() comes first")
         self.state.set_tables(table)
         if variant.top and self.state.keep_top(variant.top) and self._steps:
             self._steps.forget()
@@ -163,7 +162,7 @@ class DeviceRunner:
         positions = lengths.clamp(min=0).long()
         hidden = hidden_states(self.model, state.last_tokens[:rows], positions, context)
         logits = self._head.logits(hidden)
-        settings = _first(state.settings, rows)
+        settings = state.settings.first(rows)
         uniform = state.uniforms[:rows].gather(1, state.generated[:rows, None])[:, 0]
         tokens, logprobs = draw(logits, uniform, settings, truncate=variant.truncate)
         if variant.top:
@@ -189,6 +188,7 @@ class _CudaSteps:
     def forget(self) -> None:
         """The addresses of something have changed."""
         self._graphs.clear()
+        self._memory = torch.cuda.graph_pool_handle()
 
     def _capture(self, rows: int, variant: Variant) -> torch.cuda.CUDAGraph:
         """The first run compiles kernels, which capturing cannot; with all rows idle it changes nothing."""
@@ -204,7 +204,7 @@ class _CudaSteps:
 
 
 class _Arriving:
-    """Arrays on their way to the host; the copy runs while the device goes on."""
+    """Arrays on their way to the host, which need not wait for them before it has the device go on."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         self._counts = list(counts)
@@ -255,10 +255,6 @@ def ladder(rows: int) -> list[int]:
     rungs = [8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896]
     rungs += range(1024, rows + 1, 256)
     return [rung for rung in rungs if rung < rows] + [rows]
-
-
-def _first(settings: RowSettings, rows: int) -> RowSettings:
-    return RowSettings(settings.temperature[:rows], settings.top_k[:rows], settings.top_p[:rows], settings.min_p[:rows])
 
 
 def _processors(device: torch.device) -> int:
