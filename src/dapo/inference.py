@@ -96,7 +96,7 @@ _FROM_RECIPE = {
         *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "stop"),
         "max_response_length",
     },
-    "runtime": True,
+    "runtime": {"threads", "deterministic"},  # not the device: it may be another machine
 }
 """What a recipe says that concerns inference."""
 
