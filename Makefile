@@ -14,7 +14,7 @@ STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 
-.PHONY: help setup demo smollm2 test test-shared test-gpu nightly check format clean
+.PHONY: help setup demo smollm2 test test-shared test-gpu test-faults nightly check format clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-shared: $(STAMP)  ## tests over the shared cases and data in ../shared
 
 test-gpu: $(STAMP)  ## tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
+
+test-faults: $(STAMP)  ## some fifty faults done to runs, and who survived; ARGS=SIGTERM for those named so
+	@$(TEST_ENV) PYTHONPATH=tests $(PY) tests/faults/fault_table.py $(ARGS)
 
 nightly: $(STAMP)  ## tests too slow for CI
 	@$(PYTEST) -m "nightly and not gpu" $(ARGS)

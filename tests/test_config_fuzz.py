@@ -1,4 +1,5 @@
-"""Five hundred accidents to the shipped recipes: what comes out is truly valid, or refused with place and key."""
+"""A hundred accidents to the shipped recipes, nightly two thousand: what comes out is truly valid, or refused with
+place and key."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from dapo.plan import plan_of
 from dapo.run_folder import config_yaml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
-MUTATIONS_IN_ALL = 500
 
 Mutant = tuple[str | bytes, list[str]]
 """Text of a recipe, and overrides."""
@@ -200,6 +200,17 @@ def odd_value_of_any_key(text: str, rng: random.Random) -> Mutant:
     return text, [f"{rng.choice(all_keys())}={rng.choice(values)}" for _ in range(rng.randint(1, 3))]
 
 
+def several_at_once(text: str, rng: random.Random) -> Mutant:
+    """A person who has more than one of these accidents in an evening."""
+    overrides: list[str] = []
+    for mutation in rng.choices([misspelt_key, wrong_type, odd_override, other_letters, odd_value_of_any_key], k=3):
+        if not isinstance(text, str) or not scalar_lines(text):
+            break
+        changed, more = mutation(text, rng)
+        text, overrides = changed if isinstance(changed, str) else text, [*overrides, *more]
+    return text, overrides
+
+
 # --- what is still valid ------------------------------------------------------------------------------------------
 
 
@@ -268,17 +279,21 @@ REFUSED = [
     *(misspelt_key, wrong_section, wrong_type, out_of_range, not_finite, null_for_a_value, nested_junk),
     *(key_given_twice, foreign_tag, odd_override, reward_arguments),
 ]
-EITHER = [other_letters, other_bytes, huge_number, date_for_a_value, cut_off, odd_value_of_any_key]
+EITHER = [other_letters, other_bytes, huge_number, date_for_a_value, cut_off, odd_value_of_any_key, several_at_once]
 ACCEPTED = [
     *(comments_and_blank_lines, other_order, other_style, defaults_spelt_out, numbers_in_other_spellings, aliases),
     any_text_for_text,
 ]
-EACH = -(-MUTATIONS_IN_ALL // len(REFUSED + EITHER + ACCEPTED))
+EVERYTHING = REFUSED + EITHER + ACCEPTED
+COUNTS = [100, pytest.param(2000, marks=pytest.mark.nightly)]
+"""Accidents in all, over all kinds of them."""
 
 
-def mutants(mutation: Mutation) -> list[Mutant]:
+def mutants(mutation: Mutation, in_all: int) -> list[Mutant]:
+    """This mutation's share of so many, the same ones each time."""
     rng = random.Random(mutation.__name__)
-    return [mutation(RECIPES[n % len(RECIPES)].read_text(encoding="utf-8"), rng) for n in range(EACH)]
+    each = -(-in_all // len(EVERYTHING))
+    return [mutation(RECIPES[n % len(RECIPES)].read_text(encoding="utf-8"), rng) for n in range(each)]
 
 
 def load(folder: Path, mutant: Mutant) -> Config:
@@ -321,9 +336,10 @@ def assert_says_where(error: ConfigError, text: str | bytes) -> None:
             assert any(re.search(rf": {re.escape(key)}(\.\d+)?: ", line) for key in all_keys()), line
 
 
+@pytest.mark.parametrize("in_all", COUNTS)
 @pytest.mark.parametrize("mutation", REFUSED, ids=lambda m: m.__name__)
-def test_what_is_wrong_is_refused_with_place_and_key(mutation: Mutation, tmp_path: Path) -> None:
-    for mutant in mutants(mutation):
+def test_what_is_wrong_is_refused_with_place_and_key(mutation: Mutation, in_all: int, tmp_path: Path) -> None:
+    for mutant in mutants(mutation, in_all):
         try:
             load(tmp_path, mutant)
         except ConfigError as error:
@@ -332,9 +348,10 @@ def test_what_is_wrong_is_refused_with_place_and_key(mutation: Mutation, tmp_pat
             pytest.fail(f"accepted: {mutant}")
 
 
+@pytest.mark.parametrize("in_all", COUNTS)
 @pytest.mark.parametrize("mutation", EITHER, ids=lambda m: m.__name__)
-def test_any_accident_is_valid_or_refused_with_place_and_key(mutation: Mutation, tmp_path: Path) -> None:
-    for mutant in mutants(mutation):
+def test_any_accident_is_valid_or_refused_with_place_and_key(mutation: Mutation, in_all: int, tmp_path: Path) -> None:
+    for mutant in mutants(mutation, in_all):
         try:
             config = load(tmp_path, mutant)
         except ConfigError as error:
@@ -343,7 +360,8 @@ def test_any_accident_is_valid_or_refused_with_place_and_key(mutation: Mutation,
             assert_valid(config, tmp_path)
 
 
+@pytest.mark.parametrize("in_all", COUNTS)
 @pytest.mark.parametrize("mutation", ACCEPTED, ids=lambda m: m.__name__)
-def test_what_is_still_valid_is_accepted(mutation: Mutation, tmp_path: Path) -> None:
-    for mutant in mutants(mutation):
+def test_what_is_still_valid_is_accepted(mutation: Mutation, in_all: int, tmp_path: Path) -> None:
+    for mutant in mutants(mutation, in_all):
         assert_valid(load(tmp_path, mutant), tmp_path)

@@ -124,7 +124,7 @@ def test_a_run_with_each_technique_completes_and_leaves_a_whole_folder(tmp_path:
     assert summary["updates"] == entries[-1]["updates/total"] == listener.plan["updates in all"] == updates
     assert [e["version"] for e in entries] == [1, 2]
     assert yaml.safe_load(folder.config.read_text()) == config_for(root, changes).model_dump(mode="json")
-    assert {p.name for p in folder.samples.iterdir()} == {"step-00001.jsonl", "step-00002.jsonl"}
+    assert {p.name for p in folder.samples.glob("*.jsonl")} == {"step-00001.jsonl", "step-00002.jsonl"}
     assert weights_hash(folder.model_before) != weights_hash(folder.model_after)
     assert not [w for w in listener.warnings if "skipped" in w or "differ" in w]
     if name == "defaults":
@@ -335,7 +335,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(tmp_path: Pa
     assert first == second and first != other
     hashes = [weights_hash(f.model_after) for f in folders]
     assert hashes[0] == hashes[1] != hashes[2]
-    samples = [[(p.name, p.read_text()) for p in sorted(f.samples.iterdir())] for f in folders]
+    samples = [[(p.name, p.read_bytes()) for p in sorted(f.samples.iterdir())] for f in folders]
     assert samples[0] == samples[1] != samples[2]
 
 

@@ -245,7 +245,7 @@ def experiment(folder: Path, changes: dict[str, Any], **inputs: Any) -> Experime
 
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:
-    return [s for path in sorted(RunFolder(folder).samples.iterdir()) for s in read_samples(path)]
+    return [s for path in sorted(RunFolder(folder).samples.glob("*.jsonl")) for s in read_samples(path)]
 
 
 def test_a_run_in_which_every_response_is_masked_skips_and_says_so_failures_5(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_after_a_large_update_engine_and_trainer_agree_again_failures_36(tmp_pat
     noise = 1e-5 if dtype == "float32" else 0.02
     assert all(e["mismatch/mean"] < noise for e in entries)
     assert all(e["kl/proximal"] > 1e-3 for e in entries)  # the updates of a step moved it
-    for path in RunFolder(tmp_path / "run").samples.iterdir():
+    for path in RunFolder(tmp_path / "run").samples.glob("*.jsonl"):
         step = int(path.stem.removeprefix("step-"))
         assert all(s["versions"] == [step - 1, step - 1] for s in read_samples(path))
     assert made.engine.version == made.trainer.version == 3

@@ -171,7 +171,7 @@ def test_prompts_at_the_limit_are_trained_on_and_longer_ones_counted_failures_67
     listener = Recorder()
     changes = {"rollout.prompts_per_step": 8, "algorithm.filter_groups.enable": False, "training.steps": 2}
     run(tmp_path / "run", changes, listener, rows=rows)
-    prompts = {s["prompt"] for path in RunFolder(tmp_path / "run").samples.iterdir() for s in read_samples(path)}
+    prompts = {s["prompt"] for path in RunFolder(tmp_path / "run").samples.glob("*.jsonl") for s in read_samples(path)}
     assert exact in prompts and longer not in prompts and len(prompts) == 8
     assert any(re.search(r"\b1\b.*max_prompt_length", text) for text in [*listener.warnings, *listener.phases])
 
@@ -191,7 +191,7 @@ def test_a_reward_of_zero_is_a_reward_failures_72(tmp_path: Path) -> None:
 
     run(tmp_path / "run", {"algorithm.filter_groups.metric": "score"}, reward=zero_or_one)
     (entry,) = steps_of(tmp_path / "run")
-    samples = [s for path in RunFolder(tmp_path / "run").samples.iterdir() for s in read_samples(path)]
+    samples = [s for path in RunFolder(tmp_path / "run").samples.glob("*.jsonl") for s in read_samples(path)]
     assert {s["reward"] for s in samples} == {0.0, 1.0} and {s["error"] for s in samples} == {None}
     assert entry["reward/errors"] == 0 and entry["reward/mean"] == pytest.approx(
         np.mean([s["reward"] for s in samples])
@@ -228,7 +228,7 @@ def test_a_run_whose_responses_are_empty_scores_them_failures_73(tmp_path: Path)
         return -float(len(response))
 
     run(tmp_path / "run", changes | {"algorithm.overlong_buffer.enable": False}, reward=shorter_is_better)
-    samples = [s for path in RunFolder(tmp_path / "run").samples.iterdir() for s in read_samples(path)]
+    samples = [s for path in RunFolder(tmp_path / "run").samples.glob("*.jsonl") for s in read_samples(path)]
     empty = [s for s in samples if s["response"] == "" and s["length"] == 1]
     assert empty and "" in scored
     assert all(s["reward"] == 0.0 and s["finish_reason"] == "stop" and s["in_loss"] for s in empty)
@@ -252,7 +252,7 @@ def test_rows_come_in_the_order_of_the_file_if_asked_for_failures_77(tmp_path: P
     changes = {"data.shuffle": False, "algorithm.filter_groups.enable": False, "training.steps": 3}
     run(tmp_path / "run", changes)
     rows = []
-    for path in sorted(RunFolder(tmp_path / "run").samples.iterdir()):
+    for path in sorted(RunFolder(tmp_path / "run").samples.glob("*.jsonl")):
         rows += [sample["row"] for sample in read_samples(path) if sample["index"] == 0]
     assert rows == list(range(12))
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from dapo.checkpoints import Checkpoints, Place
+from dapo.checkpoints import MANIFEST, Checkpoints, Place
 from dapo.cli import app
 from dapo.errors import ConfigError, StarvedError, UserError
 from dapo.evaluation.best import Best
@@ -232,7 +232,7 @@ def test_finished_samples_of_an_interrupted_rollout_are_kept(tmp_path: Path) -> 
     entries = steps_of(tmp_path)
     assert [e["version"] for e in entries] == [1, 2, 3, 4]
     assert [e["lr"] for e in entries] == pytest.approx([1e-3, 2e-3, 3e-3, 3e-3])
-    draws = [json.loads(line)["draw"] for p in sorted(RunFolder(tmp_path).samples.iterdir()) for line in p.open()]
+    draws = [json.loads(line)["draw"] for p in sorted(RunFolder(tmp_path).samples.glob("*.jsonl")) for line in p.open()]
     assert all(draws.count(draw) == 4 for draw in set(draws))
     assert load_tensors(last_checkpoint(tmp_path) / "optimizer")[1]["updates"] == 8
 
@@ -414,11 +414,16 @@ def test_half_written_checkpoints_are_not_seen_and_go_away(tmp_path: Path) -> No
     assert not half.exists()
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    run(tmp_path, LONG | {"training.steps": 2}, heldout=PROMPTS[:4])
-    (last_checkpoint(tmp_path) / "state.json").write_text('{"steps_done": ')
-    with pytest.raises(UserError, match=r"step-00002: the state of the run cannot be read"):
-        resume(tmp_path)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+    """More about damage is in test_checkpoints.py."""
+    run(tmp_path / "whole", LONG, heldout=PROMPTS[:4])
+    run(tmp_path / "run", LONG | {"training.steps": 2}, heldout=PROMPTS[:4])
+    (last_checkpoint(tmp_path / "run") / "state.json").write_text('{"steps_done": ')
+    listener = Recorder()
+    resume(tmp_path / "run", listener=listener)
+    assert [w for w in listener.warnings if "step-00002 is damaged (state.json has 15 bytes" in w]
+    (RunFolder(tmp_path / "run").checkpoints / "damaged-step-00002").rename(tmp_path / "damaged")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -626,7 +631,9 @@ def test_a_lost_fingerprint_is_said_aloud(stopped: Path) -> None:
 
 @pytest.mark.parametrize("content", ["[]", '{"steps_done": 1}'])
 def test_a_checkpoint_of_other_content_is_named(tmp_path: Path, content: str) -> None:
+    """One of an earlier version, which has no manifest to tell by."""
     run(tmp_path, LONG | {"training.steps": 1}, heldout=PROMPTS[:4])
+    (last_checkpoint(tmp_path) / MANIFEST).unlink()
     (last_checkpoint(tmp_path) / "state.json").write_text(content)
     with pytest.raises(UserError, match="the state of the run cannot be read"):
         resume(tmp_path)

@@ -6,17 +6,24 @@
       step-00012/                after 12 rollout steps
       step-00012-rollout/        stopped inside of the 13th one, while sampling
       step-00012-update-00003/   stopped inside of the 13th one, after 3 of its optimizer updates
+      damaged-step-00011/        found to be damaged when the run was to go on from it
       best.json                  which step had the best evaluation
 
-Each holds ``model/`` (Hugging Face layout), ``optimizer/`` and the state of everything else (``state.py``).
+Each holds ``model/`` (Hugging Face layout), ``optimizer/``, the state of everything else (``state.py``), and, written
+last, ``manifest.json``: names, sizes and SHA-256 of the other files.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +31,14 @@ from typing import Any
 from safetensors import SafetensorError
 
 from dapo.errors import UserError
-from dapo.files import new_folder, write_json
+from dapo.files import file_hash, new_folder, size_text, write_json
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+"""Of the state in a checkpoint: since this one there is a manifest."""
+RETRY_AFTER_S = 1.0
+WAIT_S, SLOWEST_DISK = 600.0, 20e6
+"""A write is waited for so many seconds, and one more for so many bytes."""
 
 _NAME = re.compile(r"step-(\d+)(?:-(?:(rollout)|update-(\d+)))?(?:\.(\d+))?")
 
@@ -60,17 +74,33 @@ class Place:
         return cls(int(steps), int(updates or 0), bool(rollout), int(repeat or 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a run at one moment, and how it gets into a folder."""
+
+    place: Place
+    write: Callable[[Path], None]
+    """Fills the folder that it is given. Runs in another thread than the run."""
+    bytes: int
+    """What it will take on the disk, but for small files."""
+    best: Mapping[str, Any] | None = None
+    """If it is the best one so far: for ``best.json``."""
+
+
 class Checkpoints:
     """The folder ``checkpoints`` of one run."""
 
-    def __init__(self, folder: Path, keep_last: int | None = None) -> None:
+    def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int = 0) -> None:
         """
         Args:
             folder: exists.
             keep_last: how many to keep beside the best one; None: all. Those from inside of a step go with the next.
+            keep_every: those after a multiple of so many steps stay for good; 0: none does.
         """
         self._folder = folder
         self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._small_files = 0  # their size in the checkpoint before
 
     def places(self) -> list[Place]:
         """Of all complete checkpoints, in the order of the run."""
@@ -78,33 +108,68 @@ class Checkpoints:
         return sorted(place for place in found if place is not None)
 
     def latest(self) -> Path | None:
-        """The checkpoint that is furthest in the run."""
+        """The checkpoint that is furthest in the run, be it damaged or not."""
         places = self.places()
         return self._folder / places[-1].name if places else None
 
-    def save(self, place: Place, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint and, once it is complete, remove those that are no longer wanted.
+    def latest_intact(self, tell: Callable[[str], object]) -> Path | None:
+        """The furthest checkpoint whose files are those that were written. Damaged ones are put out of the way.
 
         Args:
-            place: where the run is. Between two steps there is one state only, which is not written twice.
-            write: fills the folder that it is given.
+            tell: hears which are damaged, and how.
 
         Raises:
-            UserError: it cannot be written. Those that exist stay.
+            UserError: there are checkpoints, and all are damaged.
         """
-        if place.between_steps and (self._folder / place.name).is_dir():
-            return self._folder / place.name
-        while (self._folder / place.name).exists():
-            place = Place(place.steps, place.updates, place.sampling, place.repeat + 1)
-        target = self._folder / place.name
+        damaged: list[tuple[Path, str]] = []
+        for place in reversed(self.places()):
+            folder = self._folder / place.name
+            problems = damages(folder)
+            if problems is None:
+                tell(f"{folder}: was written by an earlier version, without {MANIFEST}: its files cannot be checked")
+            if not problems:
+                for bad, why in damaged:
+                    aside = self._put_aside(bad)
+                    tell(f"{bad} is damaged ({why}): going on from {folder.name}; it is kept as {aside.name}")
+                return folder
+            damaged.append((folder, "; ".join(problems)))
+        if damaged:
+            lines = "\n".join(f"{bad} is damaged: {why}" for bad, why in damaged)
+            raise UserError(
+                f"{lines}\nThere is no other checkpoint to go on from. Bring the files back, or start a new run; a "
+                "model/ that is intact can be its model.path"
+            )
+        return None
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint and, once it is complete, remove those that are no longer wanted.
+
+        Between two steps there is one state only, which is not written twice.
+
+        Raises:
+            UserError: it cannot be written, or there is no room for it. Those that exist stay.
+        """
+        target = self._folder / self._free(snapshot.place).name
         try:
-            with new_folder(target) as staging:
-                write(staging)
+            if not target.is_dir():
+                self._require_space(snapshot, target)
+                with new_folder(target) as staging:
+                    snapshot.write(staging)
+                    files = _describe(staging)
+                    write_json(staging / MANIFEST, {"format": FORMAT, "files": files})
+                self._small_files = max(0, sum(file["bytes"] for file in files.values()) - snapshot.bytes)
+            if snapshot.best is not None:
+                write_json(self._folder / "best.json", snapshot.best)
         except (OSError, SafetensorError) as error:  # the latter is what a full disk is to safetensors
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{target}: cannot write the checkpoint: {reason}") from None
-        self._prune()
+        self.prune()
         return target
+
+    def holds(self, place: Place) -> Path | None:
+        """The checkpoint of a place with one state only, if there is one."""
+        folder = self._folder / place.name
+        return folder if place.between_steps and folder.is_dir() else None
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -118,18 +183,163 @@ class Checkpoints:
     def set_best(self, best: Mapping[str, Any]) -> None:
         """Record which step is the best one. Its checkpoint is kept from now on."""
         write_json(self._folder / "best.json", best)
-        self._prune()
+        self.prune()
 
-    def _prune(self) -> None:
+    def prune(self) -> None:
+        """Remove the checkpoints that are no longer wanted."""
         if self._keep_last is None:
             return
         best = (self.best or {}).get("step")
         places = self.places()
         between = [place for place in places if place.between_steps]
         wanted = {*between[-self._keep_last :], *places[-1:], Place(best if isinstance(best, int) else -1)}
+        if self._keep_every:
+            wanted |= {place for place in between if place.steps % self._keep_every == 0}
         for place in places:
             if place not in wanted:
                 # renamed first: what is half removed must not look like a checkpoint
                 doomed = self._folder / f".{place.name}.tmp"
-                (self._folder / place.name).replace(doomed)
+                with contextlib.suppress(OSError):  # it takes room, and does no other harm
+                    (self._folder / place.name).replace(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+    def _free(self, place: Place) -> Place:
+        while not place.between_steps and (self._folder / place.name).exists():
+            place = Place(place.steps, place.updates, place.sampling, place.repeat + 1)
+        return place
+
+    def _require_space(self, snapshot: Snapshot, target: Path) -> None:
+        needed, free = snapshot.bytes + self._small_files, shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise UserError(
+                f"{target}: cannot write the checkpoint: No space left on device: it takes {size_text(needed)}, and "
+                f"{size_text(free)} are free. The old one goes only once the new one is complete, so there has to be "
+                f"room for both; a lower run.keep_last keeps fewer"
+            )
+
+    def _put_aside(self, folder: Path) -> Path:
+        aside, number = folder.with_name(f"damaged-{folder.name}"), 1
+        while aside.exists():
+            number += 1
+            aside = folder.with_name(f"damaged-{folder.name}.{number}")
+        return folder.replace(aside)
+
+
+def damages(folder: Path) -> list[str] | None:
+    """What is wrong with the files of a checkpoint, compared with its manifest; None: it is older than manifests."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"] if _has_format(folder) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
+    found = (_damage(folder / name, name, *expected) for name, expected in files.items())
+    return [problem for problem in found if problem]
+
+
+def _damage(path: Path, name: str, size: int, digest: str) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes, not {size:,}"
+        return None if file_hash(path) == digest else f"{name} is not what was written: its SHA-256 differs"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+
+
+def _has_format(folder: Path) -> bool:
+    """Whether the state of a checkpoint says that there was a manifest."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True  # not whole, whatever it is
+    return isinstance(state, dict) and "format" in state
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in paths
+    }
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own, one at a time, while the run goes on.
+
+    A write that fails is told of and tried once more; if that fails too, :meth:`check` and :meth:`settle` raise it.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, tell: Callable[[str], object]) -> None:
+        """
+        Args:
+            checkpoints: where to.
+            tell: hears of a failure that is not the last word. Called on the event loop.
+        """
+        self._checkpoints = checkpoints
+        self._tell = tell
+        self._under_way: tuple[Future[Path | BaseException], Snapshot, float] | None = None
+        self.longest_s = 0.0
+        """What the slowest write so far took."""
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Start to write. The one before has to be settled: two at once would take the memory of two snapshots."""
+        if self._under_way is not None:
+            raise RuntimeError("a checkpoint is being written already")
+        loop, done = asyncio.get_running_loop(), Future[Path | BaseException]()
+
+        def write() -> None:
+            started = time.monotonic()
+            try:
+                done.set_result(self._save(snapshot, loop))
+            except BaseException as error:  # for who waits, who may be gone by now
+                done.set_result(error)
+            self.longest_s = max(self.longest_s, time.monotonic() - started)
+
+        limit = time.monotonic() + WAIT_S + snapshot.bytes / SLOWEST_DISK
+        self._under_way = done, snapshot, limit
+        # a daemon, so that a disk that hangs does not keep the process
+        threading.Thread(target=write, name="dapo-checkpoint", daemon=True).start()
+
+    def _save(self, snapshot: Snapshot, loop: asyncio.AbstractEventLoop) -> Path:
+        try:
+            return self._checkpoints.save(snapshot)
+        except UserError as error:
+            with contextlib.suppress(RuntimeError):  # the loop is gone: nobody listens
+                loop.call_soon_threadsafe(self._tell, f"{error}; trying again in {RETRY_AFTER_S:g} s")
+            time.sleep(RETRY_AFTER_S)
+            return self._checkpoints.save(snapshot)
+
+    def check(self) -> None:
+        """
+        Raises:
+            UserError: the last checkpoint could not be written.
+        """
+        if self._under_way is not None and self._under_way[0].done():
+            self._result()
+
+    async def settle(self) -> Path | None:
+        """Wait for the checkpoint that is being written, if there is one. Cancelled, it goes on being written.
+
+        Raises:
+            UserError: it could not be written, or the disk does not get on with it.
+        """
+        if self._under_way is None:
+            return None
+        done, snapshot, limit = self._under_way
+        await asyncio.wait({asyncio.wrap_future(done)}, timeout=max(0.0, limit - time.monotonic()))
+        if not done.done():
+            self._under_way = None
+            raise UserError(
+                f"{snapshot.place.name}: the checkpoint of {size_text(snapshot.bytes)} is still not written; the disk "
+                "was waited for long enough"
+            )
+        return self._result()
+
+    def _result(self) -> Path:
+        assert self._under_way is not None
+        outcome, self._under_way = self._under_way[0].result(), None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome

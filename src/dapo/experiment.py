@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dapo.algorithm.objective import DapoObjective
+from dapo.algorithm.objective import TokenInputs
 from dapo.buffer import ExperienceBuffer, Fill
-from dapo.checkpoints import Checkpoints, Place
+from dapo.checkpoints import FORMAT, Checkpoints, CheckpointWriter, Place, Snapshot
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
 from dapo.errors import ModelError, UserError
@@ -56,7 +56,7 @@ from dapo.observe.step import step_metrics, step_warnings
 from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.plan import plan_of
 from dapo.prepare import Batch, Preparer, Update
-from dapo.process import Clock, give_back_memory, in_thread, peak_memory
+from dapo.process import Clock, Stopped, Stopping, closed_in_time, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
@@ -64,9 +64,12 @@ from dapo.reward.monitor import Monitor
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
-from dapo.state import read_state, write_state
+from dapo.state import EncodedState, read_state
 from dapo.training.mismatch import Mismatch
-from dapo.training.trainer import Trainer, UpdateReport
+from dapo.training.snapshot import snapshot, snapshot_bytes
+from dapo.training.trainer import Objective, Trainer, UpdateReport
+
+CLOSE_SECONDS = 30.0
 
 
 class Experiment:
@@ -118,6 +121,7 @@ class Experiment:
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
+        self.preparer = Preparer(config, self.trainer.policy)  # before the engine, which takes what memory is left
         stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
         check_vocabulary(model, self.tokenizer, stop_ids, listener)
         notice_generation_config(model, listener)
@@ -135,15 +139,15 @@ class Experiment:
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
         self.check: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
         self.monitor = Monitor(config.monitor, self.check, config.seed)
-        self.preparer = Preparer(config, self.trainer.policy)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
         self._resources = contextlib.AsyncExitStack()
-        self._resources.push_async_callback(self.scorer.close)
+        self._resources.push_async_callback(self._stop, "the reward", self.scorer.close)
         if self.check is not None:
-            self._resources.push_async_callback(self.check.close)
-        self._resources.push_async_callback(self.monitor.close)
-        self._resources.push_async_callback(self.engine.close)
+            self._resources.push_async_callback(self._stop, "the held-out check", self.check.close)
+        self._resources.push_async_callback(self._stop, "the monitor", self.monitor.close)
+        self._resources.push_async_callback(self._stop, "the engine", self.engine.close)
+        self.stopping = Stopping()  # nobody has told it to
         self.best = Best(config.evaluation)
         self.steps_done = 0
         self._step: StepUnderWay | None = None
@@ -163,14 +167,13 @@ class Experiment:
                 clock.lap("rollout")
                 self._step = StepUnderWay(fill, clock.laps)
             self.monitor.begin(self._step.fill.sampled)
-            if self.device.type == "cuda":
-                await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
+            await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
             if self._step.batch is None:
                 groups, version = self._step.fill.groups, self.trainer.version
                 self._step.batch = await in_thread(self.preparer.batch, groups, version)
                 clock.lap("prepare")
             updates = self.preparer.updates(self._step.batch.packed, done=len(self._step.reports))
-            objective = self.preparer.objective
+            objective = self._unless_out_of_time(self.preparer.objective)
             while update := await in_thread(next, updates, None):
                 await in_thread(self._step.apply, self.trainer, update, objective)
                 give_back_memory()
@@ -202,12 +205,18 @@ class Experiment:
             self.listener.warning(note)
             raise
         self.seconds.lap("rl")
+        self.stopping.doing = "the final weights to be written"
         await in_thread(self._save_model_after)
         return self._summarise(self.best.reason() if self.best.converged else "all steps are done")
 
     async def close(self) -> None:
         """Stop engine and scorer, each within a bounded time, the second one even if the first one fails."""
         await self._resources.aclose()
+
+    async def _stop(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
+        self.stopping.doing = f"{what} to stop"
+        if not await closed_in_time(close, CLOSE_SECONDS):
+            self.listener.warning(f"{what} did not stop within {CLOSE_SECONDS:g} s and is not waited for any longer")
 
     # -- where it starts -------------------------------------------------------------------------------------------
 
@@ -220,15 +229,19 @@ class Experiment:
         resumed = self._inputs.resume
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
         self._resources.enter_context(folder.lock())
-        self.checkpoints = Checkpoints(folder.checkpoints, self.config.run.keep_last)
+        self.checkpoints = Checkpoints(folder.checkpoints, self.config.run.keep_last, self.config.run.keep_every)
+        self._writer = CheckpointWriter(self.checkpoints, self.listener.warning)
+        self.stopping.run = folder.root
         latest, kept = None, None
         if resumed is not None:
             check_fingerprint(folder.fingerprint, self.fingerprint, self.listener)
             folder.reopen(self.config)
-            latest = self.checkpoints.latest()
+            latest = await in_thread(self.checkpoints.latest_intact, self.listener.warning)
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
             if latest is not None:
                 await self._load_checkpoint(latest)
+                self.stopping.saved = latest
+                self.checkpoints.prune()  # it may be fewer that are to be kept now
             if self.steps_done < self.config.training.steps:  # those that a shorter run ended with
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.steps_done if latest is not None else -1
@@ -251,7 +264,8 @@ class Experiment:
             self.metrics.append(0, found.metrics())
             self._scores = {"before": _scores(found), "after": _scores(found)}
             self.best.observe(0, found.metrics())
-            self._mark_best(self.folder.model_before)
+            if self._is_best():
+                self.checkpoints.set_best(self._best_at(Place(0)))
 
     # -- around the loop -------------------------------------------------------------------------------------------
 
@@ -276,26 +290,54 @@ class Experiment:
         shutil.rmtree(self.folder.model_after, ignore_errors=True)  # of a run that was done, and was resumed
         self.save_model(self.folder.model_after)
 
-    def save_checkpoint(self) -> Path:
-        """Weights, optimizer and the position of everything, between two optimizer updates or inside of a rollout."""
+    async def save_checkpoint(self, wait: bool = False) -> None:
+        """Weights, optimizer and the position of everything, between two optimizer updates or inside of a rollout.
+
+        What is written is the state as it is now; it is copied, which is waited for, as is a checkpoint that is still
+        being written. The files are written while the run goes on, unless it is to ``wait`` for them.
+
+        Raises:
+            UserError: this checkpoint (if waited for) or the one before cannot be written.
+        """
+        await self._settle()
         updates = len(self._step.reports) if self._step else 0
         sampling = not updates and (self._step is not None or self.buffer.unsettled)
-        return self.checkpoints.save(Place(self.steps_done, updates, sampling), self._write_checkpoint)
+        self._writer.begin(await in_thread(self._snapshot, Place(self.steps_done, updates, sampling)))
+        if wait:
+            await self._settle()
 
-    def _write_checkpoint(self, folder: Path) -> None:
-        self.save_model(folder / "model")
-        self.trainer.save_state(folder / "optimizer")
-        state = {
-            "steps_done": self.steps_done,
-            "step": vars(self._step) if self._step else None,
-            "buffer": self.buffer.state(),
-            "prepare": self.preparer.state(),
-            "monitor": self.monitor.state(),
-            "best": self.best.state(),
-            "scores": self._scores,
-            "seconds": self.seconds.laps,
-        }
-        write_state(folder, state)
+    async def _settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        saved = await self._writer.settle()
+        self.stopping.saved = saved or self.stopping.saved
+
+    def _snapshot(self, place: Place) -> Snapshot:
+        best = self._best_at(place) if self._is_best() and place.between_steps else None
+        if self.checkpoints.holds(place):  # the only state that there can be: nothing to write
+            return Snapshot(place, lambda folder: None, 0, best)
+        trainer = snapshot(self.trainer)
+        state = EncodedState(
+            {
+                "format": FORMAT,
+                "steps_done": self.steps_done,
+                "step": vars(self._step) if self._step else None,
+                "buffer": self.buffer.state(),
+                "prepare": self.preparer.state(),
+                "monitor": self.monitor.state(),
+                "best": self.best.state(),
+                "scores": self._scores,
+                "seconds": self.seconds.laps,
+            }
+        )
+
+        def write(folder: Path) -> None:
+            with new_folder(folder / "model") as staging:
+                trainer.save(staging)
+                self.tokenizer.save_pretrained(staging)
+            trainer.save_state(folder / "optimizer")
+            state.write(folder)
+
+        return Snapshot(place, write, snapshot_bytes(trainer) + state.bytes, best)
 
     async def _load_checkpoint(self, folder: Path) -> None:
         state = await in_thread(read_state, folder, _STATE)
@@ -303,6 +345,8 @@ class Experiment:
         await in_thread(self.trainer.load_state, folder / "optimizer")
         self.steps_done = state["steps_done"]
         self._step = StepUnderWay(**state["step"]) if state["step"] else None
+        if self._step and self._step.batch:
+            self._step.batch = replace(self._step.batch, packed=self._step.batch.packed.to(self.device))
         self.buffer.load_state(state["buffer"])
         self.preparer.load_state(state["prepare"])
         self.monitor.load_state(state["monitor"])
@@ -312,41 +356,69 @@ class Experiment:
             self.seconds.add(phase, seconds)
         if self._step is None:  # otherwise they are published once its updates are done
             await self.engine.load_weights(*self.trainer.publish())
-            await in_thread(self._mark_best, folder)  # it may have been killed before it came to that
-        if self.best.step >= 0 and self.checkpoints.best is None:  # lost: without it the best one would be pruned
-            kept = self.folder.checkpoints / Place(self.best.step).name
-            self.checkpoints.set_best(self._best_at(kept if self.best.step else self.folder.model_before))
+        recorded = (self.checkpoints.best or {}).get("step")
+        ahead = isinstance(recorded, int) and recorded > self.steps_done  # its checkpoint was damaged
+        if self.best.step >= 0 and (recorded is None or ahead or (self._step is None and self._is_best())):
+            # lost, or it was killed before it came to that: without it the best one would be pruned
+            self.checkpoints.set_best(self._best_at(Place(self.best.step)))
 
     async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
         self.seconds.lap("rl")
+        self.stopping.doing = "the checkpoint to be written"
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
+        if self.stopping.signal is not None:
+            reason += f" by {self.stopping.signal.name}"
+        with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
+            await self._settle()
         try:
-            saved = await in_thread(self.save_checkpoint)
+            await self.save_checkpoint(wait=True)
             self._summarise(reason)
         except Exception as fault:
-            return f"{self.steps_done} steps were done; their state could not be saved: {fault}"
+            before = f"; the last checkpoint is {self.stopping.saved}" if self.stopping.saved else ""
+            return f"{self.steps_done} steps were done; their state could not be saved: {fault}{before}"
         return (
-            f"{self.steps_done} steps were done; their state is in {saved}; to go on: dapo train --resume "
-            f"{self.folder.root}"
+            f"{self.steps_done} steps were done; their state is in {self.stopping.saved}; to go on: dapo train "
+            f"--resume {self.folder.root}"
         )
+
+    def _unless_out_of_time(self, objective: Objective[TokenInputs]) -> Objective[TokenInputs]:
+        """``objective``, but an update that a signal leaves no time for ends with it, between two micro-batches.
+
+        Weights and optimizer are those before that update then, which is made again when the run goes on.
+        """
+
+        def within_time(
+            logprobs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs
+        ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+            if self.stopping.seconds_left < self._seconds_to_save:
+                raise Stopped("there is no time left for this update")
+            return objective(logprobs, entropy, inputs)
+
+        return within_time
+
+    @property
+    def _seconds_to_save(self) -> float:
+        """What to set aside of the time that a signal leaves: half of it, or three times what the longest took."""
+        return min(self.config.run.stop_within_s / 2, 3 * self._writer.longest_s + 10)
 
     async def _maybe_save(self) -> None:
         """After every so many steps, after the best one so far, and after the last one."""
-        every, done = self.config.run.save_every, self.steps_done
+        run, done = self.config.run, self.steps_done
         last = done == self.config.training.steps or self.best.converged
-        best = self.config.run.keep_best and self.best.step == done
-        if last or best or (every and done % every == 0):
-            saved = await in_thread(self.save_checkpoint)
-            await in_thread(self._mark_best, saved)
+        due = any(every and done % every == 0 for every in (run.save_every, run.keep_every))
+        if last or due or self._is_best():
+            await self.save_checkpoint(wait=last)
+        self._writer.check()
 
-    def _mark_best(self, saved: Path) -> None:
-        """If the weights in ``saved`` are the best ones so far: say so, and keep them."""
-        if self.config.run.keep_best and self.best.step == self.steps_done:
-            self.checkpoints.set_best(self._best_at(saved))
+    def _is_best(self) -> bool:
+        """Whether the present weights are to be kept as the best ones so far."""
+        return self.config.run.keep_best and self.best.step == self.steps_done
 
-    def _best_at(self, saved: Path) -> dict[str, Any]:
+    def _best_at(self, place: Place) -> dict[str, Any]:
+        """For ``best.json``: the best step, which is that of ``place``."""
+        saved = self.folder.checkpoints / place.name if place.steps else self.folder.model_before
         best = {"step": self.best.step, "metric": self.best.metric, "value": self.best.value}
         return {**best, "path": str(saved.relative_to(self.folder.root))}
 
@@ -422,7 +494,7 @@ class StepUnderWay:
     reports: list[UpdateReport] = field(default_factory=list)
     """Of the optimizer updates so far."""
 
-    def apply(self, trainer: Trainer, update: Update, objective: DapoObjective) -> None:
+    def apply(self, trainer: Trainer, update: Update, objective: Objective[TokenInputs]) -> None:
         """Make an update and take note of it, both or neither: the program may be stopped at any time."""
         self.reports.append(trainer.update(update.batch, update.inputs, objective))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,20 @@ def write_atomic(path: Path, pieces: str | bytes | Iterable[str]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, as ``sha256sum`` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def size_text(count: float) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
 
 
 @contextmanager

@@ -10,38 +10,63 @@ from typing import Any
 from dapo.config import Config
 from dapo.experiment import Experiment
 from dapo.inputs import Inputs
+from dapo.process import Stopped, Stopping
 from dapo.progress import Listener
 
 
-def run_experiment(config: Config, listener: Listener, inputs: Inputs | None = None) -> dict[str, Any]:
+def run_experiment(
+    config: Config, listener: Listener, inputs: Inputs | None = None, stopping: Stopping | None = None
+) -> dict[str, Any]:
     """Train as ``config`` says and return the summary, which is also written to the run folder.
 
+    Args:
+        stopping: entered by the caller, who owns the process; None: a signal does what it does in any Python program.
+
     Raises:
+        Stopped: ``stopping`` heard a signal; how far the run came was said, and is in the run folder.
         UserError: something in recipe, data, model or reward is wrong, or training had to stop; what had been learned
             is in the run folder.
     """
-    return run_to_end(Experiment(config, listener, inputs or Inputs()))
+    return run_to_end(Experiment(config, listener, inputs or Inputs()), stopping)
 
 
-def run_to_end(experiment: Experiment) -> dict[str, Any]:
-    """Run an experiment from code that is not asynchronous, inside of a notebook's event loop too."""
+def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict[str, Any]:
+    """Run an experiment from code that is not asynchronous, inside of a notebook's event loop too.
 
+    Arguments and errors as for :func:`run_experiment`.
+    """
+    if stopping is not None:
+        stopping.run = stopping.run or experiment.stopping.run
+        experiment.stopping = stopping
     stop: list[Callable[[], object]] = []
 
     async def run() -> dict[str, Any]:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        if stopping is not None:
+            stopping.ask(stop[0])
+        error: BaseException | None = None
         try:
             summary = await experiment.run()
-        except BaseException as error:
+        except BaseException as found:
+            error = found
+            if stopping is not None and stopping.signal and isinstance(found, asyncio.CancelledError):
+                error = Stopped(f"stopped by {stopping.signal.name}")
             try:
                 await experiment.close()
             except Exception as fault:  # must not stand before what went wrong first
                 error.add_note(f"and closing failed: {fault}")
+            if error is not found:
+                raise error from None
             raise
-        await experiment.close()
-        return summary
+        else:
+            await experiment.close()
+            return summary
+        finally:
+            if stopping is not None:
+                stopping.ask(None)
+                stopping.leave(error)
 
     if not _in_event_loop():
         return asyncio.run(run())

@@ -36,14 +36,33 @@ _RECORDS: Mapping[str, Callable[..., Any]] = {
 _MARKS = ("$record", "$tuple", "$float", "$array", "$tensor", "$items")
 
 
+class EncodedState:
+    """A state as it was at one moment, ready to be written: what becomes of the objects in it later does not matter."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        """
+        Args:
+            state: mappings with text keys, lists, tuples, numbers, text, None, arrays, tensors and the records of a
+                run. Other objects (in the rows of a caller, say) become text.
+        """
+        arrays = _Arrays()
+        self._text = json.dumps(_encode(state, arrays), allow_nan=False, separators=(",", ":"))
+        self._arrays = arrays.joined()
+
+    @property
+    def bytes(self) -> int:
+        """What it will take on the disk, but for kilobytes."""
+        return len(self._text) + sum(array.numel() * array.element_size() for array in self._arrays.values())
+
+    def write(self, folder: Path) -> None:
+        """Write it into ``folder``, which exists."""
+        save_file(self._arrays, folder / ARRAYS)
+        write_atomic(folder / STATE, self._text)
+
+
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state`` into ``folder``, which exists: mappings with text keys, lists, tuples, numbers, text, None,
-    arrays, tensors and the records of a run. Other objects (in the rows of a caller, say) become text.
-    """
-    arrays = _Arrays()
-    tree = _encode(state, arrays)
-    save_file(arrays.joined(), folder / ARRAYS)
-    write_atomic(folder / STATE, json.dumps(tree, allow_nan=False, separators=(",", ":")))
+    """Write ``state``, as :class:`EncodedState` describes it, into ``folder``, which exists."""
+    EncodedState(state).write(folder)
 
 
 def read_state(folder: Path, expected: Sequence[str] = ()) -> dict[str, Any]:

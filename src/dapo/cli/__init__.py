@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import dapo
-from dapo.cli import config, data, demo, evaluate, generate, inspect, reward, reward_server, train
+from dapo.cli import config, data, demo, doctor, evaluate, generate, inspect, replay, reward, reward_server, train
 from dapo.cli.errors import EXIT_CODES
 from dapo.terminal import escape_what_cannot_be_written
 
@@ -45,8 +45,17 @@ def _root(
     pass
 
 
-for _command in (train.train, evaluate.evaluate, generate.generate, inspect.inspect, config.config, demo.demo):
+for _command in (
+    train.train,
+    doctor.doctor,
+    evaluate.evaluate,
+    generate.generate,
+    inspect.inspect,
+    config.config,
+    demo.demo,
+):
     app.command(epilog=EXIT_CODES)(_command)
+app.command(epilog=EXIT_CODES)(replay.replay)
 app.add_typer(data.app, name="data")
 app.add_typer(reward.app, name="reward")
 app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)

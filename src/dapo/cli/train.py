@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,9 +11,10 @@ import typer
 from rich.text import Text
 
 from dapo.cli.completion import complete_recipe, complete_run
-from dapo.cli.errors import errors_for_people
+from dapo.cli.errors import complain, errors_for_people, exit_code
 from dapo.cli.options import Debug, Overrides, Quiet
-from dapo.errors import ConfigError, DataError
+from dapo.errors import ConfigError, DataError, UserError
+from dapo.process import Stopped, Stopping
 from dapo.run_folder import RunFolder
 from dapo.terminal import Terminal
 
@@ -72,17 +75,44 @@ def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> No
 
     listener = make_listener(quiet)
     try:
-        listener.phase("loading")
-        from dapo.inputs import Inputs
-        from dapo.launch import run_experiment
+        with stopped_by_signals(config, resume) as stopping:
+            listener.phase("loading")
+            from dapo.inputs import Inputs
+            from dapo.launch import run_experiment
 
-        summary = run_experiment(config, listener, Inputs(resume=RunFolder(resume) if resume else None))
+            folder = RunFolder(resume) if resume else None
+            summary = run_experiment(config, listener, Inputs(resume=folder), stopping)
         listener.finished(summary)
     finally:
         listener.close()
     if not quiet:
         for line in next_commands(recipe, summary.get("run_dir") or config.run.dir):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def stopped_by_signals(config: Config, resume: Path | None = None) -> Iterator[Stopping]:
+    """SIGTERM and Ctrl-C inside of the block stop the run that is in it, within a bounded time, with their exit code.
+
+    Args:
+        config: of the run.
+        resume: the run that goes on, if it is none that begins.
+    """
+
+    def code_of(error: BaseException) -> int:
+        return exit_code(error) if isinstance(error, UserError) else 70
+
+    with Stopping(config.run.stop_within_s, code_of) as stopping:
+        stopping.run = stopping.saved = resume
+        try:
+            yield stopping
+        except (Stopped, KeyboardInterrupt):
+            if stopping.signal is None:
+                raise
+            code = stopping.exit_code
+            can = f"to go on: dapo train --resume {stopping.run}" if stopping.run else "before the run had begun"
+            complain(f"stopped by {stopping.signal.name}, {can} (exit code {code})")
+            raise typer.Exit(code) from None
 
 
 def next_commands(recipe: Path, run_dir: str | None) -> list[str]:

@@ -250,6 +250,9 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], source: 
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
+        kind = key_node.tag.rpartition(":")[2]
+        if kind not in ("str", "merge") and (kind == "null" or not prefix):
+            raise ConfigError(f"{source}:{line}: {prefix}{key}: YAML reads this key as {kind}; a key is a name")
         if key in seen and key != "<<":
             raise ConfigError(f"{source}:{line}: {prefix}{key}: given twice (first in line {seen[key]})")
         seen[key] = line
@@ -275,7 +278,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, s
 
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key.strip()):
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key.strip()):
         raise ConfigError(f"override {text!r}: expected section.key=value, such as training.steps=20")
     try:
         return key.strip(), _unshared(_load_yaml(value))

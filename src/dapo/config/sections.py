@@ -132,7 +132,7 @@ StopTexts = Annotated[list[str], BeforeValidator(_stop_texts)]
 class RolloutConfig(Section):
     engine: Literal["native"] = "native"
     """Rollout engine."""
-    cache_gib: float | None = Field(None, gt=0)
+    cache_gib: float | None = Field(None, gt=0, le=2**20)
     """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
     wait, or are interrupted and started again from the tokens they have."""
     prompts_per_step: int = Field(512, ge=1)
@@ -141,7 +141,7 @@ class RolloutConfig(Section):
     """G: responses sampled for each prompt."""
     max_response_length: int = Field(20480, ge=1)
     """L_max: longest response in tokens, the stop token counted."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-4)
     """Sampling temperature. Greedy rollouts (0) hold nothing to learn from and are refused."""
     top_p: float = 1.0
     """Must stay 1: a truncated sampler is not the policy whose log-probabilities training uses."""
@@ -316,6 +316,13 @@ class EvaluationConfig(Section):
     min_improvement: float = Field(0.0, ge=0)
     """What the held-out metric has to rise by to count as an improvement."""
 
+    @field_validator("temperature")
+    @classmethod
+    def _no_overflow(cls, value: float) -> float:
+        if 0 < value < 1e-4:
+            raise ValueError("must be 0 (greedy) or at least 0.0001")
+        return value
+
     @field_validator("data")
     @classmethod
     def _no_weights(cls, value: list[DataItem]) -> list[DataItem]:
@@ -346,8 +353,12 @@ class RunConfig(Section):
     """Write a checkpoint after every so many rollout steps; 0: only at the end (and when the run stops early)."""
     keep_last: int | None = Field(2, ge=1)
     """Checkpoints to keep, the newest ones. null: all."""
+    keep_every: int = Field(0, ge=0)
+    """Write and keep for good a checkpoint after every so many rollout steps too; 0: none."""
     keep_best: bool = True
     """Write and keep a checkpoint of the step with the best evaluation too."""
+    stop_within_s: float = Field(120.0, gt=0)
+    """After SIGTERM or Ctrl-C: seconds until the process has ended, with a checkpoint if there is time for one."""
     save_samples: bool = True
     """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl."""
     tensorboard: bool = False

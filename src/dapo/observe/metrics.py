@@ -56,6 +56,7 @@ monitor/false_right        | share        | of those that the reward calls right
 monitor/check_errors       | share        | checked samples whose check failed
 monitor/length_correlation | correlation  | of raw reward and response length within groups
 monitor/alarms             | alarms       | signs of reward hacking that are on: false right, divergence, length
+alarms/count               | alarms       | alarms on the course of the metrics that are on (alarms.md)
 accuracy                   | share        | correct samples among all scored ones, kept and filtered groups alike
 entropy                    | nats         | mean entropy of the policy over loss tokens, before the update (Fig. 2b)
 probability/mean           | probability  | mean probability of the sampled tokens under the policy, before each update

@@ -1,26 +1,35 @@
-"""samples/step-00012.jsonl: every sample of a step as a person wants to see it, one JSON object per line.
+"""What is kept of every sample of a step: its text for people, its tokens for ``dapo replay``.
 
-Consumes: groups as they left the buffer, each with its status. Produces: one file per step, whole or not at all; a step
-that is made again after a resume replaces its file.
+Consumes: groups as they left the buffer, each with its status, and the reports of the step's updates. Produces: three
+files per step, each whole or not at all; a step that is made again after a resume replaces its files.
 
-Fields: ``draw`` ``row`` ``index`` (which sample), ``prompt`` ``response`` ``extracted`` ``gold`` (the texts),
-``correct`` ``reward`` ``parts`` ``error`` (the verdict), ``shaped_reward`` ``advantage`` ``in_loss`` (what training
-sees; null and false where the group was not trained on), ``length`` ``finish_reason`` ``versions`` (first and last
-policy version of its tokens) and ``status``.
+``step-00012.jsonl`` holds one JSON object per sample. Fields: ``draw`` ``row`` ``index`` (which sample), ``prompt``
+``response`` ``extracted`` ``gold`` (the texts), ``correct`` ``reward`` ``parts`` ``error`` (the verdict),
+``shaped_reward`` ``advantage`` ``in_loss`` (what training sees; null and false where the group was not trained on),
+``length`` ``finish_reason`` ``versions`` (first and last policy version of its tokens) and ``status``.
+
+``step-00012.safetensors`` holds what is a number per token, in the order of these lines: see :class:`TokenArrays`.
+``step-00012.updates.json`` holds the report of each optimizer update, but for times.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from dapo.errors import UserError
-from dapo.files import json_line, write_atomic
+from dapo.files import json_line, write_atomic, write_json
 from dapo.records import Group, Sample
+
+if TYPE_CHECKING:
+    from dapo.training.trainer import UpdateReport
 
 STATUSES: Mapping[str, str] = {
     "kept": "trained on",
@@ -36,23 +45,143 @@ STATUSES: Mapping[str, str] = {
 
 
 def samples_path(folder: Path, step: int) -> Path:
-    """The file of one step."""
+    """The samples of one step."""
     return folder / f"step-{step:05d}.jsonl"
 
 
-def write_samples(folder: Path, step: int, groups: Iterable[tuple[Group, str]]) -> Path:
-    """Write all samples of ``groups`` (each with its status, one of :data:`STATUSES`) and return the file."""
+def tokens_path(folder: Path, step: int) -> Path:
+    """Their tokens."""
+    return folder / f"step-{step:05d}.safetensors"
+
+
+def updates_path(folder: Path, step: int) -> Path:
+    """The reports of the step's optimizer updates."""
+    return folder / f"step-{step:05d}.updates.json"
+
+
+def write_samples(
+    folder: Path, step: int, groups: Iterable[tuple[Group, str]], reports: Sequence[UpdateReport] = ()
+) -> Path:
+    """Write what is kept of a step; the samples themselves come last, so that what they need is there before them.
+
+    Args:
+        folder: ``samples`` of the run.
+        step: its number, from 1.
+        groups: all of them, each with its status, one of :data:`STATUSES`; what was trained on as it was trained on,
+            and in its order.
+        reports: of the step's optimizer updates.
+
+    Returns:
+        The file with the samples.
+    """
+    found = list(groups)
+    lines = [json_line(line) for group, status in found for line in _lines(group, status)]
+    write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found]).to_bytes())
+    write_json(updates_path(folder, step), [_without_times(report) for report in reports])
     path = samples_path(folder, step)
-    write_atomic(path, (json_line(line) for group, status in groups for line in _lines(group, status)))
+    write_atomic(path, lines)
     return path
 
 
 def discard_samples(folder: Path, after: int) -> None:
     """Remove the files of steps later than ``after``, which a resumed run makes again."""
-    for path in folder.glob("step-*.jsonl"):
-        number = path.stem.removeprefix("step-")
-        if number.isdigit() and int(number) > after:
+    for path in folder.glob("step-*"):
+        found = re.fullmatch(r"step-(\d+)\.(jsonl|safetensors|updates\.json)", path.name)
+        if found and int(found[1]) > after:
             path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenArrays:
+    """The tokens of S samples in G groups, end to end: R response tokens, P prompt tokens.
+
+    Per sample ``[S]``: ``lengths`` int32 (of responses) and ``checksums`` uint32, CRC-32 over the bytes of all that is
+    stored of its tokens, so that the sample can be named whose numbers were changed. Per response token ``[R]``:
+    ``token_ids`` int32, ``logprobs`` float32 (the engine's, nats) and ``versions`` int32. Of each group once:
+    ``prompt_lengths`` int32 ``[G]`` and ``prompt_ids`` int32 ``[P]``.
+    """
+
+    lengths: Any
+    checksums: Any
+    token_ids: Any
+    logprobs: Any
+    versions: Any
+    prompt_lengths: Any
+    prompt_ids: Any
+
+    _TYPES: ClassVar[Mapping[str, Any]] = {
+        "lengths": np.int32,
+        "checksums": np.uint32,
+        "token_ids": np.int32,
+        "logprobs": np.float32,
+        "versions": np.int32,
+        "prompt_lengths": np.int32,
+        "prompt_ids": np.int32,
+    }
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> TokenArrays:
+        """Those of some groups, in their order."""
+        prompts = [np.asarray(group.prompt.token_ids, np.int32) for group in groups]
+        pairs = [(prompt, s) for prompt, group in zip(prompts, groups, strict=True) for s in group.samples]
+        samples = [sample for _, sample in pairs]
+        return cls(
+            lengths=np.array([sample.length for sample in samples], np.int32),
+            checksums=np.array([checksum(p, s.token_ids, s.logprobs, s.versions) for p, s in pairs], np.uint32),
+            token_ids=_joined([sample.token_ids for sample in samples], np.int32),
+            logprobs=_joined([sample.logprobs for sample in samples], np.float32),
+            versions=_joined([sample.versions for sample in samples], np.int32),
+            prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
+            prompt_ids=_joined(prompts, np.int32),
+        )
+
+    def to_bytes(self) -> bytes:
+        """As a safetensors file."""
+        from safetensors.numpy import save
+
+        return bytes(save({name: getattr(self, name) for name in self._TYPES}))
+
+    @classmethod
+    def read(cls, path: Path) -> TokenArrays:
+        """
+        Raises:
+            UserError: the file is damaged, or not one of these.
+        """
+        from safetensors import SafetensorError
+        from safetensors.numpy import load
+
+        try:
+            found = load(path.read_bytes())
+            arrays = cls(**{name: found[name].astype(kind, casting="safe") for name, kind in cls._TYPES.items()})
+            arrays._check()
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise UserError(f"{path}: not the tokens of a step: {type(error).__name__}: {error}") from None
+        return arrays
+
+    def _check(self) -> None:
+        for sizes, names in (("lengths", ("token_ids", "logprobs", "versions")), ("prompt_lengths", ("prompt_ids",))):
+            for name in names:
+                counts = getattr(self, sizes)
+                if (counts < 0).any() or getattr(self, name).shape != (counts.sum(),):
+                    raise ValueError(f"{name} does not have as many numbers as {sizes} says")
+        if self.checksums.shape != self.lengths.shape:
+            raise ValueError("there are not as many checksums as samples")
+
+
+def _without_times(report: UpdateReport) -> dict[str, Any]:
+    return {name: value for name, value in asdict(report).items() if not name.startswith("seconds_")}
+
+
+def checksum(prompt_ids: Any, token_ids: Any, logprobs: Any, versions: Any) -> int:
+    """CRC-32 over the tokens of a sample as they are stored, little-endian."""
+    found = 0
+    for array, kind in ((prompt_ids, "<i4"), (token_ids, "<i4"), (logprobs, "<f4"), (versions, "<i4")):
+        found = zlib.crc32(np.ascontiguousarray(array, dtype=kind).tobytes(), found)
+    return found
+
+
+def _joined(parts: Sequence[Any], dtype: Any) -> Any:
+    return np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.empty(0, dtype)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

@@ -162,7 +162,7 @@ class PackedBatch:
         """
         tokens = _ranges(_starts(self.lengths)[sequences], self.lengths[sequences])
         index = self._tensor(_ranges(_starts(self.response_lengths)[sequences], self.response_lengths[sequences]))
-        cut: dict[str, Any] = {name: getattr(self, name)[sequences] for name in _PER_SEQUENCE}
+        cut: dict[str, Any] = {name: getattr(self, name)[sequences] for name in PER_SEQUENCE}
         cut |= {name: tensor[index] for name, tensor in self._tensors().items() if name != "token_ids"}
         cut["token_ids"] = self.token_ids[self._tensor(tokens)]
         return MicroBatch(replace(self, **cut), index)
@@ -181,7 +181,8 @@ class PackedBatch:
         return torch.from_numpy(array).to(self.token_ids.device)
 
 
-_PER_SEQUENCE = ("lengths", "prompt_lengths", "draws", "indices")
+PER_SEQUENCE = ("lengths", "prompt_lengths", "draws", "indices")
+"""The fields of a :class:`PackedBatch` that are arrays ``[S]`` on the host."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ from dapo.config import TrainingConfig
 from dapo.errors import ModelError, NumericalError, UserError
 from dapo.model.loading import load_model
 from dapo.training.checkpoint import load_tensors, save_model, save_tensors
+from dapo.training.faults import FaultFolder, diagnose, norms
 from dapo.training.mismatch import Mismatch, measure_mismatch
 from dapo.training.packing import PackedBatch, select_tokens
 from dapo.training.policy import Policy
@@ -91,6 +92,7 @@ class Trainer:
         version: number of times that changed weights were published.
         updates: optimizer updates made so far.
         skipped_updates: updates skipped so far because a number was not finite.
+        faults: where those are kept to be looked at; None: nowhere.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Trainer:
         self.version = 0
         self.updates = 0
         self.skipped_updates = 0
+        self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
@@ -120,6 +123,7 @@ class Trainer:
         )
         self._unpublished = False
         self._skipped_in_row = 0
+        self._step, self._tried = 0, 0
         self.begin_step(0)
 
     @property
@@ -145,6 +149,8 @@ class Trainer:
         """
         warmup = self._config.warmup_steps
         factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        if step != self._step:  # otherwise it was resumed inside of this step
+            self._step, self._tried = step, 0
         self.set_learning_rate(self._config.learning_rate * factor)
 
     def set_learning_rate(self, rate: float) -> None:
@@ -159,8 +165,8 @@ class Trainer:
     def update(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs]) -> UpdateReport:
         """One optimizer step on one mini-batch.
 
-        It is skipped, with weights and optimizer state untouched, if no token is in the loss, or if loss or gradient
-        are not finite.
+        It is skipped, with weights and optimizer state untouched, if no token is in the loss, or if loss, gradient or
+        the log-probability of a loss token are not finite; then it is looked for where that came up first.
 
         Args:
             batch: the mini-batch, R response tokens.
@@ -169,7 +175,7 @@ class Trainer:
 
         Raises:
             ConfigError: a sequence is longer than the token budget.
-            NumericalError: loss or gradient were not finite ``max_skipped_updates`` times in a row.
+            NumericalError: it was skipped so ``max_skipped_updates`` times in a row; says why and what to try.
         """
         loss_tokens = int(torch.count_nonzero(inputs.weights))
         totals = _Totals(torch.zeros((), dtype=torch.float64, device=self.device))
@@ -180,8 +186,10 @@ class Trainer:
             self._optimizer.zero_grad()
             self._accumulate(batch, inputs, objective, totals, clock)
             with clock("optimizer"):
-                norm, skipped = self._step(float(totals.loss))
+                norm, applied = self._apply(totals)
+            skipped = None if applied else self._skip(batch, inputs, objective, float(totals.loss), norm)
             self._optimizer.zero_grad()  # frees the gradients for the rollout
+        self._tried += 1
         return UpdateReport(
             loss=float(totals.loss),
             grad_norm=norm,
@@ -204,11 +212,29 @@ class Trainer:
         The version goes up by one if an update was applied since the last call, and not otherwise. Names are those of
         the model's ``state_dict``; a tensor shared under two names (tied embeddings) comes once. The tensors are the
         masters themselves, not copies: copy them before the next update.
+
+        Raises:
+            NumericalError: weights are not finite.
         """
+        self.check_finite()
         if self._unpublished:
             self.version += 1
             self._unpublished = False
         return self.version, ((name, p.detach()) for name, p in self.policy.model.named_parameters())
+
+    def check_finite(self) -> None:
+        """To be called before the weights go anywhere: into an engine or a checkpoint, neither of which could use them.
+
+        Raises:
+            NumericalError: weights are not finite numbers.
+        """
+        bad = next((name for name, p in self._parameters.items() if not p.isfinite().all()), None)
+        if bad is not None:
+            raise NumericalError(
+                f"the weights of {bad} are not finite after {self.updates} updates, the learning rate is "
+                f"{self.learning_rate:g}. What to try: start again from the weights of an earlier checkpoint with a "
+                "lower training.learning_rate"
+            )
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -248,6 +274,8 @@ class Trainer:
             "updates": self.updates,
             "skipped_updates": self.skipped_updates,
             "skipped_in_row": self._skipped_in_row,
+            "step": self._step,
+            "tried": self._tried,
         }
         save_tensors(folder, tensors, metadata)
 
@@ -272,6 +300,7 @@ class Trainer:
         self.skipped_updates = int(metadata["skipped_updates"])
         self._unpublished = bool(metadata["unpublished"])
         self._skipped_in_row = int(metadata["skipped_in_row"])
+        self._step, self._tried = int(metadata["step"]), int(metadata["tried"])
 
     # --- one update -----------------------------------------------------------------------------------------------
 
@@ -284,41 +313,63 @@ class Trainer:
                 continue
             with clock("forward"):
                 logprobs, entropy = self.policy.evaluate(part.batch)
-                loss, statistics = objective(logprobs, entropy, select_tokens(inputs, part.index))
+                cut = select_tokens(inputs, part.index)
+                loss, statistics = objective(logprobs, entropy, cut)
             with clock("backward"):
                 torch.autograd.backward(loss)
-            totals.add(loss.detach(), statistics)
+            # a loss may be finite without them: a ratio is clipped, be its logarithm minus infinity
+            totals.add(loss.detach(), statistics, ((cut.weights != 0) & ~logprobs.detach().isfinite()).sum())
             if not self._unpublished:  # later a difference is what was learned, and no mismatch
                 totals.mismatch += measure_mismatch(part.batch, logprobs.detach(), self.version)
 
-    def _step(self, loss: float) -> tuple[float, str | None]:
-        """Clip and step, unless something is not finite: ``(norm before clipping, why skipped)``."""
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        total_norm = torch.nn.utils.get_total_norm(gradients.values())
+    def _apply(self, totals: _Totals) -> tuple[float, bool]:
+        """Clip and step, unless something is not finite: ``(norm before clipping, whether the step was made)``."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients)
         norm = float(total_norm)
-        if math.isfinite(loss) and math.isfinite(norm):
-            limit = self._config.max_grad_norm
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), limit, total_norm)
-            self._optimizer.step()
-            self.updates += 1
-            self._unpublished = True
-            self._skipped_in_row = 0
-            return norm, None
+        if totals.bad_logprobs or not math.isfinite(float(totals.loss)) or not math.isfinite(norm):
+            return norm, False
+        torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.max_grad_norm, total_norm)
+        self._optimizer.step()
+        self.updates += 1
+        self._unpublished = True
+        self._skipped_in_row = 0
+        return norm, True
+
+    def _skip(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], loss: float, norm: float) -> str:
+        """Count an update that is not finite, find out why and keep it: what there is to say.
+
+        Raises:
+            NumericalError: too many in a row.
+        """
+        fault = diagnose(self.policy, batch, inputs, objective, self._parameters)  # may be stopped: count it after
         self.skipped_updates += 1
         self._skipped_in_row += 1
-        reason = f"loss {loss:g}, gradient norm {norm:g}{_first_not_finite(gradients)}"
+        reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"
+        if self.faults is not None:
+            facts = {
+                "step": self._step + 1,
+                "update": self._tried + 1,
+                "loss": loss,
+                "grad_norm": norm,
+                "skipped_in_row": self._skipped_in_row,
+                "learning_rate": self.learning_rate,
+                "policy_version": self.version,
+                "updates_before": self.updates,
+                "temperature": self.policy.temperature,
+                "compute_dtype": str(self.policy.compute_dtype),
+                "device": str(self.device),
+                "norms": norms(self._parameters),
+            }
+            name = f"step-{self._step + 1:05d}-update-{self._tried + 1}"
+            reason += f"; {self.faults.write(name, fault, batch, inputs, facts)}"
         if self._skipped_in_row >= self._config.max_skipped_updates:
             raise NumericalError(
                 f"{self._skipped_in_row} updates in a row (training.max_skipped_updates) were not finite, the last "
-                f"with {reason}; the weights are those before them; try a lower training.learning_rate, now "
-                f"{self.learning_rate:g}"
+                f"with {reason}. The weights are those before them, the learning rate was {self.learning_rate:g}. What "
+                f"to try: {fault.advice}"
             )
-        return norm, f"not finite: {reason}"
-
-
-def _first_not_finite(gradients: Mapping[str, torch.Tensor]) -> str:
-    found = next((name for name, gradient in gradients.items() if not gradient.isfinite().all()), None)
-    return "" if found is None else f", first in the gradient of {found}"
+        return f"not finite: {reason}"
 
 
 @dataclass(slots=True)
@@ -329,9 +380,17 @@ class _Totals:
     statistics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     mismatch: Mismatch = field(default_factory=Mismatch)
     micro_batches: int = 0
+    bad_logprobs: torch.Tensor | int = 0
+    """Loss tokens whose log-probability is not finite."""
 
-    def add(self, loss: torch.Tensor, statistics: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def add(
+        self,
+        loss: torch.Tensor,
+        statistics: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        bad_logprobs: torch.Tensor,
+    ) -> None:
         self.loss = self.loss + loss.double()
+        self.bad_logprobs = self.bad_logprobs + bad_logprobs
         self.micro_batches += 1
         for name, (total, count) in statistics.items():
             old_total, old_count = self.statistics.get(name, (0.0, 0.0))

@@ -1,0 +1,85 @@
+"""``dapo doctor``: what is wrong with a recipe and all that it names, before a training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dapo.cli.completion import complete_recipe
+from dapo.cli.errors import errors_for_people
+from dapo.cli.options import Debug, Overrides
+from dapo.cli.status import StatusLine
+from dapo.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.doctor.finding import Finding
+
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+def doctor(
+    recipe: Annotated[
+        Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe)
+    ],
+    overrides: Overrides = None,
+    probe: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Sample and score whole groups for N prompts: will dynamic sampling find enough mixed ones?",
+        ),
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs, as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and failures only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
+
+    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Exit code 0 without a failure; 2
+    if recipe or data have one, 1 if only model, reward or machine do. Nothing is downloaded.
+    """
+    with errors_for_people(debug):
+        from dapo.doctor.examination import examine
+        from dapo.doctor.finding import as_json as told
+        from dapo.doctor.finding import exit_code, summary
+
+        console = Terminal()
+        table = console.is_terminal and not as_json
+        progress = StatusLine(quiet or as_json, "reading the recipe")
+        findings: list[Finding] = []
+        try:
+            for finding in examine(recipe, overrides or (), probe, lambda name: progress(f"checking: {name}")):
+                findings.append(finding)
+                if not (as_json or table) and _is_shown(finding, quiet):
+                    console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)
+        finally:
+            progress.close()
+        if as_json:
+            from dapo.files import json_line
+
+            print(json_line(told(findings)), end="")
+        else:
+            if table:
+                _print_table(console, [finding for finding in findings if _is_shown(finding, quiet)])
+            console.print(summary(findings), markup=False, highlight=False)
+        code = exit_code(findings)
+        if code:
+            raise typer.Exit(code)
+
+
+def _is_shown(finding: Finding, quiet: bool) -> bool:
+    return not quiet or finding.status in ("warn", "fail")
+
+
+def _print_table(console: Terminal, findings: Sequence[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "check", "found", "to do")
+    for one in findings:
+        table.add_row(Text(one.status, _STYLES[one.status]), Text(one.name), Text(one.found), Text(one.fix))
+    console.print(table)

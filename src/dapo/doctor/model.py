@@ -1,0 +1,345 @@
+"""Checks of model and tokenizer: that they can be loaded, and that they belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dapo.config import Config
+from dapo.data.template import PromptTemplate
+from dapo.doctor.finding import Finding
+from dapo.doctor.patient import Patient, is_path, on_this_machine
+from dapo.errors import ConfigError, DataError, ModelError
+from dapo.inputs import (
+    check_lengths,
+    check_vocabulary,
+    device_of,
+    notice_generation_config,
+    set_threads,
+)
+from dapo.model.adapters import find_adapter
+from dapo.model.loading import check_supported, context_limit, load_model, load_tokenizer, stop_token_ids
+from dapo.progress import QuietListener
+
+
+def check_device(patient: Patient) -> Iterator[Finding]:
+    """Whether the device that the recipe names is there."""
+    try:
+        patient.device = device_of(patient.config, training=True)
+    except ConfigError as error:
+        yield Finding("machine", "device", "fail", str(error), "runtime.device=auto")
+        return
+    yield Finding("machine", "device", "pass", f"training runs on {patient.device}")
+
+
+def check_tokenizer(patient: Patient) -> Iterator[Finding]:
+    """Whether there is one, and whether it can write prompts as the recipe says."""
+    config = patient.config
+    name = config.model.tokenizer or config.model.path
+    absent = _absent(patient, "tokenizer", name, "tokenizer_config.json")
+    if absent:
+        yield absent
+        return
+    try:
+        patient.tokenizer = load_tokenizer(name, config.model.trust_remote_code)
+    except ModelError as error:
+        if config.model.tokenizer is not None or Path(name).exists():  # else the model's own line says it
+            yield Finding("model", "tokenizer", "fail", str(error), "model.tokenizer=FOLDER, or a name on the hub")
+        return
+    try:
+        patient.template = PromptTemplate(config.data, patient.tokenizer)
+    except ConfigError as error:
+        yield Finding("model", "chat-template", "fail", str(error), "data.template=plain")
+        return
+    has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
+    yield Finding(
+        "model",
+        "tokenizer",
+        "pass",
+        f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}",
+    )
+
+
+def check_architecture(patient: Patient) -> Iterator[Finding]:
+    """Whether the architecture is one that is computed right here. Reads config.json, and no weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = patient.config
+    name = config.model.path
+    absent = _absent(patient, "model", name, "config.json")
+    if absent:
+        yield absent
+        return
+    fix = "model.path=FOLDER in Hugging Face layout, or a name on the hub"
+    if not Path(name).expanduser().exists() and is_path(name):
+        yield Finding("model", "model", "fail", f"model.path: {name}: no such folder", fix)
+        return
+    try:
+        if find_adapter(name) is not None:
+            yield Finding(
+                "model",
+                "model",
+                "fail",
+                f"model.path: {name} holds a LoRA adapter, but training is of all parameters",
+                "merge it into its base (merge_and_unload) and name that folder",
+            )
+            return
+        found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+    except (ModelError, OSError, ValueError, KeyError) as error:
+        yield Finding("model", "model", "fail", f"model.path: {name}: {_first_line(error)}", fix)
+        return
+    try:
+        check_supported(found)
+    except ModelError as error:
+        yield Finding("model", "architecture", "fail", str(error), "a model that docs/models.md names")
+        return
+    with torch.device("meta"):
+        patient.shape = AutoModelForCausalLM.from_config(found)
+    patient.model_config = found
+    yield Finding("model", "architecture", "pass", f"{found.model_type}, {patient.shape.num_parameters():,} parameters")
+
+
+def _absent(patient: Patient, what: str, name: str, file: str) -> Finding | None:
+    """Said of what is not on this machine and is not looked for elsewhere."""
+    if patient.demo and "/" in name and not Path(name).exists() and name.startswith("runs/"):
+        return Finding("model", what, "skip", f"{name} is made by `{patient.demo}`")
+    if not on_this_machine(name, file):
+        return Finding("model", what, "skip", f"{name} is not on this machine and is not downloaded for a check")
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def check_context(patient: Patient) -> Iterator[Finding]:
+    """Whether prompts and responses fit into the positions that the model was made for."""
+    found = patient.need(patient.model_config, "model")
+    try:
+        check_lengths(patient.config, _Named(found), patient.heldout)
+    except (ConfigError, DataError) as error:
+        text, _, fix = str(error).rpartition("; ")
+        yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
+        return
+    data, rollout = patient.config.data, patient.config.rollout
+    yield Finding(
+        "model",
+        "context",
+        "pass",
+        f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into "
+        f"{context_limit(_Named(found)) or 'any number of'} positions",
+    )
+
+
+class _Named:
+    """A model of which only the config is known."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def check_tokens(patient: Patient) -> Iterator[Finding]:
+    """Whether model and tokenizer speak of the same tokens: vocabulary, padding, and what ends a response."""
+    tokenizer, shape = patient.need(patient.tokenizer, "tokenizer"), patient.need(patient.shape, "model")
+    config = patient.config
+    owner = patient.model or _with_generation_config(shape, config.model.path)
+    stop_ids = stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids)
+    heard = _Heard()
+    try:
+        check_vocabulary(shape, tokenizer, stop_ids, heard)
+    except ModelError as error:
+        yield Finding("model", "vocabulary", "fail", str(error), "model.tokenizer=FOLDER of the model's own tokenizer")
+        return
+    except ConfigError as error:
+        name = "stop-tokens"
+        text = str(error)
+        if not set(config.rollout.stop_token_ids).intersection(stop_ids):
+            text = text.replace("rollout.stop_token_ids", "eos_token_id of model or tokenizer")
+        yield Finding("model", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
+        return
+    rows = shape.get_input_embeddings().weight.shape[0]
+    others = _of_another_model(patient, rows)
+    if others:
+        fix = "leave model.tokenizer out, or name the model's own"
+        yield Finding("model", "vocabulary", "warn", others, fix)
+        return
+    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}")
+    yield from _stop_tokens(patient, owner, stop_ids)
+    yield from _padding(patient, rows)
+    notice_generation_config(owner, said := _Heard())
+    for text in said.warnings:
+        yield Finding("model", "generation-config", "warn", text, "take them out of generation_config.json")
+
+
+def _of_another_model(patient: Patient, rows: int) -> str | None:
+    """Why the tokenizer seems to be another model's; None: it does not."""
+    tokenizer, config = patient.tokenizer, patient.config
+    unused = rows - len(tokenizer)
+    if unused > max(1024, rows // 10):
+        return f"the model has {rows:,} rows, but the tokenizer only {len(tokenizer):,} tokens: is it another model's?"
+    if config.model.tokenizer is None:
+        return None
+    try:
+        own = load_tokenizer(config.model.path, config.model.trust_remote_code).get_vocab()
+    except ModelError:  # it has none, which is why another one is named
+        return None
+    given = tokenizer.get_vocab()
+    same = sum(own.get(token) == number for token, number in given.items())
+    if same >= 0.9 * len(given):
+        return None
+    return f"{len(given) - same:,} of {len(given):,} tokens of model.tokenizer have another id in the model's own"
+
+
+def _with_generation_config(shape: Any, path: str) -> Any:
+    """``shape`` with the file beside the weights, which is read with these only."""
+    from transformers import GenerationConfig
+
+    try:
+        shape.generation_config = GenerationConfig.from_pretrained(path)
+    except (OSError, ValueError):  # there need not be one
+        return shape
+    return shape
+
+
+class _Heard(QuietListener):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Iterator[Finding]:
+    tokenizer = patient.tokenizer
+    if not stop_ids:
+        yield Finding(
+            "model",
+            "stop-tokens",
+            "warn",
+            "neither model nor tokenizer names an end: every response runs to rollout.max_response_length",
+            "rollout.stop_token_ids=[ID], or eos_token_id in generation_config.json",
+        )
+        return
+    told = {
+        "generation config": getattr(getattr(owner, "generation_config", None), "eos_token_id", None),
+        "model config": owner.config.eos_token_id,
+        "tokenizer": tokenizer.eos_token_id,
+    }
+    said = ", ".join(f"{who} {ids}" for who, ids in told.items() if ids is not None)
+    end = _end_of_turn(patient)
+    if end is not None and end not in stop_ids:
+        yield Finding(
+            "model",
+            "stop-tokens",
+            "warn",
+            f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}={end}, which is no stop "
+            f"token ({said}): responses will run on",
+            f"rollout.stop_token_ids=[{end}]",
+        )
+        return
+    shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in stop_ids)
+    yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
+
+
+def _end_of_turn(patient: Patient) -> int | None:
+    """The special token that the chat template puts behind what an assistant says; None: there is none to be seen."""
+    tokenizer, config = patient.tokenizer, patient.config
+    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    try:
+        ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        said = tokenizer("4", add_special_tokens=False)["input_ids"][-1]
+    except Exception:  # templates raise their own kinds; prompts are tried elsewhere
+        return None
+    if said not in ids:
+        return None
+    after = ids[len(ids) - 1 - ids[::-1].index(said) + 1 :]
+    return next((i for i in after if i in tokenizer.all_special_ids), None)
+
+
+def _padding(patient: Patient, rows: int) -> Iterator[Finding]:
+    tokenizer = patient.tokenizer
+    pad = tokenizer.pad_token_id
+    if pad is not None and pad >= rows:
+        yield Finding(
+            "model",
+            "padding",
+            "warn",
+            f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
+            "takes lengths from the engine and never pads, but other programs will",
+            "tokenizer.pad_token = tokenizer.eos_token, and save it",
+        )
+        return
+    same = " (also ends a response; lengths come from the engine, so that does no harm)"
+    told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
+    yield Finding(
+        "model", "padding", "pass", told + (same if pad is not None and pad == tokenizer.eos_token_id else "")
+    )
+
+
+def check_bos(patient: Patient) -> Iterator[Finding]:
+    """Whether a prompt begins with one BOS token, where the model knows one."""
+    source = patient.need(patient.source, "data")
+    tokenizer, template = patient.tokenizer, patient.need(patient.template, "template")
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        yield Finding("model", "bos", "pass", "the tokenizer has none")
+        return
+    ids = list(source.prompts[0].token_ids)
+    name = f"{tokenizer.bos_token}={bos}"
+    opens = list(tokenizer("x")["input_ids"])[:1] == [bos]
+    text = tokenizer.decode(ids[:8])
+    if ids[:1] != [bos] and opens:
+        yield Finding(
+            "model",
+            "bos",
+            "warn",
+            f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}",
+            "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)",
+        )
+    elif _written_twice(tokenizer, template, patient.config) or (ids.count(bos) > 1 and opens):
+        yield Finding(
+            "model",
+            "bos",
+            "warn",
+            f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be",
+            "take it out of the chat template, or of the rows",
+        )
+    else:
+        yield Finding("model", "bos", "pass", f"{name}, {'once at the start' if ids[:1] == [bos] else 'not used'}")
+
+
+def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> bool:
+    """Whether the chat template itself writes more than one BOS at the start."""
+    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+        return False
+    turn = [{"role": "user", "content": "2+2="}]
+    try:
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    except Exception:  # prompts are tried elsewhere
+        return False
+    return str(text).startswith(tokenizer.bos_token * 2)
+
+
+def check_weights(patient: Patient) -> Iterator[Finding]:
+    """Whether the weights can be loaded, fit the architecture and are numbers."""
+    config = patient.config
+    patient.need(patient.shape, "model")
+    patient.need(patient.fits, "memory")
+    try:
+        model = load_model(
+            config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            device=patient.need(patient.device, "device"),
+        )
+    except ModelError as error:
+        yield Finding("model", "weights", "fail", str(error), "download or save the model again")
+        return
+    patient.model = model
+    set_threads(config, model)
+    yield Finding("model", "weights", "pass", "all there, all finite")

@@ -1,0 +1,93 @@
+"""What the checks look at: a recipe, and what has been loaded for it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dapo.errors import ConfigError
+from dapo.recipes import recipe_path
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.data.source import PromptSource
+    from dapo.data.template import PromptTemplate
+    from dapo.records import Prompt
+
+T = TypeVar("T")
+
+
+class NotAtHand(Exception):
+    """A check needs something that an earlier one could not provide, and has said why. ``what``: that thing."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+@dataclass(slots=True)
+class Patient:
+    """A recipe, and what the checks that own a thing have put here; None: it is not there (yet).
+
+    ``demo``: how ``dapo demo`` is called to make the files of a shipped recipe. ``reward_works``: a scorer starts.
+    """
+
+    config: Config
+    demo: str | None = None
+    files: bool | None = None
+    tokenizer: Any = None
+    template: PromptTemplate | None = None
+    source: PromptSource | None = None
+    heldout: Sequence[Prompt] = ()
+    model_config: Any = None
+    shape: Any = None
+    """The model without its numbers, on the meta device."""
+    device: Any = None
+    fits: bool | None = None
+    """Whether the predicted memory is free."""
+    model: Any = None
+    reward_works: bool | None = None
+    probe: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What each check took."""
+
+    def need(self, thing: T | None, what: str) -> T:
+        """``thing``, which another check provides.
+
+        Raises:
+            NotAtHand: it did not.
+        """
+        if thing is None:
+            raise NotAtHand(what)
+        return thing
+
+
+def demo_of(recipe: Path) -> str | None:
+    """The command that makes model and data of a shipped recipe; None for a recipe of the user's."""
+    commands = {"cpu-demo": "dapo demo", "cpu-smollm2": "dapo demo word-problems"}
+    command = commands.get(recipe.stem)
+    try:
+        return command if command and recipe.samefile(recipe_path(recipe.stem)) else None
+    except (OSError, ConfigError):
+        return None
+
+
+def is_path(name: str) -> bool:
+    """Whether ``name`` can be no name on the hub, which is ``owner/name``."""
+    return name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+def on_this_machine(name: str, file: str) -> bool:
+    """Whether ``name``, a folder or a name on the hub, can be loaded without a download, or is a path for sure.
+
+    Args:
+        name: as in the recipe.
+        file: one that belongs to it.
+    """
+    if Path(name).expanduser().exists() or is_path(name):
+        return True
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, file), str)

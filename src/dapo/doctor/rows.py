@@ -1,0 +1,309 @@
+"""Checks of the data: what is in the files, what they share, and how a row reaches the model."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo.config import Config
+from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
+from dapo.data.source import PromptSource, load_prompts, read_prompts
+from dapo.data.template import PromptTemplate
+from dapo.doctor.finding import Finding
+from dapo.doctor.patient import Patient
+from dapo.errors import DataError
+from dapo.records import Prompt
+from dapo.reward.build import needs_answer
+
+LOOKED_AT = 200
+"""Rows that are looked at for what takes a look at each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """Of some rows: which keys of the recipe it concerns is in ``fix``."""
+
+    name: str
+    count: int
+    text: str
+    fix: str
+    fails: bool = False
+
+
+def check_rows(patient: Patient) -> Iterator[Finding]:
+    """Every row of every file, as ``dapo data check`` reads them; then the prompts that training draws from."""
+    patient.need(patient.files, "files")
+    config, template = patient.config, patient.template
+    data = config.data
+    needed = needs_answer(config.reward) or (config.monitor.check is not None and needs_answer(config.monitor.check))
+    measure = Measure() if template is None else Measure(lambda: template, _identity(config))
+    try:
+        found = check_data(data.train, config.evaluation.data, data, measure, answer_required=needed)
+    except DataError as error:
+        yield Finding("data", "files", "fail", str(error), "dapo data check FILES says what is in a file")
+        return
+    troubles = [one for one in _troubles(found, config) if one.count]
+    for one in troubles:
+        yield Finding("data", one.name, "fail" if one.fails else "warn", one.text, one.fix)
+    if not any(one.fails for one in troubles):
+        rows = sum(report.rows for report in found.train)
+        held_out = sum(report.rows for report in found.evaluation)
+        yield Finding(
+            "data",
+            "rows",
+            "pass",
+            f"{rows:,} to train on, {held_out:,} to evaluate on, every one read" + _lengths(found),
+        )
+    near = sum(pair.near for pair in found.overlap)
+    if found.evaluation and not sum(pair.exact for pair in found.overlap):
+        also = f"; {near:,} share 13 words in a row with one (dapo data check shows them)" if near else ""
+        yield Finding("data", "overlap", "pass", f"no row to train on holds a prompt that is evaluated on{also}")
+    if template is not None:
+        yield from _load(patient, template, needed, already=any(one.fails for one in troubles))
+
+
+def _identity(config: Config) -> Any:
+    """What lengths depend on."""
+    name = config.model.tokenizer or config.model.path
+    said = config.data.model_dump(mode="json", include={"template", "chat_template", "instruction", "system"})
+    files = [Path(name)] + ([Path(config.data.chat_template).parent] if config.data.chat_template else [])
+    return [name, False, said, [file_identity(file) for file in files]]
+
+
+def _lengths(found: CheckReport) -> str:
+    reports = [report for report in found.train if report.lengths.unit == "tokens"]
+    if not reports:
+        return ""
+    return f"; prompts of {max(r.lengths.at(0.5) for r in reports)} tokens (median) to {_longest(reports)}"
+
+
+def _longest(reports: Sequence[FileReport]) -> int:
+    return max(report.lengths.at(1.0) for report in reports)
+
+
+def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
+    data, train, held_out = config.data, found.train, found.evaluation
+    rows = sum(report.rows for report in train)
+    bad = sum(report.bad for report in train)
+    fails = data.on_bad_row == "fail" or bad > data.max_bad_rows * rows
+    yield _Trouble(
+        "bad-rows",
+        bad,
+        f"data.train: {bad:,} of {rows:,} rows cannot be used, such as {_first_fault(train)}",
+        "mend them, or set the keys as the file has them (data.prompt_key, data.answer_key)"
+        if bad == rows
+        else "mend them, or data.on_bad_row=skip",
+        fails,
+    )
+    bad_held_out = sum(report.bad for report in held_out)
+    yield _Trouble(
+        "bad-rows",
+        bad_held_out,
+        f"evaluation.data: {bad_held_out:,} rows cannot be used, such as {_first_fault(held_out)}",
+        "mend them: an evaluation leaves no row out",
+        fails=True,
+    )
+    unanswered = sum(report.missing_answers for report in train)
+    yield _Trouble(
+        "answers",
+        unanswered if bad < rows else 0,
+        f"data.train: {unanswered:,} of {rows:,} rows have no answer under {data.answer_key!r}; the reward gets None",
+        "data.answer_key=KEY, if the file calls it otherwise",
+    )
+    too_long = sum(report.too_long or 0 for report in train)
+    if too_long:
+        longest, tokens = _longest(train), data.max_prompt_length
+        yield _Trouble(
+            "too-long",
+            too_long,
+            f"{too_long:,} of {rows:,} prompts are longer than data.max_prompt_length={tokens} and left out",
+            f"data.max_prompt_length={longest} takes them all",
+            fails=too_long == rows - bad,
+        )
+    conflicts = sum(r.conflicts for r in train) + sum(pair.conflicts for pair in found.between)
+    example = f", such as {found.conflicts[0]}" if found.conflicts else ""
+    yield _Trouble(
+        "conflicts",
+        conflicts,
+        f"{conflicts:,} rows repeat the prompt of an earlier row with another answer{example}",
+        "keep one row of each; dapo data check lists them",
+    )
+    repeated = sum(r.duplicates for r in train) + sum(pair.exact for pair in found.between) - conflicts
+    yield _Trouble(
+        "duplicates",
+        repeated,
+        f"{repeated:,} of {rows:,} rows repeat the prompt of an earlier row",
+        "keep one row of each, unless they are to be drawn more often",
+    )
+    exact = sum(pair.exact for pair in found.overlap)
+    example = found.overlap[0].examples[0] if exact else ""
+    yield _Trouble(
+        "overlap",
+        exact,
+        f"{exact:,} rows to train on hold a prompt that is evaluated on, such as {example}",
+        "take them out of data.train: what the evaluation says of them is memory",
+    )
+
+
+def _first_fault(reports: Sequence[FileReport]) -> str:
+    return next((report.faults[0] for report in reports if report.faults), "")
+
+
+# --- the prompts that are drawn from ------------------------------------------------------------------------------
+
+
+def _load(patient: Patient, template: PromptTemplate, needed: bool, already: bool) -> Iterator[Finding]:
+    """Make what later checks draw from. Bad rows have been told of, and hide nothing else: they are skipped here."""
+    config = patient.config
+    lenient = config.data.model_copy(update={"on_bad_row": "skip", "max_bad_rows": 1.0})
+    try:
+        source = load_prompts(lenient, config.data.train, template, seed=config.seed, answer_required=needed)
+        patient.heldout = (
+            read_prompts(
+                config.data, config.evaluation.data, template, answer_required=needed, limit=config.evaluation.rows
+            )
+            if config.evaluation.data
+            else ()
+        )
+    except DataError as error:
+        if not already:
+            yield Finding("data", "rows", "fail", str(error))
+        return
+    patient.source = source
+    report, wanted = source.report, config.rollout.prompts_per_step
+    if report.whole and report.usable < wanted and not already:
+        whole = report.usable // config.training.groups_per_update * config.training.groups_per_update
+        fix = f"rollout.prompts_per_step={whole or report.usable}" + ("" if whole else " training.groups_per_update=1")
+        yield Finding(
+            "data",
+            "rows",
+            "fail",
+            f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})",
+            f"{fix}, or more data",
+        )
+
+
+def spread_prompts(source: PromptSource, count: int) -> list[Prompt]:
+    """Some of the usable prompts, from all over the data."""
+    total = len(source.prompts)
+    places = sorted({k * total // count for k in range(min(count, total))} if total > count else set(range(total)))
+    return [source.prompts[place] for place in places]
+
+
+def check_sample(patient: Patient) -> Iterator[Finding]:
+    """A prompt as the model will see it, and what is odd about its tokens."""
+    source = patient.need(patient.source, "data")
+    template = patient.need(patient.template, "template")
+    tokenizer = patient.tokenizer
+    prompts = spread_prompts(source, LOOKED_AT)
+    first = prompts[0]
+    special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
+    said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
+    answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
+    yield Finding(
+        "data",
+        "prompt",
+        "pass",
+        f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})",
+    )
+    yield from _odd_prompts(patient, prompts)
+
+
+def check_odd(patient: Patient) -> Iterator[Finding]:
+    """The same without the prompt itself, which a training shows anyway."""
+    yield from _odd_prompts(patient, spread_prompts(patient.need(patient.source, "data"), LOOKED_AT))
+
+
+def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    tokenizer, config = patient.tokenizer, patient.config
+    markers = [text for text in tokenizer.all_special_tokens if len(text) > 2]
+    marked = [(p, text) for p in prompts for text in markers if text in p.text]
+    if marked:
+        prompt, text = marked[0]
+        rows = len({p.row for p, _ in marked})
+        yield Finding(
+            "data",
+            "special-tokens",
+            "warn",
+            f"{rows} of {len(prompts)} rows hold special tokens as text, such as {text!r} in row {prompt.row + 1}: "
+            "they were put through a template before",
+            "take them out of the rows, or data.template=plain",
+        )
+    lost = [(p, letters) for p in prompts if (letters := _lost_letters(p, tokenizer))]
+    if lost:
+        prompt, letters = lost[0]
+        yield Finding(
+            "data",
+            "unknown-tokens",
+            "warn",
+            f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "
+            f"{''.join(letters)!r} in row {prompt.row + 1}",
+            "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows",
+        )
+    answers = {p.answer.strip() for p in prompts if p.answer is not None}
+    if len(answers) == 1 and len(prompts) > 3 and config.reward.kind != "code":
+        yield Finding(
+            "data",
+            "answers",
+            "warn",
+            f"all of {len(prompts)} rows looked at have the same answer, {answers.pop()[:60]!r}",
+            f"data.answer_key, now {config.data.answer_key!r}: is it the key of the answer?",
+        )
+    long = [p for p in prompts if p.answer is not None and (len(p.answer) > 100 or "####" in p.answer)]
+    if len(long) > len(prompts) / 2 and config.reward.kind in ("math", "exact"):
+        yield Finding(
+            "data",
+            "answers",
+            "warn",
+            f"{len(long)} of {len(prompts)} answers are whole solutions, such as row {long[0].row + 1}: "
+            f"{(long[0].answer or '')[-60:]!r}; reward.kind={config.reward.kind} compares with the final answer alone",
+            "keep only the final answer in the rows, or name the key that holds it (data.answer_key)",
+        )
+    yield from _answer_in_prompt(prompts)
+    yield from _answer_format(patient, prompts)
+
+
+def _lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
+    """Letters of a row that its tokens do not hold, case and compatible forms apart."""
+    said = re.sub(r"^(system|user|assistant): ", "", prompt.text, flags=re.MULTILINE)
+    seen = tokenizer.decode(list(prompt.token_ids))
+    there, here = (set(unicodedata.normalize("NFKC", text).casefold()) for text in (said, seen))
+    return sorted(letter for letter in there - here if letter.isprintable() and not letter.isspace())[:20]
+
+
+def _answer_in_prompt(prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Answers long enough to be in a prompt by no accident."""
+    telling = [p for p in prompts if p.answer is not None and len(p.answer.strip()) >= 4]
+    shown = [p for p in telling if (p.answer or "").strip() in p.text]
+    if len(shown) > len(telling) / 2 and len(shown) > 3:
+        yield Finding(
+            "data",
+            "answer-shown",
+            "warn",
+            f"{len(shown)} of {len(telling)} prompts hold their own answer, such as row {shown[0].row + 1}",
+            "data.prompt_key: is it the key of the question alone?",
+        )
+
+
+def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Whether anything asks for the form that the math reward reads."""
+    reward = patient.config.reward
+    if reward.kind != "math":
+        return
+    words = {"boxed": "boxed", "answer_line": "answer:"}
+    seen = [patient.tokenizer.decode(list(p.token_ids)).lower() for p in prompts[:20]]
+    asked = [text for text in seen if any(words[rule] in text for rule in reward.extract)]
+    if not asked:
+        works = "data.template=dapo" if "answer_line" in reward.extract else "data.instruction=' Put it in \\boxed{}.'"
+        yield Finding(
+            "data",
+            "answer-format",
+            "warn",
+            'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)',
+            works,
+        )

@@ -1,0 +1,208 @@
+"""Checks that sample: do engine and trainer agree, and will dynamic sampling find what it needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dapo.algorithm.admission import Verdict, judge
+from dapo.config import Config
+from dapo.doctor.finding import Finding
+from dapo.doctor.patient import Patient
+from dapo.doctor.rewards import impatient, scores
+from dapo.doctor.rows import spread_prompts
+from dapo.inputs import cache_bytes, set_threads
+from dapo.model.loading import copy_model, stop_token_ids
+from dapo.records import Group, Prompt, Reward, Sample
+from dapo.reward.build import make_scorer
+from dapo.reward.check import running
+from dapo.reward.contract import in_place_of_failed
+from dapo.rollout.engine import Request, Sampling
+from dapo.rollout.native.engine import NativeEngine
+from dapo.rollout.seeds import sample_seed
+from dapo.training.mismatch import measure_mismatch
+from dapo.training.packing import pack
+from dapo.training.policy import Policy
+
+AGREE_WITHIN = {"float32": 0.02, "bfloat16": 0.1}
+"""Mean |log pi_engine - log pi_trainer| over the tokens, in nats, by ``model.compute_dtype``."""
+_PROMPTS, _SAMPLES, _TOKENS = 2, 2, 16
+_DRAW = -2
+"""Numbered apart from the draws of training and evaluation."""
+PROBE_SECONDS = 600.0
+
+
+def check_agreement(patient: Patient) -> Iterator[Finding]:
+    """Sample some tokens with the engine, and compute their log-probabilities again as the trainer does."""
+    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "data")
+    config = patient.config
+    set_threads(config, model)  # of the thread that works here
+    prompts = spread_prompts(source, _PROMPTS)
+    tokens = min(_TOKENS, config.rollout.max_response_length)
+    groups = asyncio.run(_sample(patient, prompts, _SAMPLES, tokens))
+    told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
+    batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)], patient.device)
+    dtype = getattr(torch, config.model.compute_dtype)
+    policy = Policy(model, config.rollout.temperature, config.training.tokens_per_micro_batch, dtype)
+    found = measure_mismatch(batch, policy.logprobs(batch), version=0)
+    limit = AGREE_WITHIN[config.model.compute_dtype]
+    text = (
+        f"log-probs of {found.tokens} tokens by engine and trainer differ by {found.mean:.2g} on average, "
+        f"{found.maximum:.2g} at most"
+    )
+    if found.exceeds(limit):
+        yield Finding(
+            "model",
+            "agreement",
+            "warn",
+            f"{text}; {limit:g} would be noise",
+            "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute",
+        )
+    else:
+        yield Finding("model", "agreement", "pass", text)
+
+
+async def _sample(patient: Patient, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Group]:
+    """Groups in the order of ``prompts``, their samples without text or reward."""
+    async with _engine(patient, prompts, samples, tokens) as engine:
+        config = patient.config
+        sampling = Sampling(config.rollout.temperature, tokens, stop=tuple(config.rollout.stop))
+        requests = [
+            Request(
+                place, p.token_ids, tuple(sample_seed(config.seed, p.row, _DRAW, i) for i in range(samples)), sampling
+            )
+            for place, p in enumerate(prompts)
+        ]
+        found: dict[tuple[int, int], Sample] = {}
+        async for sample in engine.generate(requests):
+            found[sample.request_id, sample.index] = sample
+    return [Group(k, p, tuple(found[k, i] for i in range(samples))) for k, p in enumerate(prompts)]
+
+
+@asynccontextmanager
+async def _engine(
+    patient: Patient, prompts: Sequence[Prompt], samples: int, tokens: int
+) -> AsyncIterator[NativeEngine]:
+    config, model, template = patient.config, patient.model, patient.need(patient.template, "template")
+    engine = NativeEngine(
+        copy_model(model, getattr(torch, config.model.compute_dtype)),
+        stop_token_ids(model, patient.tokenizer, config.rollout.stop_token_ids),
+        max_sequence_tokens=max(len(p.token_ids) for p in prompts) + tokens,
+        max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
+        cache_bytes=cache_bytes(config),
+        threads=torch.get_num_threads(),
+        decode=template.decode,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+# --- the probe ----------------------------------------------------------------------------------------------------
+
+
+def check_probe(patient: Patient) -> Iterator[Finding]:
+    """Sample and score whole groups: how many hold something to learn from."""
+    if not patient.probe:
+        return
+    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "data")
+    patient.need(patient.reward_works or None, "reward")
+    config = patient.config
+    set_threads(config, model)
+    prompts = [source.draw() for _ in range(patient.probe)]
+    try:
+        groups = asyncio.run(asyncio.wait_for(_scored(patient, prompts), PROBE_SECONDS))
+    except TimeoutError:
+        text = f"{len(prompts)} prompts were not sampled and scored within {PROBE_SECONDS:g} s"
+        yield Finding("data", "probe", "warn", text, f"--probe {max(1, patient.probe // 4)}")
+        return
+    yield from judged(config, groups)
+
+
+async def _scored(patient: Patient, prompts: Sequence[Prompt]) -> list[Group]:
+    config, template = patient.config, patient.need(patient.template, "template")
+    groups = await _sample(patient, prompts, config.rollout.samples_per_prompt, config.rollout.max_response_length)
+    texts = [template.decode(s.token_ids.tolist()) for g in groups for s in g.samples]
+    owners = [g.prompt for g in groups for _ in g.samples]
+    async with running(make_scorer(impatient(config.reward))) as scorer:
+        rewards = iter(await scores(scorer, list(zip(owners, texts, strict=True))))
+    metric = config.algorithm.filter_groups.metric
+    return [
+        replace(
+            g,
+            samples=tuple(
+                replace(s, reward=in_place_of_failed(next(rewards), config.reward, metric)) for s in g.samples
+            ),
+        )
+        for g in groups
+    ]
+
+
+def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
+    """What sampled and scored groups say of a run.
+
+    With a share p of mixed groups, 1 / p generation rounds fill a batch on average. A step is expected to starve when
+    that is more than ``algorithm.filter_groups.max_num_gen_batches``; it may, when the lower end of p's interval
+    (Wilson, 95%) says so.
+    """
+    filters, samples = config.algorithm.filter_groups, config.rollout.samples_per_prompt
+    counts = Counter(judge(g, metric=filters.metric, tolerance=filters.tolerance) for g in groups)
+    mixed, total = counts[Verdict.MIXED], len(groups)
+    parts = ", ".join(f"{counts[verdict]} {verdict.value.replace('_', ' ')}" for verdict in Verdict if counts[verdict])
+    text = f"of {total} prompts at G={samples}: {parts}"
+    yield from _cut(config, groups)
+    if not filters.enable:
+        status: Any = "pass" if mixed else "warn"
+        yield Finding("data", "probe", status, f"{text}; dynamic sampling is off", "" if mixed else _advice(counts))
+        return
+    limit = filters.max_num_gen_batches
+    low = wilson_low(mixed, total)
+    rounds = f"{total / mixed:.1f} generation rounds" if mixed else "no number of rounds"
+    text += f"; {rounds} fill a batch of {config.rollout.prompts_per_step}, {limit} are allowed"
+    if mixed and 1 / low <= limit:
+        yield Finding("data", "probe", "pass", text)
+    elif mixed and total / mixed <= limit:
+        advice = f"--probe {4 * total} to be surer, or algorithm.filter_groups.max_num_gen_batches={2 * limit}"
+        yield Finding("data", "probe", "warn", f"{text}; with bad luck steps starve", advice)
+    else:
+        starved: Any = "fail" if filters.on_starved == "stop" else "warn"
+        yield Finding("data", "probe", starved, f"{text}: steps will starve", _advice(counts))
+
+
+def _cut(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
+    cut = [s.truncated for g in groups for s in g.samples]
+    if sum(cut) > len(cut) / 2:
+        yield Finding(
+            "data",
+            "probe-lengths",
+            "warn",
+            f"{sum(cut)} of {len(cut)} responses were cut at rollout.max_response_length="
+            f"{config.rollout.max_response_length}",
+            f"rollout.max_response_length={2 * config.rollout.max_response_length}, or look whether the model ever "
+            "stops (dapo generate)",
+        )
+
+
+def _advice(counts: Counter[Verdict]) -> str:
+    if counts[Verdict.ALL_RIGHT] > counts[Verdict.ALL_WRONG]:
+        return "harder prompts: the model knows these"
+    if counts[Verdict.TOO_FEW_SCORED] > counts[Verdict.ALL_WRONG]:
+        return "mend the reward: its scores fail"
+    return "easier prompts, a stronger model, or a larger rollout.samples_per_prompt"
+
+
+def wilson_low(hits: int, total: int) -> float:
+    """Lower end of the 95% interval of a share (Wilson's score interval)."""
+    z = 1.96
+    share = hits / total
+    middle = share + z * z / (2 * total)
+    half = z * float(np.sqrt(share * (1 - share) / total + z * z / (4 * total * total)))
+    return (middle - half) / (1 + z * z / total)

@@ -1,0 +1,228 @@
+"""Checks of the recipe alone: what it says, and the folder that it writes to."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dapo.config import CodeReward, Config, warnings_for
+from dapo.config.reward import plain_rewards
+from dapo.doctor.finding import Finding
+from dapo.doctor.memory import GIB, checkpoint_bytes, gib, parameters_of
+from dapo.doctor.patient import Patient
+from dapo.errors import UserError
+from dapo.observe.trackers import check_trackers
+from dapo.plan import missing_files, plan_line, plan_of
+
+_BYTES_PER_TOKEN = 4
+"""Of text; what a sample's line holds beside its response and prompt is small."""
+
+
+def check_settings(patient: Patient) -> Iterator[Finding]:
+    """Combinations of keys that run but probably are not what was meant."""
+    config = patient.config
+    found = [(text, "") for text in warnings_for(config)] + list(_doubtful(config))
+    for text, fix in found:
+        yield Finding("recipe", "settings", "warn", text, fix)
+    try:
+        check_trackers(config)
+    except UserError as error:
+        yield Finding("recipe", "trackers", "fail", str(error))
+    if not found:
+        yield Finding("recipe", "settings", "pass", plan_line(plan_of(config)))
+
+
+def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
+    """What is wrong, and a value that works."""
+    yield from _doubtful_schedule(config)
+    yield from _doubtful_sampling(config)
+    yield from _doubtful_reward(config)
+    if config.data.shuffle_answers:
+        yield (
+            "data.shuffle_answers=true: the answers are permuted over the rows, so that nothing can be learned",
+            "data.shuffle_answers=false, unless this is the control experiment",
+        )
+    if config.model.trust_remote_code:
+        yield "model.trust_remote_code=true: Python code that comes with the model runs with your rights", ""
+
+
+def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
+    training, evaluation = config.training, config.evaluation
+    if not training.steps:
+        yield "training.steps=0: nothing is trained", "training.steps=100"
+        return
+    if training.warmup_steps > training.steps:
+        yield (
+            f"training.warmup_steps={training.warmup_steps} is more than training.steps={training.steps}: the learning "
+            "rate never gets where it should",
+            f"training.warmup_steps={training.steps // 10}",
+        )
+    if training.learning_rate > 1e-3:
+        yield (
+            f"training.learning_rate={training.learning_rate:g} is far above what is usual (1e-6 for a large model, "
+            "1e-4 for a tiny one)",
+            "training.learning_rate=1.0e-6",
+        )
+    if evaluation.every > training.steps and evaluation.data:
+        yield (
+            f"evaluation.every={evaluation.every} is more than training.steps={training.steps}: there is no evaluation "
+            "in between",
+            f"evaluation.every={max(1, training.steps // 5)}",
+        )
+
+
+def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
+    rollout, algorithm, evaluation = config.rollout, config.algorithm, config.evaluation
+    if not 0.5 <= rollout.temperature <= 1.5:
+        yield f"rollout.temperature={rollout.temperature:g} is unusual for rollouts", "rollout.temperature=1.0"
+    if evaluation.data and evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
+        yield (
+            f"evaluation.temperature=0 with samples_per_prompt={evaluation.samples_per_prompt}: all samples of a "
+            "prompt are alike",
+            "evaluation.temperature=1.0",
+        )
+    buffer = algorithm.overlong_buffer
+    if buffer.enable and buffer.len > rollout.max_response_length // 2:
+        yield (
+            f"algorithm.overlong_buffer.len={buffer.len} is more than half of rollout.max_response_length="
+            f"{rollout.max_response_length}: responses of ordinary length are punished",
+            f"algorithm.overlong_buffer.len={max(1, rollout.max_response_length // 5)}",
+        )
+    if algorithm.filter_groups.enable and algorithm.filter_groups.max_num_gen_batches == 1:
+        yield (
+            "algorithm.filter_groups.max_num_gen_batches=1: a single group that is filtered out starves the step",
+            "algorithm.filter_groups.max_num_gen_batches=10",
+        )
+    if algorithm.clip_ratio_high == 0 or algorithm.clip_ratio_low == 0:
+        yield (
+            f"algorithm.clip_ratio_low={algorithm.clip_ratio_low:g} and clip_ratio_high={algorithm.clip_ratio_high:g}: "
+            "at 0 every token that moved is clipped",
+            "algorithm.clip_ratio_low=0.2 algorithm.clip_ratio_high=0.28",
+        )
+
+
+def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
+    for reward in plain_rewards(config.reward):
+        if reward.on_error == "value" and reward.error_value > 0:
+            yield (
+                f"reward.error_value={reward.error_value:g}: a score that failed is rewarded",
+                "reward.error_value=-1.0, or reward.on_error=drop",
+            )
+        if reward.max_error_rate == 1:
+            yield (
+                "reward.max_error_rate=1: the run goes on even if every score fails",
+                "reward.max_error_rate=0.2",
+            )
+        if isinstance(reward, CodeReward) and reward.sandbox == "none":
+            yield (
+                "reward.sandbox=none: programs that the model writes run with your rights",
+                "reward.sandbox=bubblewrap",
+            )
+    if config.monitor.check is not None and config.monitor.check == config.reward:
+        yield (
+            "monitor.check is the reward itself, so it can never disagree with it",
+            "monitor.check={kind: math}, or another verifier; or leave it out",
+        )
+
+
+def check_files(patient: Patient) -> Iterator[Finding]:
+    """Whether the files that the recipe names are there."""
+    config = patient.config
+    missing = missing_files(config)
+    if not config.data.train:
+        yield Finding("data", "files", "fail", "data.train: no files to train on are named", "data.train=FILE.jsonl")
+    for text in missing:
+        if patient.demo:
+            yield Finding("data", "files", "skip", f"{text}; made by `{patient.demo}`")
+        else:
+            yield Finding("data", "files", "fail", text, "mend the name; paths count from the recipe or from here")
+    if config.data.train and not missing:
+        patient.files = True
+        items = [*config.data.train, *config.evaluation.data]
+        yield Finding("data", "files", "pass", f"{len(items)} named, all there")
+
+
+# --- the run folder -----------------------------------------------------------------------------------------------
+
+
+def check_run_folder(patient: Patient) -> Iterator[Finding]:
+    """Whether the run folder can be made and written to. Leaves nothing behind."""
+    run = patient.config.run
+    folder = Path(run.dir or "runs/run")
+    if folder.exists() and run.if_exists == "fail":
+        yield Finding(
+            "machine",
+            "run-folder",
+            "fail",
+            f"{folder} exists already",
+            f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run",
+        )
+        return
+    parent = _nearest(folder)
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        yield Finding(
+            "machine", "run-folder", "fail", f"cannot write to {parent}: {reason}", "run.dir=FOLDER on another disk"
+        )
+        return
+    note = " (the one there is kept under another name)" if folder.exists() else ""
+    yield Finding("machine", "run-folder", "pass", f"{folder} can be written{note}")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
+def check_disk(patient: Patient) -> Iterator[Finding]:
+    """Whether checkpoints and samples fit into the file system of the run folder.
+
+    Checkpoints: 12 bytes a parameter (float32 weights and Adam's two moments), as many as are kept (``run.keep_last``,
+    the best one, and the one being written before an old one goes), and weights before and after training at 4.
+    Samples: at most 4 bytes of text for each token that can be drawn.
+    """
+    config = patient.config
+    parameters = parameters_of(patient.need(patient.shape, "model"))
+    free = shutil.disk_usage(_nearest(Path(config.run.dir or "runs/run"))).free
+    kept = _checkpoints_kept(config)
+    one = checkpoint_bytes(parameters)
+    needed = kept * one + 2 * 4 * parameters
+    text = f"{kept} checkpoints of {gib(one)} and weights before and after take {gib(needed)}, {gib(free)} are free"
+    if needed > free:
+        fits = max(1, (free - 2 * 4 * parameters) // one - 2)
+        fix = f"run.keep_last={fits} run.keep_best=false" if kept - 2 > fits and free > 4 * one else "free some"
+        yield Finding("machine", "disk", "fail", text, f"{fix}, or run.dir=FOLDER on a larger disk")
+        return
+    samples = _samples_bytes(config)
+    if needed + samples > free:
+        yield Finding(
+            "machine",
+            "disk",
+            "warn",
+            f"{text}; samples may take up to {gib(samples)} more",
+            "run.save_samples=false, or run.dir=FOLDER on a larger disk",
+        )
+        return
+    also = f"; samples at most {gib(samples)}" if samples > GIB else ""
+    yield Finding("machine", "disk", "pass", text + also)
+
+
+def _checkpoints_kept(config: Config) -> int:
+    """At the most, the one that is being written counted."""
+    run, steps = config.run, config.training.steps
+    every = steps // run.save_every if run.save_every else 1
+    kept = every if run.keep_last is None else min(run.keep_last, max(1, every))
+    return kept + 1 + (run.keep_best and bool(config.evaluation.data))
+
+
+def _samples_bytes(config: Config) -> int:
+    if not config.run.save_samples:
+        return 0
+    plan = plan_of(config)
+    drawn = int(plan["prompts drawn per step, at most"]) * config.rollout.samples_per_prompt
+    return drawn * config.training.steps * int(plan["tokens per sample, at most"]) * _BYTES_PER_TOKEN

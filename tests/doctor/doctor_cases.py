@@ -1,0 +1,301 @@
+"""A recipe without a mistake, of a tiny model and data that lie beside it, and mistakes to plant in a copy of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from dapo.demo.task import make_tokenizer
+from helpers import random_model
+
+RECIPE: dict[str, Any] = {
+    "model": {"path": "model"},
+    "data": {"train": "train.jsonl", "template": "plain", "max_prompt_length": 16},
+    "rollout": {
+        "prompts_per_step": 8,
+        "samples_per_prompt": 4,
+        "max_response_length": 20,
+        "max_concurrent_samples": 32,
+    },
+    "reward": {"kind": "exact", "after": "#"},
+    "algorithm": {"overlong_buffer": {"len": 4}},
+    "training": {"steps": 10, "groups_per_update": 4, "warmup_steps": 2, "tokens_per_micro_batch": 256},
+    "evaluation": {"data": "heldout.jsonl", "every": 5},
+}
+
+
+def rows(first: int, last: int) -> list[dict[str, Any]]:
+    """Additions, none of them twice."""
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(first, last) for b in range(10)]
+
+
+def make_good(folder: Path) -> None:
+    """Recipe, data, model and tokenizer."""
+    tokenizer = make_tokenizer()
+    random_model("qwen2", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder, rows(0, 6))
+    write_rows(folder, rows(6, 8), "heldout.jsonl")
+    write_recipe(folder, {})
+
+
+def write_rows(folder: Path, lines: Sequence[dict[str, Any]], name: str = "train.jsonl") -> None:
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def write_recipe(folder: Path, changes: dict[str, Any]) -> None:
+    """``changes``: by dotted key; a value for a whole section replaces it."""
+    tree = json.loads(json.dumps(RECIPE))
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Change keys of a JSON file; None takes one out."""
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = {key: value for key, value in {**found, **changes}.items() if value is not None}
+    file.write_text(json.dumps(found), encoding="utf-8")
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """``plant`` makes it in a copy of the good folder. ``name`` and ``status``: of the finding that must tell of it,
+    with ``says`` in its text or its advice."""
+
+    name: str
+    status: str
+    plant: Callable[[Path], object]
+    says: str
+    options: tuple[str, ...] = ()
+    also: frozenset[str] = frozenset()
+    """What else is wrong then."""
+
+
+def _recipe(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: write_recipe(folder, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def _rows(make: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Callable[[Path], object]:
+    return lambda folder: write_rows(folder, make(rows(0, 6)))
+
+
+def _function(body: str) -> Callable[[Path], object]:
+    def plant(folder: Path) -> None:
+        (folder / "checker.py").write_text(f"def score(response, answer):\n    return {body}\n", encoding="utf-8")
+        write_recipe(folder, {"reward": {"kind": "function", "function": "checker.py:score", "workers": 1}})
+
+    return plant
+
+
+def _cut_line(folder: Path) -> None:
+    with (folder / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "2+2=", "ans')
+
+
+def _weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def plant(folder: Path) -> None:
+        file = folder / "model/model.safetensors"
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, {"format": "pt"})
+
+    return plant
+
+
+def _other_end(folder: Path) -> None:
+    """A chat template that ends turns with a token which nobody calls an end."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["#"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}#{% endfor %}"
+    tokenizer.save_pretrained(folder / "model")
+    write_recipe(folder, {"data.template": "chat"})
+
+
+def _larger_tokenizer(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["abc", "def"])
+    tokenizer.save_pretrained(folder / "model")
+
+
+def _other_tokenizer(folder: Path) -> None:
+    """The same letters by other numbers."""
+    shutil.copytree(folder / "model", folder / "other")
+    for name in ("model.safetensors", "config.json"):
+        (folder / "other" / name).unlink()
+    found = json.loads((folder / "other/tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = found["model"]["vocab"]
+    letters = [token for token in vocabulary if not token.startswith("<")]
+    numbers = [vocabulary[token] for token in letters]
+    vocabulary |= dict(zip(letters, numbers[1:] + numbers[:1], strict=True))
+    (folder / "other/tokenizer.json").write_text(json.dumps(found), encoding="utf-8")
+    write_recipe(folder, {"model.tokenizer": "./other"})
+
+
+def _larger_model(folder: Path) -> None:
+    random_model("qwen2", vocab_size=2048).save_pretrained(folder / "model")
+
+
+def _adapter(folder: Path) -> None:
+    edit_json(folder / "model/adapter_config.json", peft_type="LORA", base_model_name_or_path=str(folder), r=4)
+    shutil.copy(folder / "model/model.safetensors", folder / "model/adapter_model.safetensors")
+
+
+def _slow(folder: Path) -> None:
+    (folder / "checker.py").write_text(
+        "import time\n\ndef score(response, answer):\n    time.sleep(9)\n", encoding="utf-8"
+    )
+    reward = {"kind": "function", "function": "checker.py:score", "workers": 2, "timeout_s": 0.2}
+    write_recipe(folder, {"reward": reward})
+
+
+def _run_folder(folder: Path) -> None:
+    (folder / "runs/recipe").mkdir(parents=True)
+
+
+def _unreadable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**line, "answer": "\\frac{1}{"} if place < 3 else line for place, line in enumerate(lines)]
+
+
+MISTAKES: dict[str, Mistake] = {
+    # the recipe
+    "a key that is misspelt": Mistake("recipe", "fail", _recipe(training__learning_rte=1e-6), "learning_rate"),
+    "a batch that cannot be cut": Mistake("recipe", "fail", _recipe(training__groups_per_update=3), "use 2 or 4"),
+    "a section that is wrong": Mistake("recipe", "fail", _recipe(rollout__learning_rate=1.0), "rollout.learning_rate"),
+    "greedy rollouts": Mistake("recipe", "fail", _recipe(rollout__temperature=0), "temperature"),
+    "a learning rate for another optimizer": Mistake(
+        "settings", "warn", _recipe(training__learning_rate=0.1), "training.learning_rate=1.0e-6"
+    ),
+    "a warm-up longer than the run": Mistake("settings", "warn", _recipe(training__warmup_steps=20), "warmup_steps=1"),
+    "an evaluation that never comes": Mistake("settings", "warn", _recipe(evaluation__every=50), "evaluation.every=2"),
+    "one update a step": Mistake("settings", "warn", _recipe(training__groups_per_update=8), "clipping does nothing"),
+    "a punishment for ordinary lengths": Mistake(
+        "settings", "warn", _recipe(algorithm__overlong_buffer__len=18), "overlong_buffer.len=4"
+    ),
+    "a reward for failed scores": Mistake(
+        "settings", "warn", _recipe(reward__on_error="value", reward__error_value=1.0), "error_value=-1.0"
+    ),
+    "answers that are shuffled": Mistake("settings", "warn", _recipe(data__shuffle_answers=True), "nothing can be"),
+    "clipping turned the wrong way": Mistake(
+        "settings", "warn", _recipe(algorithm__clip_ratio_high=0.1), "opposite of Clip-Higher"
+    ),
+    # the data
+    "a file that is not there": Mistake("files", "fail", _recipe(data__train="tarin.jsonl"), "tarin.jsonl"),
+    "a line that is cut": Mistake("bad-rows", "fail", _cut_line, "train.jsonl:61"),
+    "another name of the prompt": Mistake("bad-rows", "fail", _recipe(data__prompt_key="question"), "data.prompt_key"),
+    "another name of the answer": Mistake("bad-rows", "fail", _recipe(data__answer_key="gold"), "answer_key"),
+    "rows that are there twice": Mistake("duplicates", "warn", _rows(lambda all_: all_ + all_[:5]), "5 of 65"),
+    "a prompt with two answers": Mistake(
+        "conflicts", "warn", _rows(lambda all_: [*all_, {"prompt": "0+1=", "answer": "2"}]), "'1'"
+    ),
+    "prompts that are too long": Mistake(
+        "too-long", "warn", _rows(lambda all_: [*all_, {"prompt": "1+" * 12 + "1=", "answer": "13"}]), "=26"
+    ),
+    "only prompts that are too long": Mistake("too-long", "fail", _recipe(data__max_prompt_length=2), "=4 takes them"),
+    "held-out rows in the training data": Mistake(
+        "overlap", "warn", _rows(lambda all_: all_ + rows(6, 7)), "10 rows to train on"
+    ),
+    "fewer rows than a step needs": Mistake("rows", "fail", _rows(lambda all_: all_[:6]), "rollout.prompts_per_step=4"),
+    "rows that went through a template": Mistake(
+        "special-tokens", "warn", _rows(lambda all_: [{**r, "prompt": r["prompt"] + "<end>1"} for r in all_]), "<end>"
+    ),
+    "a tokenizer that does not know the letters": Mistake(
+        "unknown-tokens", "warn", _rows(lambda all_: [{**r, "prompt": "?" + r["prompt"]} for r in all_]), "60 of 60"
+    ),
+    "one answer for all": Mistake("answers", "warn", _rows(lambda all_: [{**r, "answer": "7"} for r in all_]), "'7'"),
+    "whole solutions as answers": Mistake(
+        "answers",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "answer": f"We add. #### {r['answer']}"} for r in rows(0, 6)]),
+            write_recipe(f, {"reward": {"kind": "exact"}}),
+        ),
+        "data.answer_key",
+    ),
+    "prompts that hold their answer": Mistake(
+        "answer-shown",
+        "warn",
+        _rows(lambda all_: [{"prompt": f"{1000 + k}=", "answer": str(1000 + k)} for k in range(60)]),
+        "data.prompt_key",
+    ),
+    # model and tokenizer
+    "a model that is not there": Mistake("model", "fail", _recipe(model__path="./modell"), "no such folder"),
+    "an adapter": Mistake("model", "fail", _adapter, "merge_and_unload"),
+    "an architecture that is not computed here": Mistake(
+        "architecture", "fail", lambda f: edit_json(f / "model/config.json", model_type="bert"), "docs/models.md"
+    ),
+    "a chat without a template": Mistake("chat-template", "fail", _recipe(data__template="chat"), "template=plain"),
+    "more tokens than the model has": Mistake("vocabulary", "fail", _larger_tokenizer, "model.tokenizer"),
+    "the tokenizer of another model": Mistake("vocabulary", "warn", _other_tokenizer, "leave model.tokenizer out"),
+    "fewer tokens than the model has": Mistake("vocabulary", "warn", _larger_model, "2,048 rows"),
+    "an end that is no token": Mistake(
+        "stop-tokens", "fail", lambda f: edit_json(f / "model/generation_config.json", eos_token_id=[1, 900]), "900"
+    ),
+    "turns that end otherwise": Mistake("stop-tokens", "warn", _other_end, "rollout.stop_token_ids=[17]"),
+    "logits that are changed": Mistake(
+        "generation-config",
+        "warn",
+        lambda f: edit_json(f / "model/generation_config.json", repetition_penalty=1.3),
+        "repetition_penalty",
+    ),
+    "more tokens than positions": Mistake(
+        "context",
+        "fail",
+        lambda f: edit_json(f / "model/config.json", max_position_embeddings=24),
+        "max_prompt_length=",
+    ),
+    "weights that are no numbers": Mistake(
+        "weights", "fail", _weights(lambda t: t["model.norm.weight"].fill_(float("nan"))), "NaN"
+    ),
+    "weights that are not there": Mistake(
+        "weights", "fail", _weights(lambda t: t.pop("model.norm.weight")), "model.norm.weight"
+    ),
+    "a damaged file of weights": Mistake(
+        "weights", "fail", lambda f: (f / "model/model.safetensors").write_bytes(b"{}"), "cannot be loaded"
+    ),
+    # the reward
+    "a function that is not there": Mistake(
+        "reward", "fail", _recipe(reward={"kind": "function", "function": "nowhere.py:score"}), "reward.function"
+    ),
+    "a reward that is not a number": Mistake("reward", "fail", _function("float('nan')"), "nan"),
+    "a reward that takes too long": Mistake("scores", "fail", _slow, "timed out"),
+    "a verifier that likes everything": Mistake("shuffled-is-wrong", "fail", _function("True"), "empty responses"),
+    "a verifier that likes nothing": Mistake("gold-is-right", "warn", _function("False"), "16 of 16"),
+    "a verifier that likes silence": Mistake("empty-is-wrong", "fail", _function("response in answer"), "16 of 16"),
+    "an answer that nobody asked for": Mistake(
+        "answer-format", "warn", _recipe(reward={"kind": "math", "workers": 1}), "data.template=dapo"
+    ),
+    "answers that cannot be read": Mistake(
+        "gold-readable",
+        "warn",
+        lambda f: (
+            write_rows(f, _unreadable(rows(0, 6))),
+            write_recipe(f, {"reward": {"kind": "math", "workers": 1}}),
+        ),
+        "3 of 60",
+        also=frozenset({"answer-format"}),
+    ),
+    "a server that does not answer": Mistake(
+        "reward-server", "fail", _recipe(reward={"kind": "server", "url": "http://127.0.0.1:9"}), "reward.url"
+    ),
+    # the machine
+    "a run folder that exists": Mistake("run-folder", "fail", _run_folder, "run.if_exists=rename"),
+    "a GPU that is not there": Mistake("device", "fail", _recipe(runtime__device="cuda"), "runtime.device=auto"),
+    # what only samples show
+    "prompts beyond the model": Mistake("probe", "fail", _recipe(), "all wrong", ("--probe", "2")),
+}

@@ -1,0 +1,256 @@
+"""``dapo doctor`` through the real command: nothing to say of a good recipe, and each planted mistake by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
+from typer.testing import CliRunner
+
+from dapo.cli import app
+from dapo.config import build_config, load_config
+from dapo.data.source import load_prompts
+from dapo.data.template import PromptTemplate
+from dapo.doctor import memory, model, rewards, sampling, settings
+from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
+from dapo.doctor.finding import Finding, exit_code
+from dapo.doctor.patient import Patient
+from dapo.model.loading import load_model, load_tokenizer
+from dapo.reward.build import make_scorer
+from dapo.reward.check import running
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    make_good(folder)
+    return folder
+
+
+@pytest.fixture
+def case(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the good folder, to plant something in, which is the working folder."""
+    shutil.copytree(good, tmp_path / "case")
+    monkeypatch.chdir(tmp_path / "case")
+    monkeypatch.setenv("DAPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(rewards, "REACHED_WITHIN_S", 0.1)
+    return tmp_path / "case"
+
+
+def doctor(*options: str, code: int | None = None) -> list[dict[str, Any]]:
+    """The findings, by the command with --json."""
+    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=./model", "--json", *options])
+    assert done.stdout.startswith("{"), done.output
+    told = json.loads(done.stdout)
+    assert done.exit_code == told["exit_code"]
+    assert code is None or done.exit_code == code
+    found: list[dict[str, Any]] = told["findings"]
+    return found
+
+
+def complaints(findings: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in findings if one["status"] in ("warn", "fail")}
+
+
+def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
+    before = sorted(str(path) for path in case.rglob("*"))
+    findings = doctor(code=0)
+    assert not complaints(findings), complaints(findings)
+    assert {one["status"] for one in findings} == {"pass"}
+    names = {one["name"] for one in findings}
+    assert names >= {
+        *("recipe", "settings", "files", "run-folder", "device", "tokenizer", "architecture", "vocabulary", "padding"),
+        *("stop-tokens", "rows", "overlap", "prompt", "bos", "context", "disk", "memory", "weights", "reward"),
+        *("gold-is-right", "shuffled-is-wrong", "empty-is-wrong", "agreement"),
+    }
+    assert sorted(str(path) for path in case.rglob("*")) == before, "it writes nothing"
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what: str) -> None:
+    mistake = MISTAKES[what]
+    mistake.plant(case)
+    arguments = [] if what == "a model that is not there" else ["model.path=./model"]
+    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", *arguments, "--json", *mistake.options])
+    told = json.loads(done.stdout)
+    found = complaints(told["findings"])
+    assert set(found) == {mistake.name} | mistake.also, found
+    one = found[mistake.name]
+    assert one["status"] == mistake.status
+    assert mistake.says in one["found"] + one["fix"], one
+    assert done.exit_code == {"warn": 0, "fail": 2 if one["area"] in ("recipe", "data") else 1}[mistake.status]
+
+
+def test_at_least_25_mistakes_are_planted() -> None:
+    assert len(MISTAKES) >= 25
+
+
+# --- what depends on the machine ----------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_too_small(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10**5))
+    found = complaints(doctor(code=1))
+    assert set(found) == {"disk"}
+    assert "checkpoints" in found["disk"]["found"]
+
+
+def test_memory_that_is_too_small_is_told_before_the_weights_are_loaded(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 10_000)
+    findings = doctor(code=1)
+    assert set(complaints(findings)) == {"memory"}
+    assert "weights" not in {one["name"] for one in findings}
+    assert any(one["name"] == "not-checked" and "weights" in one["found"] for one in findings)
+
+
+def test_a_sandbox_that_is_not_there(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = [{**row, "tests": ["assert f() == 1"], "solution": "def f():\n    return 1"} for row in rows(0, 6)]
+    write_rows(case, tests)
+    write_recipe(case, {"reward": {"kind": "code", "workers": 1}})
+    monkeypatch.setenv("PATH", str(case))
+    found = complaints(doctor(code=1))
+    assert set(found) == {"sandbox"}
+    assert "bubblewrap" in found["sandbox"]["fix"]
+
+
+def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(policy: Any, dtype: torch.dtype) -> Any:
+        twin = copy(policy, dtype)
+        with torch.no_grad():
+            next(twin.parameters()).mul_(1.2)
+        return twin
+
+    copy = sampling.copy_model
+    monkeypatch.setattr(sampling, "copy_model", stale)
+    assert set(complaints(doctor(code=0))) == {"agreement"}
+
+
+def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "stop_token_ids", lambda *owners: ())
+    found = complaints(doctor(code=0))
+    assert set(found) == {"stop-tokens"} and "rollout.stop_token_ids" in found["stop-tokens"]["fix"]
+
+
+def test_what_would_have_to_be_downloaded_is_said_and_is_no_failure(case: Path) -> None:
+    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=somebody/some-model", "--json"])
+    told = json.loads(done.stdout)
+    assert done.exit_code == 0 and not complaints(told["findings"])
+    assert any("not downloaded" in one["found"] for one in told["findings"] if one["status"] == "skip")
+
+
+@pytest.mark.parametrize("name", ["cpu-demo", "cpu-smollm2"])
+def test_shipped_recipes_have_no_warning_where_their_files_are_still_to_be_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
+    done = CliRunner().invoke(app, ["doctor", str(recipe)])
+    assert done.exit_code == 0, done.output
+    assert " 0 warn, 0 fail, " in done.output and "made by `dapo demo" in done.output
+
+
+# --- in brief -----------------------------------------------------------------------------------------------------
+
+
+def in_brief(case: Path) -> list[Finding]:
+    """What a training hears that has loaded all of the recipe."""
+    config = load_config("recipe.yaml", ["model.path=./model"])
+    tokenizer = load_tokenizer("./model")
+    template = PromptTemplate(config.data, tokenizer)
+    source = load_prompts(config.data, config.data.train, template)
+
+    async def examined() -> list[Finding]:
+        async with running(make_scorer(config.reward)) as scorer:
+            return await brief(
+                config,
+                model=load_model("./model"),
+                tokenizer=tokenizer,
+                template=template,
+                source=source,
+                heldout=(),
+                device=torch.device("cpu"),
+                scorer=scorer,
+            )
+
+    return asyncio.run(examined())
+
+
+def test_in_brief_a_good_recipe_passes_and_a_bad_verifier_is_told(case: Path) -> None:
+    assert {one.status for one in in_brief(case)} == {"pass"}
+    MISTAKES["a verifier that likes everything"].plant(case)
+    told = [one.name for one in in_brief(case) if one.status != "pass"]
+    assert told == ["shuffled-is-wrong"]
+
+
+# --- how it is told -----------------------------------------------------------------------------------------------
+
+
+def test_plain_lines_where_there_is_no_terminal(case: Path) -> None:
+    write_recipe(case, {"training.learning_rate": 0.1})
+    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=./model", "--quiet"])
+    first, last = done.stdout.splitlines()
+    assert (
+        first.startswith("warn  settings: training.learning_rate=0.1 ") and "; to do: training.learning_rate" in first
+    )
+    assert last.endswith("1 warn, 0 fail") and done.exit_code == 0
+
+
+def _patient() -> Patient:
+    return Patient(build_config({"model": {"path": "m"}}))
+
+
+def test_a_check_that_hangs_or_breaks_hides_no_other() -> None:
+    def hangs(patient: Patient) -> Any:
+        import time
+
+        yield Finding("model", "begun", "pass", "")
+        time.sleep(3)
+
+    def breaks(patient: Patient) -> Any:
+        raise ZeroDivisionError("oh")
+        yield
+
+    def works(patient: Patient) -> Any:
+        yield Finding("data", "works", "pass", "")
+
+    def waits(patient: Patient) -> Any:
+        patient.need(None, "moon")
+        yield
+
+    checks = [Entry("hangs", "model", hangs, 0.1), Entry("breaks", "data", breaks), Entry("waits", "data", waits)]
+    found = list(run_checks(_patient(), [*checks, Entry("works", "data", works)]))
+    assert [(one.name, one.status) for one in found] == [
+        *(("begun", "pass"), ("hangs", "fail"), ("breaks", "fail"), ("works", "pass"), ("not-checked", "skip"))
+    ]
+    assert "moon" in found[-1].found and "waits" in found[-1].found
+
+
+def test_every_check_has_a_deadline_and_a_name_of_its_own() -> None:
+    listed = entries()
+    assert len({entry.name for entry in listed}) == len(listed)
+    assert all(0 < entry.seconds <= 660 for entry in listed)
+
+
+def test_the_exit_code_is_that_of_the_command_that_would_have_failed() -> None:
+    model_fails, data_fails = Finding("model", "m", "fail", ""), Finding("data", "d", "fail", "")
+    assert exit_code([Finding("data", "d", "warn", ""), Finding("reward", "r", "skip", "")]) == 0
+    assert exit_code([model_fails]) == 1
+    assert exit_code([model_fails, data_fails]) == 2
+
+
+def test_a_check_keeps_what_it_found_before_it_broke() -> None:
+    def half(patient: Patient) -> Any:
+        yield Finding("model", "half", "pass", "")
+        raise RuntimeError("gone")
+
+    found, missing = run_check(_patient(), Entry("half", "model", half))
+    assert [one.status for one in found] == ["pass", "fail"] and missing is None
+    assert "RuntimeError: gone" in found[1].found

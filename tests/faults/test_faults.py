@@ -1,0 +1,128 @@
+"""Faults done to whole runs. A few of them at each change; all of them, with a table, by ``make test-faults``."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fault_cases import FAULTS
+from fault_harness import Ended, Fault, Kept, Scene, Stage, make_scene, try_fault
+from fault_table import try_all
+from rich.console import Console
+
+CI = [fault for fault in FAULTS if fault.ci]
+OTHERS = [fault for fault in FAULTS if not fault.ci]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A recipe of seconds, and what it comes to undisturbed."""
+    return make_scene(tmp_path_factory.mktemp("faults"), fast=True)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [*CI, *(pytest.param(fault, marks=pytest.mark.nightly) for fault in OTHERS)],
+    ids=lambda fault: fault.name,
+)
+def test_a_run_survives(fault: Fault, scene: Scene) -> None:
+    verdict = try_fault(fault, scene)
+    assert not verdict.lost, f"{verdict.lost}\n{verdict.ended.output}"
+
+
+def test_there_are_enough_faults_and_each_declares_what_is_demanded() -> None:
+    assert len(FAULTS) >= 25 and len(CI) == 8
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert all(fault.exit and 0 < fault.seconds <= 60 for fault in FAULTS)
+    unheard = [fault.name for fault in FAULTS if set(fault.exit) & {1, 2, 3} and not fault.says]
+    assert unheard == []
+
+
+# --- what does not survive must show ------------------------------------------------------------------------------
+
+UNDISTURBED = Ended(0, 0.1, "all is well")
+
+
+def leaves(change: Callable[[Path], object]) -> Callable[[Stage], Ended]:
+    """An undisturbed run that something is taken from afterwards."""
+
+    def do(stage: Stage) -> Ended:
+        shutil.copytree(stage.scene.folder / "whole" / "run", stage.run)
+        change(stage.run)
+        return UNDISTURBED
+
+    return do
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def forget_a_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+LOST = {
+    "weights": leaves(lambda run: flip(run / "model-after" / "model.safetensors")),
+    "samples": leaves(lambda run: flip(run / "samples" / "step-00002.jsonl")),
+    "metrics": leaves(lambda run: forget_a_line(run / "metrics.jsonl")),
+    "did not come to its end": leaves(lambda run: (run / "summary.json").unlink()),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_planted_loss_is_seen(what: str, scene: Scene) -> None:
+    (lost,) = try_fault(Fault(f"planted {what}", LOST[what], (0,), Kept.DONE), scene).lost
+    assert what in lost
+
+
+@pytest.mark.parametrize(
+    ("ended", "seen"),
+    [
+        (Ended(1, 1.0, "cause"), "exit code 1, declared 0"),
+        (Ended(None, 1.0, "cause"), "did not end"),
+        (Ended(0, 99.0, "cause"), "took 99.0 s, declared 60 s"),
+        (Ended(0, 1.0, "nothing"), "does not say 'cause'"),
+        (Ended(0, 1.0, "cause\nTraceback (most recent call last):"), "prints a traceback"),
+        (Ended(0, 1.0, "cause", ("17: sleep",)), "left a process behind: 17: sleep"),
+    ],
+)
+def test_an_end_that_was_not_declared_is_seen(ended: Ended, seen: str, scene: Scene) -> None:
+    (lost,) = try_fault(Fault("planted end", lambda stage: ended, (0,), Kept.NOTHING_BEGUN, ("cause",)), scene).lost
+    assert lost.startswith(seen)
+
+
+def test_a_run_that_was_begun_where_nothing_should_be_is_seen(scene: Scene) -> None:
+    planted = Fault("planted beginning", leaves(lambda run: None), (0,), Kept.NOTHING_BEGUN)
+    assert "was begun" in try_fault(planted, scene).lost[0]
+
+
+def test_the_table_says_who_was_lost_and_counts(scene: Scene) -> None:
+    good = Fault("undisturbed", leaves(lambda run: None), (0,), Kept.DONE)
+    bad = Fault("planted", LOST["weights"], (0,), Kept.DONE)
+    text = io.StringIO()
+    assert not try_all([good, bad], scene, Console(file=text, width=180))
+    lines = text.getvalue().splitlines()
+    assert lines[-1] == "1 of 2 survived"
+    assert any("undisturbed" in line and "survived" in line for line in lines)
+    assert any("planted" in line and "LOST" in line for line in lines)
+    assert try_all([good], scene, Console(file=text, width=180))
+    assert text.getvalue().splitlines()[-1] == "1 of 1 survived"
+
+
+@pytest.mark.nightly
+def test_a_process_that_is_left_behind_is_seen(scene: Scene) -> None:
+    """A reward function that starts one out of its worker's reach."""
+
+    def do(stage: Stage) -> Ended:
+        code = "import subprocess\n\ndef reward(prompt, response, answer):\n"
+        code += "    subprocess.Popen(['sleep', '60'], start_new_session=True)\n    return len(response) % 2 == 0\n"
+        return stage.start(f"reward.function={stage.file('reward.py', code)}:reward", "training.steps=1").end()
+
+    lost = try_fault(Fault("planted process", do, (0,), Kept.FINISHED), scene).lost
+    assert any(one.startswith("left a process behind") and "sleep 60" in one for one in lost)

@@ -1,0 +1,347 @@
+"""A stored rollout step made again: exactly where nothing was changed, by name where something was."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replay_cases import change_lines, change_tokens, make_run
+
+from dapo.errors import UserError
+from dapo.observe.samples import TokenArrays, discard_samples, tokens_path, updates_path
+from dapo.replay.replay import Replay, replay
+from dapo.run_folder import RunFolder
+
+
+def told(found: Replay) -> list[tuple[str, int | None, int | None]]:
+    return [(one.what, one.draw, one.index) for one in found.differences]
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in RunFolder(root).samples.iterdir()}
+
+
+# --- nothing was changed ------------------------------------------------------------------------------------------
+
+
+def test_the_first_step_comes_out_to_the_bit(kept_run: Path) -> None:
+    found = replay(kept_run, 1)
+    assert (told(found), found.missing, found.tolerance) == ([], [], 0.0)
+    assert (found.start, found.rerun) == ("model-before", [])
+    assert [one["update"] for one in found.updates] == [0, 1]
+    for one in found.updates:
+        assert one["recomputed"] == one["recorded"] and one["recorded"]["grad_norm"] > 0
+        assert one["recomputed"]["loss_tokens"] == one["loss_tokens"]
+        assert one["token_weight"] == pytest.approx([1 / one["loss_tokens"]] * 2)
+        assert one["recorded"]["clip_low"] + one["recorded"]["clip_high"] > 0 or one["update"] == 0
+    assert any(one["advantage"] for one in found.samples) and any(one["overlong_penalty"] for one in found.samples)
+    assert found.rewards == {"samples": found.batch["samples"], "changed": 0}
+
+
+def test_a_later_update_is_reached_by_making_those_before_it_again(kept_run: Path) -> None:
+    found = replay(kept_run, 3, update=1, gradients=0, rewards=False)
+    assert (told(found), found.missing) == ([], ["rewards: not asked for"])
+    assert (found.start, found.rerun) == ("model-before", [1, 2])
+    (one,) = found.updates
+    assert one["update"] == 1 and one["recomputed"] == one["recorded"] and one["recorded"]["loss"] != 0
+
+
+def test_a_resumed_run_holds_the_same_and_is_replayed_from_its_checkpoint(kept_run: Path, resumed_run: Path) -> None:
+    assert files(resumed_run) == files(kept_run)
+    found = replay(resumed_run, 3, gradients=0)
+    assert (told(found), found.missing) == ([], [])
+    assert (found.start, found.rerun) == ("checkpoints/step-00002", [])
+    inside = replay(resumed_run, 3, update=1, gradients=0, rewards=False)
+    assert inside.start == "checkpoints/step-00002-update-00001"
+    assert told(inside) == [] and inside.updates[0]["recomputed"] == found.updates[1]["recomputed"]
+
+
+def test_only_what_follows_the_kept_weights_is_made_again(resumed_run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(resumed_run, tmp_path / "copy"))
+    shutil.rmtree(root / "checkpoints/step-00002")
+    shutil.rmtree(root / "model-before")
+    found = replay(root, 3, gradients=0)
+    assert found.start == "checkpoints/step-00002-update-00001" and told(found) == []
+    assert "update 0: the oldest weights of this step" in "\n".join(found.missing)
+    assert "recomputed" not in found.updates[0] and found.updates[1]["recomputed"] == found.updates[1]["recorded"]
+    first = replay(root, 1, gradients=0)
+    assert told(first) == [] and first.start is None
+    assert "are not kept and cannot be made again: model-before/ is not there" in "\n".join(first.missing)
+
+
+def test_all_that_the_recipe_may_add_comes_out_to_the_bit(tmp_path: Path) -> None:
+    changes = {
+        "training.steps": 2,
+        "training.epochs_per_rollout": 2,
+        "algorithm.kl.mode": "reward",
+        "algorithm.kl.coef": 0.05,
+        "algorithm.correction.kind": "mask",
+        "algorithm.overlong_filtering": True,
+        "algorithm.loss_agg_mode": "prompt-mean",
+    }
+    found = replay(make_run(tmp_path, changes), 2, gradients=0)
+    assert (told(found), found.missing, found.rerun) == ([], [], [1])
+    assert len(found.updates) == 4 and not all(one["in_loss"] for one in found.samples)
+
+
+# --- single samples -----------------------------------------------------------------------------------------------
+
+
+def test_what_samples_add_to_an_update_adds_up(kept_run: Path) -> None:
+    found = replay(kept_run, 1, gradients=100, rewards=False)
+    for one in found.updates:
+        parts = one["gradient_norms"]
+        assert len(parts) == one["samples"]
+        assert math.isclose(sum(p["loss"] for p in parts), one["recomputed"]["loss"], abs_tol=1e-6)
+        norm = one["recomputed"]["grad_norm"]
+        assert max(p["grad_norm"] for p in parts) < norm * len(parts) and norm <= sum(p["grad_norm"] for p in parts)
+    assert [len(one["gradient_norms"]) for one in replay(kept_run, 1, gradients=3).updates] == [3, 3]
+
+
+def test_the_tokens_of_a_sample_say_what_the_objective_made_of_them(kept_run: Path) -> None:
+    norms = replay(kept_run, 1, update=1, gradients=100, rewards=False).updates[0]
+    clipped: dict[str | None, int] = {}
+    for part in norms["gradient_norms"]:
+        shown = replay(kept_run, 1, sample=(part["draw"], part["index"]), gradients=0, rewards=False).sample
+        assert shown is not None and shown["status"] == "kept" and shown["update"] == 1
+        tokens = shown["tokens"]
+        assert math.isclose(sum(one["loss"] for one in tokens), part["loss"], abs_tol=1e-6)
+        for one in tokens:
+            clipped[one["clip"]] = clipped.get(one["clip"], 0) + 1
+            gap = one["trainer_logprob"] - one["engine_logprob"]  # the proximal policy here is the engine's
+            assert math.isclose(one["ratio"], math.exp(gap), rel_tol=1e-5) and one["entropy"] > 0
+    total = norms["recomputed"]["loss_tokens"]
+    for side in ("low", "high"):
+        assert clipped[side] == round(norms["recomputed"][f"clip_{side}"] * total) > 0
+
+
+def test_of_a_sample_that_was_dropped_there_is_what_the_engine_said(kept_run: Path) -> None:
+    lines = [json.loads(line) for line in (kept_run / "samples/step-00001.jsonl").read_text().splitlines()]
+    line = next(line for line in lines if line["status"] != "kept" and line["length"])
+    shown = replay(kept_run, 1, sample=(line["draw"], line["index"]), rewards=False).sample
+    assert shown is not None and shown["status"] == line["status"] and shown["update"] is None
+    assert len(shown["tokens"]) == line["length"] and set(shown["tokens"][0]) == {
+        *("token", "text", "version", "engine_logprob")
+    }
+    assert all(one["engine_logprob"] < 0 for one in shown["tokens"])
+
+
+# --- something was changed ----------------------------------------------------------------------------------------
+
+
+def trained(root: Path, step: int) -> tuple[int, dict[str, Any]]:
+    """Place and line of a sample that was trained on."""
+    lines = (RunFolder(root).samples / f"step-{step:05d}.jsonl").read_text().splitlines()
+    return next((i, s) for i, s in enumerate(map(json.loads, lines)) if s["in_loss"] and s["length"] > 2)
+
+
+def test_a_changed_reward_is_named(copied_run: Path) -> None:
+    place, line = trained(copied_run, 1)
+    change_lines(copied_run, 1, lambda lines: lines[place].update(reward=line["reward"] + 0.5))
+    found = told(replay(copied_run, 1, gradients=0))
+    sample = (line["draw"], line["index"])
+    assert ("reward", *sample) in found and ("shaped reward", *sample) in found
+    assert {draw for _, draw, _ in found} == {line["draw"]}  # what was trained on is what was recorded of it
+
+
+def test_a_changed_advantage_is_named_and_so_is_the_loss(copied_run: Path) -> None:
+    place, line = trained(copied_run, 1)
+    change_lines(copied_run, 1, lambda lines: lines[place].update(advantage=line["advantage"] + 1e-6))
+    found = replay(copied_run, 1, gradients=0)
+    assert told(found)[0] == ("advantage", line["draw"], line["index"])
+    assert found.differences[0].recomputed == line["advantage"]
+    assert {(one.what, one.update) for one in found.differences[1:]} >= {("step 1: loss", 0)}
+
+
+@pytest.mark.parametrize("name", ["token_ids", "logprobs", "versions", "prompt_ids"])
+def test_a_changed_token_is_named(copied_run: Path, name: str) -> None:
+    place, line = trained(copied_run, 1)
+
+    def change(arrays: dict[str, Any]) -> None:
+        token = 0 if name == "prompt_ids" else int(arrays["lengths"][:place].sum()) + 1
+        old = arrays[name][token]
+        arrays[name][token] = old - 0.25 if name == "logprobs" else 5 if old == 4 else 4
+
+    change_tokens(copied_run, 1, change)
+    found = told(replay(copied_run, 1, gradients=0, rewards=False))
+    assert ("its stored tokens were changed: their checksum differs", line["draw"], line["index"]) in found
+    if name == "token_ids":
+        assert ("its tokens do not decode to its response", line["draw"], line["index"]) in found
+    if name in ("token_ids", "logprobs"):
+        assert any(what == "step 1: loss" for what, *_ in found)
+
+
+@pytest.mark.parametrize("token", [-7, 10**6])
+def test_a_token_that_no_model_has_is_named(copied_run: Path, token: int) -> None:
+    place, line = trained(copied_run, 1)
+
+    def change(arrays: dict[str, Any]) -> None:
+        arrays["token_ids"][int(arrays["lengths"][:place].sum())] = token
+
+    change_tokens(copied_run, 1, change)
+    found = replay(copied_run, 1, rewards=False)
+    sample = (line["draw"], line["index"])
+    assert ("its tokens do not decode to its response", *sample) in told(found)
+    assert f"sample {sample[0]}:{sample[1]} has a token {token}, but the model" in found.missing[-1]
+
+
+def test_a_changed_verdict_changes_the_decision_about_the_group(copied_run: Path) -> None:
+    _, line = trained(copied_run, 1)
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        for one in lines:
+            if one["draw"] == line["draw"]:
+                one["correct"] = True
+
+    change_lines(copied_run, 1, change)
+    found = replay(copied_run, 1, gradients=0)
+    assert ("decision of dynamic sampling", line["draw"], None) in told(found)
+    assert ("reward", line["draw"]) in {(what, draw) for what, draw, _ in told(found)}
+
+
+def test_a_changed_report_is_named_and_ends_the_way_to_later_steps(copied_run: Path) -> None:
+    path = updates_path(RunFolder(copied_run).samples, 1)
+    reports = json.loads(path.read_text())
+    reports[1]["grad_norm"] *= 1 + 1e-15
+    path.write_text(json.dumps(reports))
+    assert [(d.what, d.update) for d in replay(copied_run, 1, gradients=0).differences] == [("step 1: grad_norm", 1)]
+    later = replay(copied_run, 3, gradients=0)
+    assert [(d.what, d.update) for d in later.differences] == [("step 1: grad_norm", 1)]
+    assert "an update on the way there does not come out as it was recorded" in later.missing[-1]
+
+
+def test_metrics_that_were_changed_are_named(copied_run: Path) -> None:
+    path = RunFolder(copied_run).metrics
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    for entry in entries:
+        entry["clip/high"] = 0.5
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (found,) = replay(copied_run, 2, gradients=0, rewards=False).differences
+    assert found.what == "metrics.jsonl: clip/high" and found.recorded == 0.5
+
+
+def test_changed_weights_are_seen(copied_run: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    file = copied_run / "model-before/model.safetensors"
+    weights = load_file(file)
+    name = next(iter(weights))
+    weights[name] = weights[name] * np.float32(1.01)
+    save_file(weights, file, metadata={"format": "pt"})
+    assert ("step 1: loss", 0) in {(d.what, d.update) for d in replay(copied_run, 1, gradients=0).differences}
+
+
+# --- something is not there ---------------------------------------------------------------------------------------
+
+
+def test_a_run_without_tokens_still_has_its_rewards_and_advantages(copied_run: Path) -> None:
+    place, line = trained(copied_run, 2)
+    for step in (1, 2, 3):
+        tokens_path(RunFolder(copied_run).samples, step).unlink()
+        updates_path(RunFolder(copied_run).samples, step).unlink()
+    found = replay(copied_run, 2)
+    assert told(found) == [] and found.rewards is not None
+    assert [one.split(":")[0] for one in found.missing] == ["tokens", "losses and gradients"]
+    assert "step-00002.safetensors is not there" in found.missing[0]
+    change_lines(copied_run, 2, lambda lines: lines[place].update(advantage=0.25))
+    assert told(replay(copied_run, 2)) == [("advantage", line["draw"], line["index"])]
+
+
+def test_a_step_without_tokens_on_the_way_is_named(copied_run: Path) -> None:
+    tokens_path(RunFolder(copied_run).samples, 2).unlink()
+    assert "no tokens were stored of step 2" in replay(copied_run, 3, rewards=False).missing[-1]
+    assert replay(copied_run, 1, gradients=0).missing == []
+
+
+def test_without_deterministic_mode_numbers_are_compared_within_a_tolerance(copied_run: Path) -> None:
+    config = RunFolder(copied_run).config
+    config.write_text(config.read_text().replace("deterministic: true", "deterministic: false"))
+    path = updates_path(RunFolder(copied_run).samples, 1)
+    reports = json.loads(path.read_text())
+    reports[0]["grad_norm"] *= 1.0001
+    reports[1]["grad_norm"] *= 1.01
+    path.write_text(json.dumps(reports))
+    found = replay(copied_run, 1, gradients=0)
+    assert found.tolerance and "runtime.deterministic is false" in found.notes[0]
+    assert [(d.what, d.update) for d in found.differences] == [("step 1: grad_norm", 1)]
+    assert (
+        "without runtime.deterministic updates made again from there lead elsewhere"
+        in replay(copied_run, 3, rewards=False).missing[-1]
+    )
+
+
+def test_another_version_of_torch_is_said_and_allowed_for(copied_run: Path) -> None:
+    path = RunFolder(copied_run).environment
+    environment = json.loads(path.read_text())
+    environment["packages"]["torch"] = "1.0"
+    path.write_text(json.dumps(environment))
+    found = replay(copied_run, 1, gradients=0, rewards=False)
+    assert found.tolerance and "torch was 1.0" in found.notes[0] and told(found) == []
+
+
+def test_a_reward_that_cannot_be_had_does_not_keep_the_rest_from_being_made(copied_run: Path) -> None:
+    path = RunFolder(copied_run).fingerprint
+    marks = json.loads(path.read_text())
+    marks["reward"] = {"kind": "python", "function": "mine"}
+    path.write_text(json.dumps(marks))
+    found = replay(copied_run, 1, gradients=0)
+    assert found.rewards is None and "Python function (mine)" in found.missing[0]
+    assert found.updates[0]["recomputed"] == found.updates[0]["recorded"]
+
+
+def test_a_damaged_checkpoint_is_no_start(resumed_run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(resumed_run, tmp_path / "copy"))
+    file = root / "checkpoints/step-00002/model/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (missing,) = replay(root, 3, gradients=0).missing
+    assert "step-00002 is damaged: model/model.safetensors is not what was written" in missing
+
+
+def test_more_cores_than_the_run_had_add_in_another_order(copied_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1000)
+    assert replay(copied_run, 1, gradients=0, rewards=False).tolerance == 0.0  # one thread, whatever there is
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    found = replay(copied_run, 1, gradients=0, rewards=False)
+    assert found.tolerance and "cores, here are 1000" in found.notes[0]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x08\0\0\0\0\0\0\0{}      ", None])
+def test_damaged_tokens_are_refused_with_their_file(copied_run: Path, damage: bytes | None) -> None:
+    path = tokens_path(RunFolder(copied_run).samples, 1)
+    path.write_bytes(path.read_bytes()[:-5] if damage is None else damage)
+    with pytest.raises(UserError, match=r"step-00001\.safetensors: not the tokens of a step"):
+        replay(copied_run, 1)
+
+
+def test_tokens_of_another_step_are_refused(copied_run: Path) -> None:
+    samples = RunFolder(copied_run).samples
+    shutil.copy(tokens_path(samples, 2), tokens_path(samples, 1))
+    with pytest.raises(UserError, match=r"holds other samples than step-00001\.jsonl"):
+        replay(copied_run, 1)
+
+
+# --- the files ----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_come_back_as_they_were(kept_run: Path) -> None:
+    arrays = TokenArrays.read(tokens_path(RunFolder(kept_run).samples, 1))
+    assert [arrays.token_ids.dtype, arrays.logprobs.dtype, arrays.versions.dtype] == [np.int32, np.float32, np.int32]
+    lines = [json.loads(line) for line in (kept_run / "samples/step-00001.jsonl").read_text().splitlines()]
+    assert arrays.lengths.tolist() == [line["length"] for line in lines]
+    size = tokens_path(RunFolder(kept_run).samples, 1).stat().st_size
+    assert size < 12 * len(arrays.token_ids) + 8 * len(lines) + 4 * len(arrays.prompt_ids) + 1000
+
+
+def test_all_files_of_later_steps_go_when_they_are_made_again(copied_run: Path) -> None:
+    samples = RunFolder(copied_run).samples
+    (samples / "step-00003-note.txt").touch()
+    discard_samples(samples, after=1)
+    kept = [f"step-00001.{kind}" for kind in ("jsonl", "safetensors", "updates.json")]
+    assert sorted(path.name for path in samples.iterdir()) == [*kept, "step-00003-note.txt"]

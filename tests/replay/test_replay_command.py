@@ -1,0 +1,114 @@
+"""``dapo replay``: what it prints and ends with, and what it says of wrong arguments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_cases import change_lines
+from typer.testing import CliRunner
+
+from dapo.cli import app
+from dapo.cli.replay import _print_tokens
+
+
+def dapo_replay(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_a_step_that_comes_out_the_same_is_exit_code_0_and_the_last_line_says_so(kept_run: Path) -> None:
+    result = dapo_replay(kept_run, "--step", 1, "--samples", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "nothing differs (to the bit)"
+    assert any(line.startswith("weights: from model-before") for line in lines)
+    header = next(k for k, line in enumerate(lines) if line.startswith("update  groups"))
+    assert [line.split()[-1] for line in lines[header + 1 : header + 3]] == ["same", "same"]
+
+
+def test_what_differs_is_named_and_is_exit_code_1(kept_run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(kept_run, tmp_path / "copy"))
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        next(line for line in lines if line["in_loss"] and line["length"])["advantage"] = 7.0
+
+    change_lines(root, 1, change)
+    result = dapo_replay(root, "--step", 1, "--samples", 0, "--no-rewards")
+    assert result.exit_code == 1
+    assert "differs: sample 0:0: advantage: recorded 7.0, now " in result.stdout
+    assert result.stdout.splitlines()[-1].endswith(" differences")
+    row = next(line for line in result.stdout.splitlines() if line.startswith("0 "))
+    assert row.endswith("differs")
+
+
+def test_the_tokens_of_a_sample_are_a_table(kept_run: Path) -> None:
+    result = dapo_replay(kept_run, "--step", 1, "--sample", "0:0", "--no-rewards", "--samples", 0)
+    assert result.exit_code == 0, result.output
+    lines = (kept_run / "samples/step-00001.jsonl").read_text().splitlines()
+    line = next(one for one in map(json.loads, lines) if (one["draw"], one["index"]) == (0, 0))
+    assert f"sample 0:0 of row {line['row']}, kept, in update 0\n" in result.stdout
+    table = result.stdout[result.stdout.index("place ") :].splitlines()[:-1]
+    assert len(table) == 1 + line["length"]
+    assert [row.split()[0] for row in table[1:]] == [str(place) for place in range(line["length"])]
+
+
+def test_a_token_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    token = {"token": 9, "text": "[bold]\x1b[31m:smile:\n", "version": 0, "engine_logprob": -1.0, "clip": "high"}
+    _print_tokens({"draw": 1, "index": 0, "row": 2, "status": "kept", "update": 3, "tokens": [token]})
+    printed = capsys.readouterr().out
+    assert "[bold]\\x1b[31m:smile:\\n" in printed and "high" in printed and "\x1b" not in printed
+
+
+def test_json_holds_all_of_it(kept_run: Path) -> None:
+    arguments = ("--step", 1, "--update", 0, "--sample", "0:1", "--samples", 1, "--json", "--no-rewards")
+    result = dapo_replay(kept_run, *arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["differences"] == [] and found["start"] == "model-before" and found["tolerance"] == 0.0
+    (update,) = found["updates"]
+    assert update["update"] == 0 and update["recomputed"] == update["recorded"]
+    assert len(update["gradient_norms"]) == 1
+    assert found["sample"]["index"] == 1 and found["sample"]["tokens"][0]["ratio"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--step", "9"], 2, "--step 9: no samples of this step; there are those of step 1, 2, 3"),
+        (["--step", "1", "--update", "2"], 2, "--update 2: step 1 has no such update; there are 0 to 1"),
+        (["--step", "1", "--update", "-1"], 2, "--update -1: step 1 has no such update; there are 0 to 1"),
+        (["--step", "1", "--sample", "0"], 2, "--sample 0: expected DRAW:INDEX, such as 12:0; dapo inspect RUN"),
+        (["--step", "1", "--sample", "999:0"], 2, "--sample 999:0: step 1 has no draw 999; there are 0, "),
+        (["--step", "1", "--sample", "0:7"], 2, "--sample 0:7: draw 0 has no sample 7; there are 0, 1, 2, 3"),
+        (["--step", "1", "--update", "1", "--sample", "0:0"], 2, "--sample 0:0: is not in update 1; it is in 0"),
+    ],
+)
+def test_wrong_arguments_are_explained(kept_run: Path, arguments: list[str], code: int, words: str) -> None:
+    result = dapo_replay(kept_run, *arguments)
+    assert result.exit_code == code
+    assert flat(result.stderr).startswith(f"error: {words}")
+
+
+def test_a_run_without_samples_says_why(kept_run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(kept_run, tmp_path / "copy"))
+    for path in (root / "samples").iterdir():
+        path.unlink()
+    result = dapo_replay(root, "--step", 1)
+    assert result.exit_code == 1 and "no samples were saved, which a replay is made from: none yet" in flat(
+        result.stderr
+    )
+    config = root / "config.yaml"
+    config.write_text(config.read_text().replace("save_samples: true", "save_samples: false"))
+    assert "its recipe says run.save_samples=false" in flat(dapo_replay(root, "--step", 1).stderr)
+
+
+def test_what_is_no_run_folder_is_said(tmp_path: Path) -> None:
+    result = dapo_replay(tmp_path, "--step", 1)
+    assert result.exit_code == 1 and "is not a run folder" in flat(result.stderr)

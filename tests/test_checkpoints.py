@@ -1,0 +1,300 @@
+"""Checkpoints: written beside the run, whole or not at all, checked when a run goes on, and kept as asked for.
+
+The number of an entry is that of the public failure cases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dapo import checkpoints as module
+from dapo.checkpoints import MANIFEST, Checkpoints, CheckpointWriter, Place, Snapshot, damages
+from dapo.errors import UserError
+from dapo.inputs import Inputs
+from dapo.launch import run_experiment
+from dapo.run_folder import RunFolder
+from dapo.training.snapshot import snapshot, snapshot_bytes
+from dapo.training.trainer import Trainer
+from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model, weights_hash
+
+EACH = {"run.save_every": 1, "training.steps": 3}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_AFTER_S", 0.01)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("done") / "run"
+    run(folder, EACH | {"run.keep_last": None})
+    return folder
+
+
+@pytest.fixture
+def three(done: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(done, tmp_path / "run"))
+
+
+def go_on(folder: Path, changes: dict[str, Any] | None = None) -> tuple[dict[str, Any], Recorder]:
+    listener = Recorder()
+    inputs = Inputs(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum, resume=RunFolder(folder))
+    return run_experiment(config_for(folder, EACH | (changes or {})), listener, inputs), listener
+
+
+def names(folder: Path) -> list[str]:
+    return [place.name for place in Checkpoints(RunFolder(folder).checkpoints).places()]
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "truncated weights": ("model/model.safetensors", truncate, "bytes, not"),
+    "a bit of the weights": ("model/model.safetensors", flip_a_bit, "SHA-256 differs"),
+    "a bit of the optimizer": ("optimizer/trainer.safetensors", flip_a_bit, "SHA-256 differs"),
+    "no optimizer": ("optimizer/trainer.safetensors", Path.unlink, "is missing"),
+    "a bit of the state": ("state.json", flip_a_bit, "SHA-256 differs"),
+    "no state": ("state.safetensors", Path.unlink, "is missing"),
+    "no manifest": (MANIFEST, Path.unlink, "manifest.json is missing"),
+    "half a manifest": (MANIFEST, truncate, "manifest.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_each_damage_is_found_and_named(three: Path, kind: str) -> None:
+    name, damage, said = DAMAGES[kind]
+    folder = RunFolder(three).checkpoints / "step-00003"
+    assert damages(folder) == []
+    damage(folder / name)
+    found = damages(folder)
+    assert found is not None and len(found) == 1 and name in found[0] and said in found[0]
+
+
+def test_a_run_goes_on_from_the_newest_intact_one_and_comes_to_the_same(three: Path, done: Path) -> None:
+    checkpoints = RunFolder(three).checkpoints
+    flip_a_bit(checkpoints / "step-00003" / "model" / "model.safetensors")
+    (checkpoints / "step-00002" / "state.json").unlink()
+    summary, listener = go_on(three)
+    assert summary["steps"] == 3 and [entry["step"] for entry in steps_of(three)] == [1, 2, 3]
+    said = [w for w in listener.warnings if "is damaged" in w]
+    assert len(said) == 2 and "going on from step-00001" in said[0] and "damaged-step-00003" in said[0]
+    assert weights_hash(RunFolder(three).model_after) == weights_hash(RunFolder(done).model_after)
+    assert damages(checkpoints / "step-00003") == []  # written anew, not taken for the damaged one
+    assert (checkpoints / "damaged-step-00003").is_dir()
+
+
+def test_if_all_are_damaged_nothing_is_loaded_and_nothing_started(three: Path) -> None:
+    for folder in RunFolder(three).checkpoints.glob("step-*"):
+        truncate(folder / "state.json")
+    with pytest.raises(UserError, match=r"step-00003 is damaged: state.json has (.|\n)*no other checkpoint"):
+        go_on(three)
+    assert len(names(three)) == 3
+
+
+def test_a_checkpoint_of_an_earlier_version_is_used_and_said_to_be_unchecked(three: Path) -> None:
+    for folder in RunFolder(three).checkpoints.glob("step-*"):
+        (folder / MANIFEST).unlink()
+        state = json.loads((folder / "state.json").read_text())
+        del state["format"]
+        (folder / "state.json").write_text(json.dumps(state))
+    summary, listener = go_on(three, {"training.steps": 4})
+    assert summary["steps"] == 4 and [w for w in listener.warnings if "cannot be checked" in w]
+
+
+def test_a_best_step_whose_checkpoint_is_damaged_is_not_the_best_any_longer(tmp_path: Path) -> None:
+    changes = EACH | {"evaluation.every": 1, "run.keep_last": None}
+    run(tmp_path, changes, heldout=PROMPTS[:4])
+    checkpoints = Checkpoints(RunFolder(tmp_path).checkpoints)
+    checkpoints.set_best({"step": 3, "metric": "eval/accuracy", "value": 2.0, "path": "checkpoints/step-00003"})
+    truncate(RunFolder(tmp_path).checkpoints / "step-00003" / "state.json")
+    inputs = Inputs(
+        model=tiny_model(),
+        tokenizer=TOKENIZER,
+        rows=PROMPTS,
+        reward=text_sum,
+        heldout=PROMPTS[:4],
+        resume=RunFolder(tmp_path),
+    )
+    run_experiment(config_for(tmp_path, changes), Recorder(), inputs)
+    best = checkpoints.best
+    assert best is not None and best["value"] <= 1.0 and (tmp_path / best["path"]).is_dir()
+
+
+# --- which are kept -----------------------------------------------------------------------------------------------
+
+
+def test_keep_two_and_resume_three_times_leaves_two(tmp_path: Path) -> None:
+    """Entry 83."""
+    changes: dict[str, Any] = {"run.keep_last": 2}
+    run(tmp_path, EACH | changes)
+    for steps in (4, 5, 6):
+        go_on(tmp_path, changes | {"training.steps": steps})
+        assert names(tmp_path) == [f"step-{steps - 1:05d}", f"step-{steps:05d}"]
+    go_on(tmp_path, changes | {"training.steps": 6, "run.keep_last": 1})  # nothing to do, but fewer to keep
+    assert names(tmp_path) == ["step-00006"]
+
+
+def test_those_after_a_multiple_of_keep_every_are_written_and_stay(tmp_path: Path) -> None:
+    changes = {"run.keep_last": 1, "run.keep_every": 2, "run.save_every": 0, "training.steps": 5}
+    run(tmp_path, changes)
+    assert names(tmp_path) == ["step-00002", "step-00004", "step-00005"]
+    go_on(tmp_path, changes | {"training.steps": 7})
+    assert names(tmp_path) == ["step-00002", "step-00004", "step-00006", "step-00007"]
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def a_snapshot(step: int, size: int = 100, write: Callable[[Path], None] | None = None) -> Snapshot:
+    def fill(folder: Path) -> None:
+        (folder / "data").write_bytes(b"x" * size)
+
+    return Snapshot(Place(step), write or fill, size)
+
+
+def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, slow = Trainer.save_state, []
+
+    def save_state(self: Trainer, folder: Path) -> None:
+        time.sleep(0.5)
+        slow.append(len(steps_of(tmp_path)))
+        plain(self, folder)
+
+    monkeypatch.setattr(Trainer, "save_state", save_state)
+    run(tmp_path, {"run.save_every": 2, "training.steps": 4, "run.keep_last": None})
+    assert slow[0] > 2  # steps had been made by the time that the one after step 2 was on the disk
+    assert names(tmp_path) == ["step-00002", "step-00004"]
+    state = json.loads((RunFolder(tmp_path).checkpoints / "step-00002" / "optimizer" / "trainer.json").read_text())
+    assert state["version"] == 2  # of when it was taken
+
+
+def test_a_snapshot_is_not_changed_by_what_the_trainer_does_next(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_model(), config_for(tmp_path).training, 1.0)
+    loss = sum(p.sum() for p in trainer.policy.model.parameters())
+    torch.autograd.backward(loss)
+    trainer._optimizer.step()
+    trainer.save(tmp_path / "then")
+    trainer.save_state(tmp_path / "then-state")
+    frozen = snapshot(trainer)
+    torch.autograd.backward(sum(p.square().sum() for p in trainer.policy.model.parameters()))
+    trainer._optimizer.step()
+    trainer.publish()
+    frozen.save(tmp_path / "frozen")
+    frozen.save_state(tmp_path / "frozen-state")
+    assert weights_hash(tmp_path / "frozen") == weights_hash(tmp_path / "then")
+    for name in ("trainer.json", "trainer.safetensors"):
+        assert (tmp_path / "frozen-state" / name).read_bytes() == (tmp_path / "then-state" / name).read_bytes()
+    files = [tmp_path / "frozen" / "model.safetensors", tmp_path / "frozen-state" / "trainer.safetensors"]
+    assert 0 <= sum(f.stat().st_size for f in files) - snapshot_bytes(frozen) < 20_000
+
+
+def test_one_that_fails_once_is_told_of_and_written(tmp_path: Path) -> None:
+    said: list[str] = []
+    attempts: list[int] = []
+
+    def write(folder: Path) -> None:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise OSError(5, "Input/output error")
+        (folder / "data").touch()
+
+    async def main() -> Path | None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), said.append)
+        writer.begin(a_snapshot(1, write=write))
+        with pytest.raises(RuntimeError, match="already"):
+            writer.begin(a_snapshot(2))
+        return await writer.settle()
+
+    assert asyncio.run(main()) == tmp_path / "step-00001"
+    assert len(said) == 1 and "Input/output error" in said[0] and "trying again" in said[0]
+
+
+def test_one_that_fails_twice_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Trainer, folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Trainer, "save_state", broken)
+    with pytest.raises(UserError, match=r"cannot write the checkpoint: Input/output(.|\n)*could not be saved"):
+        run(tmp_path / "run", {"run.save_every": 1, "training.steps": 200})
+    assert len(steps_of(tmp_path / "run")) < 100
+
+
+def test_room_is_looked_for_first_and_both_numbers_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(a_snapshot(1))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 3 * 2**20))
+    written: list[Path] = []
+    with pytest.raises(UserError, match=r"it takes 5\.0 MiB, and 3\.0 MiB are free"):
+        checkpoints.save(a_snapshot(2, 5 * 2**20, written.append))
+    assert not written and [p.name for p in tmp_path.iterdir()] == ["step-00001"]
+
+
+def test_a_writer_that_hangs_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(module, "WAIT_S", 0.1)
+
+    def hang(folder: Path) -> None:
+        release.wait(5)
+
+    async def main() -> None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), print)
+        writer.begin(a_snapshot(1, write=hang))
+        with pytest.raises(UserError, match="step-00001: the checkpoint of 100 bytes is still not written"):
+            await writer.settle()
+
+    asyncio.run(main())
+    release.set()
+
+
+def test_a_cancelled_wait_leaves_the_write_alone(tmp_path: Path) -> None:
+    async def main() -> Path | None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), print)
+        writer.begin(a_snapshot(1, write=lambda folder: time.sleep(0.2)))
+        waiting = asyncio.create_task(writer.settle())
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return await writer.settle()
+
+    assert asyncio.run(main()) == tmp_path / "step-00001"
+
+
+def test_what_is_half_written_is_no_checkpoint(tmp_path: Path) -> None:
+    """Entry 81: killed inside of a save, there is a staging folder, which no name of a checkpoint fits."""
+    seen: list[list[Place]] = []
+    checkpoints = Checkpoints(tmp_path)
+
+    def write(folder: Path) -> None:
+        (folder / "data").touch()
+        seen.append(checkpoints.places())
+
+    checkpoints.save(a_snapshot(1, write=write))
+    assert seen == [[]] and checkpoints.places() == [Place(1)]
+    assert set(json.loads((tmp_path / "step-00001" / MANIFEST).read_text())["files"]) == {"data"}
