@@ -660,11 +660,10 @@ def test_nan_that_comes_up_in_a_run_ends_it_with_a_message(tmp_path: Path) -> No
         "training.steps": 4,
     }
     listener = Recorder(on_step=poison)
-    with pytest.raises(NumericalError, match="first in the gradient of"):
+    with pytest.raises(NumericalError, match=r"the weights of .*down_proj\.weight are not finite"):
         run(tmp_path / "run", changes, listener, model=model)
-    first, second = steps_of(tmp_path / "run")[:2]
+    (first,) = steps_of(tmp_path / "run")
     assert (first["updates"], first["updates/skipped"]) == (2, 0)
-    assert (second["updates"], second["updates/skipped"]) == (0, 2)
 
 
 def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -680,7 +679,7 @@ def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeyp
     monkeypatch.setattr(NativeEngine, "_copy_weights", keep_old)
     run(tmp_path / "bad", changes, bad)
     assert not [w for w in good.warnings if "differ" in w]
-    assert [w for w in bad.warnings if w.startswith("step 2: log-probabilities of engine and trainer differ")]
+    assert [w for w in bad.warnings if w.startswith("step 2: mismatch: log-probabilities of engine and trainer differ")]
 
 
 # --- ends that nobody planned -------------------------------------------------------------------------------------

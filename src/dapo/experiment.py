@@ -22,6 +22,7 @@ from dapo.buffer import ExperienceBuffer, Fill
 from dapo.checkpoints import FORMAT, Checkpoints, CheckpointWriter, Place, Snapshot
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
+from dapo.doctor.examination import brief
 from dapo.errors import ModelError, UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
@@ -50,6 +51,7 @@ from dapo.inputs import (
 )
 from dapo.model.adapters import has_adapter
 from dapo.model.loading import copy_model, load_model, load_tokenizer, stop_token_ids
+from dapo.observe.alarms import Alarms
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import discard_samples, write_samples
 from dapo.observe.step import step_metrics, step_warnings
@@ -65,6 +67,7 @@ from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
 from dapo.state import EncodedState, read_state
+from dapo.training.faults import FaultFolder
 from dapo.training.mismatch import Mismatch
 from dapo.training.snapshot import snapshot, snapshot_bytes
 from dapo.training.trainer import Objective, Trainer, UpdateReport
@@ -139,6 +142,7 @@ class Experiment:
         self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
         self.check: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
         self.monitor = Monitor(config.monitor, self.check, config.seed)
+        self.alarms = Alarms(config)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
         self._resources = contextlib.AsyncExitStack()
@@ -185,6 +189,7 @@ class Experiment:
             await self._record(step + 1, self._step, self._step.batch, evaluation)
             self.preparer.observe(self._step.reports, self._step.batch)
             self.monitor.settle()
+            self.alarms.settle()
             self.steps_done, self._step = step + 1, None
             await self._maybe_save()
 
@@ -194,6 +199,8 @@ class Experiment:
         await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener)
         if self.check is not None:
             await try_check(self.check, self.source, self.listener)
+        if self._inputs.resume is None:
+            await self._examine()
         await self._open_folder()
         self.seconds.lap("start")
         try:
@@ -218,6 +225,22 @@ class Experiment:
         if not await closed_in_time(close, CLOSE_SECONDS):
             self.listener.warning(f"{what} did not stop within {CLOSE_SECONDS:g} s and is not waited for any longer")
 
+    async def _examine(self) -> None:
+        """What `dapo doctor` can tell in brief, as warnings."""
+        findings = await brief(
+            self.config,
+            model=self.trainer.policy.model,
+            tokenizer=self.tokenizer,
+            template=self.template,
+            source=self.source,
+            heldout=self.heldout,
+            device=self.device,
+            scorer=None if self._inputs.reward else self.scorer,
+        )
+        for finding in findings:
+            if finding.status in ("warn", "fail"):
+                self.listener.warning(f"doctor: {finding.name}: {finding.found}; {finding.fix}")
+
     # -- where it starts -------------------------------------------------------------------------------------------
 
     async def _open_folder(self) -> None:
@@ -229,6 +252,7 @@ class Experiment:
         resumed = self._inputs.resume
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
         self._resources.enter_context(folder.lock())
+        self.trainer.faults = FaultFolder(folder.root / "faults", self.template.decode)
         self.checkpoints = Checkpoints(folder.checkpoints, self.config.run.keep_last, self.config.run.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, self.listener.warning)
         self.stopping.run = folder.root
@@ -312,6 +336,7 @@ class Experiment:
         self.stopping.saved = saved or self.stopping.saved
 
     def _snapshot(self, place: Place) -> Snapshot:
+        self.trainer.check_finite()
         best = self._best_at(place) if self._is_best() and place.between_steps else None
         if self.checkpoints.holds(place):  # the only state that there can be: nothing to write
             return Snapshot(place, lambda folder: None, 0, best)
@@ -324,6 +349,7 @@ class Experiment:
                 "buffer": self.buffer.state(),
                 "prepare": self.preparer.state(),
                 "monitor": self.monitor.state(),
+                "alarms": self.alarms.state(),
                 "best": self.best.state(),
                 "scores": self._scores,
                 "seconds": self.seconds.laps,
@@ -350,6 +376,8 @@ class Experiment:
         self.buffer.load_state(state["buffer"])
         self.preparer.load_state(state["prepare"])
         self.monitor.load_state(state["monitor"])
+        if "alarms" in state:  # of an older run it is not
+            self.alarms.load_state(state["alarms"])
         self.best.load_state(state["best"])
         self._scores = state["scores"]
         for phase, seconds in state["seconds"].items():
@@ -450,13 +478,15 @@ class Experiment:
         }
         if self.config.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
-        audit, alarms = await self.monitor.finish()
+        audit, found = await self.monitor.finish()
         metrics |= audit
-        for warning in [*step_warnings(work.fill, work.reports, mismatch, self.config), *alarms]:
+        count, alarms = self.alarms.observe(step, metrics)
+        metrics |= count
+        for warning in [*step_warnings(work.fill, work.reports), *found, *alarms]:
             self.listener.warning(f"step {step}: {warning}")
         if self.config.run.save_samples:
             kept = [(group, "kept") for group in batch.groups]
-            await in_thread(write_samples, self.folder.samples, step, [*kept, *work.fill.rejected])
+            await in_thread(write_samples, self.folder.samples, step, [*kept, *work.fill.rejected], work.reports)
         self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics))
 
     def _summarise(self, stopped: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@
       environment.json   versions, platform, git commit, command line; the same of every time it was resumed
       fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
-      samples/           step-00012.jsonl: one line per sample (observe/samples.py)
+      samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
       tensorboard/       the same metrics as event files, if run.tensorboard asks for them
       checkpoints/       step-00012/ (checkpoints.py)
       model-before/      weights before the first update, Hugging Face layout

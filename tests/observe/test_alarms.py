@@ -295,7 +295,6 @@ def test_the_page_on_alarms_has_all_of_them() -> None:
     assert re.findall(r"^\| ([\w -]+) \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)[1:] == [rule.name for rule in RULES]
 
 
-@pytest.mark.xfail(strict=True, reason="the loop does not call the alarms yet")
 def test_a_run_raises_an_alarm_and_goes_on(tmp_path: Path) -> None:
     listener = Recorder()
     changes = {"training.steps": 2, "training.mismatch_alarm": 1e-12}

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from replay_cases import make_run
 
-import dapo.experiment
 from run_cases import Recorder, run
-
-
-@pytest.fixture(scope="session", autouse=True)
-def reports_are_stored() -> Iterator[None]:
-    """Stands in for ``Experiment._record`` handing ``work.reports`` to ``write_samples``."""
-    record, write = dapo.experiment.Experiment._record, dapo.experiment.write_samples
-
-    async def recorded(self: Any, step: int, work: Any, *more: Any) -> None:
-        patch.setattr(dapo.experiment, "write_samples", lambda *given: write(*given[:3], work.reports))
-        await record(self, step, work, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dapo.experiment.Experiment, "_record", recorded)
-        yield
 
 
 @pytest.fixture(scope="session")

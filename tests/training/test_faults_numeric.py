@@ -312,7 +312,6 @@ def test_top_k_leaves_finite_log_probabilities():
 # --- in a run -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="the loop does not say where faults are kept yet")
 def test_a_run_keeps_its_faults_with_texts(tmp_path, monkeypatch):
     plain, count = Trainer.update, iter(range(9))
 
@@ -329,7 +328,6 @@ def test_a_run_keeps_its_faults_with_texts(tmp_path, monkeypatch):
     assert first["prompt"] in {row["prompt"] for row in PROMPTS}
 
 
-@pytest.mark.xfail(strict=True, reason="the loop saves whatever weights there are")
 def test_no_checkpoint_is_made_of_weights_that_are_not_finite(tmp_path):
     model = tiny_model()
 

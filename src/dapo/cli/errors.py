@@ -19,7 +19,7 @@ from dapo.terminal import drop_output
 EXIT_CODES = (
     "Exit codes: 0 done; 1 another error of the input (model, reward function, run folder); 2 an error in the recipe, "
     "the command line or the data; 3 training stopped early (nothing left to learn from, or numbers that are not "
-    "finite); 70 a fault of dapo's; 130 interrupted."
+    "finite); 70 a fault of dapo's; 75 told to stop, --resume goes on; 130 and 143 interrupted (SIGINT, SIGTERM)."
 )
 
 

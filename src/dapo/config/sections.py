@@ -360,6 +360,7 @@ class RunConfig(Section):
     stop_within_s: float = Field(120.0, gt=0)
     """After SIGTERM or Ctrl-C: seconds until the process has ended, with a checkpoint if there is time for one."""
     save_samples: bool = True
-    """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl."""
+    """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl, and its tokens and
+    log-probabilities beside it."""
     tensorboard: bool = False
     """Write the metrics for TensorBoard too, to tensorboard/ (needs `dapo[tensorboard]`)."""

@@ -72,7 +72,7 @@ def step_metrics(
     )
 
 
-def step_warnings(fill: Fill, reports: Sequence[UpdateReport], mismatch: Mismatch, config: Config) -> Iterator[str]:
+def step_warnings(fill: Fill, reports: Sequence[UpdateReport]) -> Iterator[str]:
     """What a person should know of a step."""
     if not fill.groups:
         stats = fill.stats
@@ -87,12 +87,6 @@ def step_warnings(fill: Fill, reports: Sequence[UpdateReport], mismatch: Mismatc
     for report in reports:
         if report.skipped:
             yield f"an update was skipped: {report.skipped}"
-    if mismatch.exceeds(config.training.mismatch_alarm):
-        yield (
-            f"log-probabilities of engine and trainer differ by {mismatch.mean:.3g} on average "
-            f"(training.mismatch_alarm={config.training.mismatch_alarm:g}): do both have the same weights, temperature "
-            "and type?"
-        )
 
 
 def _lengths(samples: Sequence[Sample], trained: Sequence[Group]) -> dict[str, float]:

@@ -300,7 +300,7 @@ class Trainer:
         self.skipped_updates = int(metadata["skipped_updates"])
         self._unpublished = bool(metadata["unpublished"])
         self._skipped_in_row = int(metadata["skipped_in_row"])
-        self._step, self._tried = int(metadata["step"]), int(metadata["tried"])
+        self._step, self._tried = int(metadata.get("step", 0)), int(metadata.get("tried", 0))
 
     # --- one update -----------------------------------------------------------------------------------------------
 

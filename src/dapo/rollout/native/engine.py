@@ -297,8 +297,9 @@ class NativeEngine:
             finished = self._decoder.step()
         except Exception as error:
             self._decoder.reset()
-            known = isinstance(error, EngineError)
-            self._fail_streams(error if known else EngineError(f"decoding failed: {type(error).__name__}: {error}"))
+            if not isinstance(error, EngineError):
+                error = EngineError(f"decoding failed: {type(error).__name__}: {error}")
+            self._fail_streams(error)
             return
         for key, sample in finished:
             if key in self._streams and not _delivered(self._streams[key], sample):
