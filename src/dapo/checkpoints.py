@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from dapo.errors import UserError
 from dapo.files import file_hash, new_folder, size_text, write_json
 
@@ -160,7 +158,9 @@ class Checkpoints:
                 self._small_files = max(0, sum(file["bytes"] for file in files.values()) - snapshot.bytes)
             if snapshot.best is not None:
                 write_json(self._folder / "best.json", snapshot.best)
-        except (OSError, SafetensorError) as error:  # the latter is what a full disk is to safetensors
+        except UserError:
+            raise
+        except Exception as error:  # to safetensors and tokenizers a full disk is no OSError
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{target}: cannot write the checkpoint: {reason}") from None
         self.prune()
@@ -329,8 +329,7 @@ class CheckpointWriter:
             return None
         done, snapshot, limit = self._under_way
         await asyncio.wait({asyncio.wrap_future(done)}, timeout=max(0.0, limit - time.monotonic()))
-        if not done.done():
-            self._under_way = None
+        if not done.done():  # it stays under way: a second one would write into the same places
             raise UserError(
                 f"{snapshot.place.name}: the checkpoint of {size_text(snapshot.bytes)} is still not written; the disk "
                 "was waited for long enough"

@@ -27,7 +27,7 @@ from dapo.errors import ModelError, UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
-from dapo.files import new_folder, write_json
+from dapo.files import new_folder, write_json, writing
 from dapo.fingerprint import (
     check_fingerprint,
     fingerprint_model,
@@ -270,7 +270,8 @@ class Experiment:
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
-        write_json(folder.fingerprint, self.fingerprint)
+        with writing(folder.fingerprint):
+            write_json(folder.fingerprint, self.fingerprint)
         trackers = make_trackers(self.config, folder, keep_until=kept)
         self.metrics = self._resources.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:
@@ -306,7 +307,7 @@ class Experiment:
 
     def save_model(self, folder: Path) -> None:
         """Weights and tokenizer in Hugging Face layout."""
-        with new_folder(folder) as staging:
+        with writing(folder), new_folder(folder) as staging:
             self.trainer.save(staging)
             self.tokenizer.save_pretrained(staging)
 
@@ -386,8 +387,9 @@ class Experiment:
             await self.engine.load_weights(*self.trainer.publish())
         recorded = (self.checkpoints.best or {}).get("step")
         ahead = isinstance(recorded, int) and recorded > self.steps_done  # its checkpoint was damaged
-        if self.best.step >= 0 and (recorded is None or ahead or (self._step is None and self._is_best())):
-            # lost, or it was killed before it came to that: without it the best one would be pruned
+        lost = recorded is None or ahead or (self._step is None and self._is_best())
+        if self.config.run.keep_best and self.best.step >= 0 and lost:
+            # or it was killed before it came to that: without the record the best one would be pruned
             self.checkpoints.set_best(self._best_at(Place(self.best.step)))
 
     async def _rescue(self, error: BaseException) -> str:
@@ -402,7 +404,8 @@ class Experiment:
             await self._settle()
         try:
             await self.save_checkpoint(wait=True)
-            self._summarise(reason)
+            with contextlib.suppress(OSError):  # a summary is not what is rescued
+                self._summarise(reason)
         except Exception as fault:
             before = f"; the last checkpoint is {self.stopping.saved}" if self.stopping.saved else ""
             return f"{self.steps_done} steps were done; their state could not be saved: {fault}{before}"
@@ -486,7 +489,8 @@ class Experiment:
             self.listener.warning(f"step {step}: {warning}")
         if self.config.run.save_samples:
             kept = [(group, "kept") for group in batch.groups]
-            await in_thread(write_samples, self.folder.samples, step, [*kept, *work.fill.rejected], work.reports)
+            with writing(self.folder.samples):
+                await in_thread(write_samples, self.folder.samples, step, [*kept, *work.fill.rejected], work.reports)
         self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics))
 
     def _summarise(self, stopped: str) -> dict[str, Any]:

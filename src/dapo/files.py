@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dapo.errors import UserError
+
 
 def write_atomic(path: Path, pieces: str | bytes | Iterable[str]) -> None:
     """Write text (as UTF-8) or bytes under a temporary name, flush it to the disk and rename it over ``path``."""
@@ -71,6 +73,21 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def writing(what: Path) -> Iterator[None]:
+    """
+    Raises:
+        UserError: ``what`` cannot be written. Whatever is raised inside is taken for that: to safetensors and to
+            tokenizers a full disk is no OSError.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -8,6 +8,7 @@ import ctypes
 import math
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -132,6 +133,8 @@ class Stopping:
     def ask(self, do: Callable[[], object] | None) -> None:
         """What a first signal does from now on; None: it raises KeyboardInterrupt where the program is."""
         self._ask = do
+        if do is not None and self.signal is not None:  # it came before, and what it raised was caught by others
+            do()
 
     @property
     def seconds_left(self) -> float:
@@ -164,10 +167,10 @@ class Stopping:
                 self._end(128 + number, f"a second signal, {signal.Signals(number).name}: ended at once")
             return
         self.signal, self._since = signal.Signals(number), time.monotonic()
+        self._later(self._within_s, self._out_of_time)  # first: whatever happens to the rest, the process ends
         if self._ask is None:
             raise KeyboardInterrupt
         _tell(f"{self.signal.name}: stopping, within {self._within_s:g} s (run.stop_within_s); again to end at once")
-        self._later(self._within_s, self._out_of_time)
         self._ask()
 
     def _out_of_time(self) -> None:
@@ -201,8 +204,9 @@ def _workers() -> list[str]:
 
 def _tell(text: str) -> None:
     """A line on standard error, past all buffers and locks: also from inside of a signal handler."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:  # a reader that stopped reading must not hold up the end
+            os.write(2, f"{text}\n".encode())
 
 
 def peak_memory() -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        Path | None,
+        str | None,  # and not a path, which would make one slash of the two in an override's address
         typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe),
     ] = None,
     overrides: Overrides = None,
@@ -45,12 +45,11 @@ def train(
     """Train a model as RECIPE says."""
     with errors_for_people(debug):
         changes = list(overrides or ())
-        if (
-            resume is not None and recipe is not None and "=" in str(recipe) and not recipe.exists()
-        ):  # no recipe: the first of the overrides
-            changes, recipe = [str(recipe), *changes], None
-        config = _config(recipe, changes, resume)
-        named = recipe or RunFolder(resume or Path()).config
+        if resume is not None and recipe is not None and "=" in recipe and not Path(recipe).exists():
+            changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
+        named = Path(recipe) if recipe is not None else None
+        config = _config(named, changes, resume)
+        named = named or RunFolder(resume or Path()).config
         if dry_run:
             _dry_run(config)
             return

@@ -157,7 +157,7 @@ async def brief(
 
     Args:
         config: of the run.
-        model: the one to train, before the trainer's state exists.
+        model: the one to train.
         tokenizer, template, source, heldout, device: as the run has them.
         scorer: started; None: leave the reward out (one of Python's, of a server or a judge costs time or money).
     """
@@ -183,9 +183,11 @@ async def brief(
         Entry("prompt", "data", rows.check_odd, 5.0),
         Entry("bos", "model", models.check_bos, 5.0),
         Entry("disk", "machine", settings.check_disk, 5.0),
-        Entry("memory", "machine", memory.check_memory, 5.0),
     ]
+    if device.type != "cuda":  # there the engine has taken what is free by now
+        checks.append(Entry("memory", "machine", memory.check_memory, 5.0))
     found = await asyncio.to_thread(lambda: list(run_checks(patient, checks)))
     if scorer is not None and config.reward.kind in ("math", "exact", "code", "function"):
-        found += await rewards.verify_within(config, scorer, rows.spread_prompts(source, 16), seconds=20.0)
+        prompts = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
+        found += await rewards.verify_within(config, scorer, rows.spread_prompts(source, prompts), seconds=20.0)
     return found

@@ -217,6 +217,7 @@ def _checkpoints_kept(config: Config) -> int:
     run, steps = config.run, config.training.steps
     every = steps // run.save_every if run.save_every else 1
     kept = every if run.keep_last is None else min(run.keep_last, max(1, every))
+    kept += steps // run.keep_every if run.keep_every else 0
     return kept + 1 + (run.keep_best and bool(config.evaluation.data))
 
 

@@ -213,12 +213,13 @@ class Rerun:
             self.differences.append(replace(difference, what=f"step {stored.step}: {difference.what}"))
 
 
-_COMPARED = ("loss", "grad_norm", "learning_rate", "skipped", "tokens", "response_tokens", "loss_tokens")
+_COMPARED = ("loss", "grad_norm", "learning_rate", "tokens", "response_tokens", "loss_tokens")
 
 
 def flat_report(report: dict[str, Any]) -> dict[str, Any]:
     """Numbers of an update's report by name: statistics as means over tokens, no times, nothing of the machine's."""
     found = {name: report[name] for name in _COMPARED if name in report}
+    found["skipped"] = bool(report.get("skipped"))  # the words name a folder that a replay does not write
     for name, (total, count) in (report.get("statistics") or {}).items():
         found[name] = total / count if count and total is not None else None
     mismatch = report.get("mismatch") or {}

@@ -319,14 +319,14 @@ class FaultFolder:
                 }
                 write_json(staging / "report.json", report)
         except (OSError, SafetensorError) as error:
-            return f"it could not be written to {self.root / name}: {getattr(error, 'strerror', None) or error}"
-        return f"the batch and a report are in {self.root / name}"
+            return f"it could not be written to {self.root.name}/{name}: {getattr(error, 'strerror', None) or error}"
+        return f"the batch and a report are in {self.root.name}/{name}"
 
     def _make_room(self) -> None:
         if not self.root.is_dir():
             return
         kept = sorted(self.root.glob("step-*"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
-        for path in kept[1 : len(kept) - MAX_FOLDERS + 2]:
+        for path in kept[1 : max(1, len(kept) - MAX_FOLDERS + 2)]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _samples(self, batch: PackedBatch) -> Iterator[dict[str, Any]]:

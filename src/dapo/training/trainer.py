@@ -23,8 +23,9 @@ import torch
 from dapo.config import TrainingConfig
 from dapo.errors import ModelError, NumericalError, UserError
 from dapo.model.loading import load_model
+from dapo.process import Stopped
 from dapo.training.checkpoint import load_tensors, save_model, save_tensors
-from dapo.training.faults import FaultFolder, diagnose, norms
+from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.mismatch import Mismatch, measure_mismatch
 from dapo.training.packing import PackedBatch, select_tokens
 from dapo.training.policy import Policy
@@ -336,13 +337,22 @@ class Trainer:
         self._skipped_in_row = 0
         return norm, True
 
+    def _diagnosis(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs]) -> Fault:
+        """What went wrong. That it cannot be found out (for want of memory, say) must not end what only skips."""
+        try:
+            return diagnose(self.policy, batch, inputs, objective, self._parameters)
+        except Exception as error:
+            if isinstance(error, Stopped):
+                raise
+            return Fault(None, None, None, 0, batch.num_samples, (), len(self._parameters), None, {})
+
     def _skip(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], loss: float, norm: float) -> str:
         """Count an update that is not finite, find out why and keep it: what there is to say.
 
         Raises:
             NumericalError: too many in a row.
         """
-        fault = diagnose(self.policy, batch, inputs, objective, self._parameters)  # may be stopped: count it after
+        fault = self._diagnosis(batch, inputs, objective)  # may be stopped: count it after
         self.skipped_updates += 1
         self._skipped_in_row += 1
         reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"
