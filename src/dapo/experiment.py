@@ -67,6 +67,7 @@ from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
 from dapo.state import EncodedState, read_state
+from dapo.terminal import visible
 from dapo.training.faults import FaultFolder
 from dapo.training.mismatch import Mismatch
 from dapo.training.snapshot import snapshot, snapshot_bytes
@@ -239,7 +240,7 @@ class Experiment:
         )
         for finding in findings:
             if finding.status in ("warn", "fail"):
-                self.listener.warning(f"doctor: {finding.name}: {finding.found}; {finding.fix}")
+                self.listener.warning(visible(f"doctor: {finding.name}: {finding.found}; {finding.fix}"))
 
     # -- where it starts -------------------------------------------------------------------------------------------
 

@@ -217,7 +217,10 @@ def load_engine(
 
     config = prompting.config
     dtype = getattr(torch, config.model.compute_dtype)
-    model = load_model(config.model.path, dtype, config.model.trust_remote_code, device_of(config))
+    device = device_of(config)
+    if device.type == "cuda":
+        listener.phase(f"on {torch.cuda.get_device_name(device)}")
+    model = load_model(config.model.path, dtype, config.model.trust_remote_code, device)
     model.requires_grad_(False)
     limit = response_limit(config)
     check_positions(prompts, limit, context_limit(model))

@@ -31,3 +31,8 @@ def escape_what_cannot_be_written() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def visible(text: object) -> str:
+    """Text, with an escape for what a terminal would obey or hide: control characters, marks of direction."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))

@@ -13,12 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo.cli import app
-from dapo.cli.tables import ASCII, columns, curve, number, visible
+from dapo.cli.tables import ASCII, columns, curve, number
 from dapo.config import build_config
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import samples_path
 from dapo.run_folder import RunFolder
+from dapo.terminal import visible
 
 ODD_TEXT = "[bold]é\x1b[31mred\x07\n\u202eend[/bold]"
 

@@ -12,7 +12,7 @@ from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, Overrides
 from dapo.cli.status import StatusLine
-from dapo.terminal import Terminal
+from dapo.terminal import Terminal, visible
 
 if TYPE_CHECKING:
     from dapo.doctor.finding import Finding
@@ -81,5 +81,7 @@ def _print_table(console: Terminal, findings: Sequence[Finding]) -> None:
 
     table = Table("", "check", "found", "to do")
     for one in findings:
-        table.add_row(Text(one.status, _STYLES[one.status]), Text(one.name), Text(one.found), Text(one.fix))
+        table.add_row(
+            Text(one.status, _STYLES[one.status]), Text(one.name), Text(visible(one.found)), Text(visible(one.fix))
+        )
     console.print(table)

@@ -89,7 +89,8 @@ def _sample(text: str | None) -> tuple[int, int] | None:
 
 def report(found: Replay) -> Iterator[str]:
     """Everything but the tokens, as lines."""
-    from dapo.cli.tables import columns, visible
+    from dapo.cli.tables import columns
+    from dapo.terminal import visible
 
     batch = found.batch
     dropped = "".join(f", {count} {status}" for status, count in batch["dropped"].items())
@@ -157,7 +158,7 @@ def _number(value: Any) -> str:
 
 def difference(one: Difference) -> str:
     """One line."""
-    from dapo.cli.tables import visible
+    from dapo.terminal import visible
 
     place = f"sample {one.draw}:{one.index}: " if one.index is not None else ""
     if one.index is None and one.draw is not None:
@@ -188,8 +189,7 @@ def _print_tokens(sample: Mapping[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from dapo.cli.tables import visible
-    from dapo.terminal import Terminal
+    from dapo.terminal import Terminal, visible
 
     where = "no update" if sample["update"] is None else f"update {sample['update']}"
     console = Terminal()

@@ -8,10 +8,11 @@ from typing import Any
 
 from dapo.cli.inspect import _width
 from dapo.cli.sample_report import _text, _value
-from dapo.cli.tables import columns, visible
+from dapo.cli.tables import columns
 from dapo.records import Reward
 from dapo.reward.check import Checked, Expected
 from dapo.reward.rescore import KINDS, Change, StepChange
+from dapo.terminal import visible
 
 
 def in_words(reward: Reward) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dapo.cli.tables import ASCII, BLOCKS, columns, curve, number, visible
+from dapo.cli.tables import ASCII, BLOCKS, columns, curve, number
 from dapo.errors import ConfigError
 from dapo.observe.metrics import METRICS, describe
 from dapo.observe.run_view import RunView
 from dapo.progress import duration
+from dapo.terminal import visible
 
 WATCHED = (
     *("accuracy", "reward/mean", "response_length/mean", "response_length/truncated", "entropy"),

@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from dapo.cli.tables import visible
 from dapo.errors import ConfigError, UserError
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import STATUSES, SampleFilter, read_samples, samples_path
+from dapo.terminal import visible
 
 Order = Literal["length", "reward", "advantage"]
 

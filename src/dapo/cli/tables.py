@@ -80,8 +80,3 @@ def curve(values: Sequence[Any], width: int, letters: str = BLOCKS) -> str:
 def _mean(values: Sequence[float | None]) -> float | None:
     found = [v for v in values if v is not None]
     return sum(found) / len(found) if found else None
-
-
-def visible(text: object) -> str:
-    """Text, with an escape for what a terminal would obey or hide: control characters, marks of direction."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dapo.terminal import visible
+
 Status = Literal["pass", "warn", "fail", "skip"]
 Area = Literal["recipe", "data", "model", "reward", "machine"]
 
@@ -27,7 +29,7 @@ class Finding:
 
     def line(self) -> str:
         """For people, without colours."""
-        return f"{self.status:<4}  {self.name}: {self.found}" + (f"; to do: {self.fix}" if self.fix else "")
+        return visible(f"{self.status:<4}  {self.name}: {self.found}" + (f"; to do: {self.fix}" if self.fix else ""))
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
