@@ -20,6 +20,7 @@ from dapo.cli import app
 from dapo.cli.train import next_commands
 from dapo.config import build_config
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
+from dapo.rollout.engine import NotFiniteError
 
 RECIPE = {
     "model": {"path": "some/model"},
@@ -199,6 +200,7 @@ def test_demo_hands_over_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
         (UserError("a folder"), 1),
         (StarvedError("0 mixed"), 3),
         (NumericalError("nan three times"), 3),
+        (NotFiniteError("logits"), 3),
         (ExceptionGroup("tasks", [ValueError("cancelled"), ExceptionGroup("inner", [StarvedError("0 mixed")])]), 3),
     ],
 )

@@ -246,6 +246,12 @@ MISTAKES: dict[str, Mistake] = {
     "an end that is no token": Mistake(
         "stop-tokens", "fail", lambda f: edit_json(f / "model/generation_config.json", eos_token_id=[1, 900]), "900"
     ),
+    "an end that is a word": Mistake(
+        "stop-tokens",
+        "warn",
+        lambda f: edit_json(f / "model/generation_config.json", eos_token_id=[1, 5]),
+        "is an ordinary token",
+    ),
     "turns that end otherwise": Mistake("stop-tokens", "warn", _other_end, "rollout.stop_token_ids=[17]"),
     "logits that are changed": Mistake(
         "generation-config",
@@ -295,6 +301,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # the machine
     "a run folder that exists": Mistake("run-folder", "fail", _run_folder, "run.if_exists=rename"),
+    "a run folder inside of a file": Mistake("run-folder", "fail", _recipe(run__dir="recipe.yaml/run"), "is a file"),
     "a GPU that is not there": Mistake("device", "fail", _recipe(runtime__device="cuda"), "runtime.device=auto"),
     # what only samples show
     "prompts beyond the model": Mistake("probe", "fail", _recipe(), "all wrong", ("--probe", "2")),

@@ -163,8 +163,10 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
     others = _of_another_model(patient, rows)
     if others:
         fix = "leave model.tokenizer out, or name the model's own"
+        patient.words_known = True
         yield Finding("model", "vocabulary", "warn", others, fix)
         return
+    patient.words_known = True
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}")
     yield from _stop_tokens(patient, owner, stop_ids)
     yield from _padding(patient, rows)
@@ -242,6 +244,13 @@ def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Ite
         )
         return
     shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in stop_ids)
+    special = set(tokenizer.all_special_ids)
+    words = [i for i in stop_ids if i not in special and i not in patient.config.rollout.stop_token_ids]
+    if words and special & set(stop_ids):
+        text = f"{shown} ({said}); {tokenizer.convert_ids_to_tokens(words[0])!r}={words[0]} is an ordinary token"
+        fix = "mend eos_token_id in generation_config.json and config.json: a response would end at that word"
+        yield Finding("model", "stop-tokens", "warn", text, fix)
+        return
     yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
 
 

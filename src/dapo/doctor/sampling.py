@@ -42,6 +42,7 @@ PROBE_SECONDS = 600.0
 def check_agreement(patient: Patient) -> Iterator[Finding]:
     """Sample some tokens with the engine, and compute their log-probabilities again as the trainer does."""
     model, source = patient.need(patient.model, "model"), patient.need(patient.source, "data")
+    patient.need(patient.words_known, "vocabulary")
     config = patient.config
     set_threads(config, model)  # of the thread that works here
     prompts = spread_prompts(source, _PROMPTS)

@@ -160,6 +160,11 @@ def check_run_folder(patient: Patient) -> Iterator[Finding]:
             f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run",
         )
         return
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        text = f"{folder} would lie in {above}, which is a file"
+        yield Finding("machine", "run-folder", "fail", text, "run.dir=FOLDER elsewhere")
+        return
     parent = _nearest(folder)
     try:
         with tempfile.TemporaryFile(dir=parent):

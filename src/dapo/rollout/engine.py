@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dapo.errors import NumericalError
 from dapo.records import Sample
 
 if TYPE_CHECKING:
@@ -92,3 +93,7 @@ class Engine(Protocol):
 
 class EngineError(RuntimeError):
     """An engine could not serve a request; the message says which and why."""
+
+
+class NotFiniteError(EngineError, NumericalError):
+    """The model's logits were not finite: its weights are damaged, or went astray in training."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.engine import EngineError, NotFiniteError, Request, Sampling
 from dapo.rollout.native.stopping import NO_TEXT
 
 MOST_TOP_LOGPROBS = 20
@@ -32,11 +32,11 @@ def check_request(request: Request, *, vocabulary: int, max_sequence: int, can_d
         raise EngineError(f"request {request.id}: {problem}")
 
 
-def not_finite(request: Request, index: int, place: int) -> EngineError:
+def not_finite(request: Request, index: int, place: int) -> NotFiniteError:
     """For a sample whose token at ``place`` (from 0) has a log-probability that is no number."""
-    return EngineError(
-        f"request {request.id}, sample {index}: the model's logits at response token {place + 1} are not finite; are "
-        "its weights?"
+    return NotFiniteError(
+        f"request {request.id}, sample {index}: the model's logits at response token {place + 1} are not finite: are "
+        "its weights? Where training made them so, a lower training.learning_rate or max_grad_norm may not"
     )
 
 
