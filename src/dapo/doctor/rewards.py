@@ -18,6 +18,7 @@ from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeRew
 from dapo.config.reward import RemoteReward, plain_rewards
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
+from dapo.doctor.rows import spread_prompts
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.build import make_scorer
@@ -199,7 +200,7 @@ async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> l
     doubted = {doubt.position for doubt in doubts}
     sound = [prompt for place, prompt in enumerate(prompts) if place not in doubted] or list(prompts)
     costly = any(map(_is_costly, plain_rewards(config.reward))) or config.reward.kind == "model"
-    few = _spread(sound, COSTLY_PROMPTS if costly else PROMPTS)
+    few = spread_prompts(sound, COSTLY_PROMPTS if costly else PROMPTS)
     return found + await _on_answers(config, scorer, few)
 
 
@@ -209,11 +210,6 @@ async def verify_within(config: Config, scorer: Scorer, prompts: Sequence[Prompt
         return await asyncio.wait_for(verify(config, scorer, prompts), seconds)
     except Exception:
         return []
-
-
-def _spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    total = len(prompts)
-    return [prompts[k * total // count] for k in range(count)] if total > count else list(prompts)
 
 
 async def _on_answers(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> list[Finding]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
-from dapo.data.source import PromptSource, load_prompts, read_prompts
+from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
@@ -188,11 +188,10 @@ def _load(patient: Patient, template: PromptTemplate, needed: bool, already: boo
         )
 
 
-def spread_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """Some of the usable prompts, from all over the data."""
-    total = len(source.prompts)
-    places = sorted({k * total // count for k in range(min(count, total))} if total > count else set(range(total)))
-    return [source.prompts[place] for place in places]
+def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Some of the prompts, from all over them."""
+    total = len(prompts)
+    return [prompts[k * total // count] for k in range(count)] if total > count else list(prompts)
 
 
 def check_sample(patient: Patient) -> Iterator[Finding]:
@@ -200,7 +199,7 @@ def check_sample(patient: Patient) -> Iterator[Finding]:
     source = patient.need(patient.source, "data")
     template = patient.need(patient.template, "template")
     tokenizer = patient.tokenizer
-    prompts = spread_prompts(source, LOOKED_AT)
+    prompts = spread_prompts(source.prompts, LOOKED_AT)
     first = prompts[0]
     special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
     said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
@@ -216,7 +215,7 @@ def check_sample(patient: Patient) -> Iterator[Finding]:
 
 def check_odd(patient: Patient) -> Iterator[Finding]:
     """The same without the prompt itself, which a training shows anyway."""
-    yield from _odd_prompts(patient, spread_prompts(patient.need(patient.source, "data"), LOOKED_AT))
+    yield from _odd_prompts(patient, spread_prompts(patient.need(patient.source, "data").prompts, LOOKED_AT))
 
 
 def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:

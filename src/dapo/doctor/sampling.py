@@ -45,7 +45,7 @@ def check_agreement(patient: Patient) -> Iterator[Finding]:
     patient.need(patient.words_known, "vocabulary")
     config = patient.config
     set_threads(config, model)  # of the thread that works here
-    prompts = spread_prompts(source, _PROMPTS)
+    prompts = spread_prompts(source.prompts, _PROMPTS)
     tokens = min(_TOKENS, config.rollout.max_response_length)
     groups = asyncio.run(_sample(patient, prompts, _SAMPLES, tokens))
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]

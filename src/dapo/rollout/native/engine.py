@@ -74,41 +74,6 @@ class AnyDecoder(Protocol):
         ...
 
 
-def make_decoder(
-    model: Any,
-    stop_token_ids: Sequence[int],
-    *,
-    max_sequence_tokens: int,
-    max_concurrent_samples: int,
-    cache_bytes: int | None = None,
-    spare_bytes: int = 0,
-    deterministic: bool = False,
-    decode: Callable[[Sequence[int]], str] | None = None,
-) -> AnyDecoder:
-    """The decoder for the device that ``model`` is on. Arguments as for :class:`NativeEngine`."""
-    if next(model.parameters()).device.type == "cpu":
-        return Decoder(
-            model,
-            stop_token_ids,
-            max_sequence_tokens=max_sequence_tokens,
-            max_concurrent_samples=max_concurrent_samples,
-            deterministic=deterministic,
-            decode=decode,
-        )
-    from dapo.rollout.native.paged.build import paged_decoder
-
-    return paged_decoder(
-        model,
-        stop_token_ids,
-        max_sequence_tokens=max_sequence_tokens,
-        max_concurrent_samples=max_concurrent_samples,
-        cache_bytes=cache_bytes,
-        spare_bytes=spare_bytes,
-        deterministic=deterministic,
-        decode=decode,
-    )
-
-
 class NativeEngine:
     """In-process rollout of Hugging Face causal language models; see ``dapo.model.loading.SUPPORTED``."""
 
@@ -140,16 +105,20 @@ class NativeEngine:
         Raises:
             ModelError: the model and the cache of a single sequence do not fit into the device's memory.
         """
-        self._decoder = make_decoder(
-            model,
-            stop_token_ids,
-            max_sequence_tokens=max_sequence_tokens,
-            max_concurrent_samples=max_concurrent_samples,
-            cache_bytes=cache_bytes,
-            spare_bytes=spare_bytes,
-            deterministic=deterministic,
-            decode=decode,
-        )
+        options: dict[str, Any] = {
+            "max_sequence_tokens": max_sequence_tokens,
+            "max_concurrent_samples": max_concurrent_samples,
+            "deterministic": deterministic,
+            "decode": decode,
+        }
+        self._decoder: AnyDecoder
+        if next(model.parameters()).device.type == "cpu":
+            self._decoder = Decoder(model, stop_token_ids, **options)
+        else:
+            from dapo.rollout.native.paged.build import paged_decoder  # needs Triton
+
+            options |= {"cache_bytes": cache_bytes, "spare_bytes": spare_bytes}
+            self._decoder = paged_decoder(model, stop_token_ids, **options)
         self._parameters = dict(model.named_parameters())
         self._threads = threads
         self._keys = itertools.count()
