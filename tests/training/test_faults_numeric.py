@@ -85,7 +85,9 @@ def lone_token(groups, draw, index, token=47):
     ("name", "token"),
     [
         ("model.layers.2.mlp", 4),  # the one after that which is read
-        (LAYER, 1),  # attention over it in the layer above multiplies it with the 0 of the causal mask
+        # attention over it in the layer above multiplies it with the 0 of the causal mask, in all queries of the
+        # sample: those of its response, for the prompt is computed with sample 0
+        (LAYER, 2),
     ],
 )
 def test_a_layer_that_overflows_on_one_sample_is_named_with_it(trainer, value, name, token):
@@ -108,19 +110,18 @@ def test_what_was_handed_to_the_loss_is_named(trainer, batch, name):
     assert "output is not finite" not in said and f"(1 of {batch.num_samples} samples)" in said
 
 
-def test_a_minus_infinite_log_probability_is_a_fault_though_the_loss_is_finite(trainer, batch, monkeypatch):
-    evaluate = type(trainer.policy).evaluate
+def test_a_minus_infinite_log_probability_is_a_fault_though_the_loss_is_finite(trainer, monkeypatch):
+    read = type(trainer.policy).read
 
-    def impossible(policy, part):
-        logprobs, entropy = evaluate(policy, part)
-        return torch.where(part.advantages == special, -math.inf, logprobs), entropy
+    def impossible(policy, states, targets):
+        logprobs, entropy = read(policy, states, targets)
+        return torch.where(targets == 47, -math.inf, logprobs), entropy
 
-    special = batch.advantages[at(batch, 2, 4)]
-    monkeypatch.setattr(type(trainer.policy), "evaluate", impossible)
+    monkeypatch.setattr(type(trainer.policy), "read", impossible)
+    batch = pack(lone_token(random_groups(SHAPE), draw=2, index=1))
     report = trainer.update(batch, make_inputs(batch), DapoObjective())
     assert math.isfinite(report.loss) and math.isfinite(report.grad_norm)
-    draw, index = batch.draws[2], batch.indices[2]
-    assert f"the log-probability of sample {index} of draw {draw}, response token 1 " in report.skipped
+    assert "the log-probability of sample 1 of draw 2, response token 3 " in report.skipped
 
 
 def test_a_loss_with_an_infinite_slope_is_named(trainer, batch):

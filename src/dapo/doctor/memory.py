@@ -110,7 +110,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
         reference=0 if config.algorithm.kl.mode == "off" else 4 * parameters,
         cache=cache,
         activations=tokens * layers * kept,
-        logits=text.vocab_size * 4 * max(3 * min(tokens, CHUNK_TOKENS), 2 * rows),
+        logits=text.vocab_size * 4 * max(3 * min(tokens, CHUNK_TOKENS["cuda" if on_gpu else "cpu"]), 2 * rows),
     )
 
 

@@ -1,9 +1,10 @@
 """Log-probability and entropy of tokens, without ever holding the ``[R, V]`` logits.
 
 One autograd operation turns hidden states and the output head into both numbers. It works on a chunk of rows at a
-time and recomputes a chunk's logits in the backward pass, so its memory is one chunk whatever the number of tokens:
-16k tokens over a vocabulary of 150k would otherwise hold 10 GB in float32 for the logits alone, and as much again for
-the log-softmax and its gradient.
+time, so its memory is that of one chunk whatever the number of tokens: 16k tokens over a vocabulary of 150k would
+otherwise hold 10 GB in float32 for the logits alone, and as much again for the log-softmax and its gradient. The logits
+of a single chunk are kept for the backward pass, those of several are computed again in it: who can take the gradient
+chunk by chunk, as the trainer does, saves a third of the products.
 
 Logits and everything after them are float32, also under autocast and for bfloat16 hidden states (bfloat16 logits alone
 cost 0.01 in log-probability): the engine samples from exactly the distribution that is computed here. With
@@ -21,8 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from dapo.model.forward import Head, products_of
 
-CHUNK_TOKENS = 1024
-"""Rows at a time: at a vocabulary of 150k one buffer is 0.6 GB, at a tiny one it stays in the processor's cache."""
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
+"""Rows at a time, by device: at a vocabulary of 150k one buffer is 0.6 or 2.5 GB, at a tiny one it stays in a
+processor's cache. On CUDA each chunk adds to the weights' gradient, which takes as long as 800 rows of products."""
 
 
 def token_logprobs(
@@ -30,7 +32,7 @@ def token_logprobs(
     head: Head,
     targets: torch.Tensor,
     temperature: float,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     product_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of one token per row, and the entropy of the row's distribution.
@@ -43,7 +45,7 @@ def token_logprobs(
         head: the output head.
         targets: ``[R]`` int64 token ids.
         temperature: above 0.
-        chunk_tokens: rows whose logits exist at one time.
+        chunk_tokens: rows whose logits exist at one time; None: as suits the device.
         product_dtype: bfloat16 rounds hidden states and weights to it before they are multiplied, in the backward pass
             the gradient of the logits too (where the processor has such products); sums stay float32.
 
@@ -55,7 +57,7 @@ def token_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    if chunk_tokens < 1:
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -71,12 +73,13 @@ class _Settings(NamedTuple):
     scale: float
     softcap: float | None
     temperature: float
-    chunk_tokens: int
+    chunk_tokens: int | None
     product_dtype: torch.dtype
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """The operation behind :func:`token_logprobs`. Saves its inputs and the entropy, nothing ``[R, V]``."""
+    """The operation behind :func:`token_logprobs`. Saves its inputs, what was read of each row, and the logits of a
+    single chunk; those of several are computed again."""
 
     @staticmethod
     def forward(
@@ -87,20 +90,20 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.settings = settings
+        ctx.settings, ctx.kept = settings, None
         ctx.set_materialize_grads(False)
         dtype = _compute_dtype(hidden)
         logprobs = hidden.new_empty(len(targets), dtype=dtype)
-        entropy = torch.empty_like(logprobs)
-        wide_weight, wide_bias = _input(weight, dtype, settings), None if bias is None else bias.to(dtype)
+        entropy, divisors = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        head = _inputs(weight, bias, dtype, settings)
+        parts = list(chunks(len(targets), hidden.device, settings.chunk_tokens))
         with torch.autocast(hidden.device.type, enabled=False), products_of(settings.product_dtype):
-            for rows in _chunks(len(targets), settings.chunk_tokens):
-                log_p = _scaled_logits(
-                    _input(hidden[rows], dtype, settings), wide_weight, wide_bias, settings
-                ).log_softmax(1)
-                logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
-                entropy[rows] = -log_p.exp().mul_(log_p).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+            for rows in parts:
+                logits = _logits(_input(hidden[rows], dtype, settings), *head, settings)
+                logprobs[rows], entropy[rows], divisors[rows] = _read(logits, targets[rows], settings)
+        if len(parts) == 1 and any(ctx.needs_input_grad):
+            ctx.kept = logits
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, divisors)
         return logprobs, entropy
 
     @staticmethod
@@ -108,34 +111,36 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 5
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, divisors = ctx.saved_tensors
         dtype = _compute_dtype(hidden)
-        wide_weight, wide_bias = _input(weight, dtype, ctx.settings), None if bias is None else bias.to(dtype)
+        head = _inputs(weight, bias, dtype, ctx.settings)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(wide_weight) if need_weight else None
-        grad_bias = torch.zeros_like(wide_bias) if need_bias and wide_bias is not None else None
+        grad_weight = grad_bias = None
+        kept, ctx.kept = ctx.kept, None
         with torch.autocast(hidden.device.type, enabled=False), products_of(ctx.settings.product_dtype):
-            for rows in _chunks(len(targets), ctx.settings.chunk_tokens):
+            for rows in chunks(len(targets), hidden.device, ctx.settings.chunk_tokens):
                 chunk = _input(hidden[rows], dtype, ctx.settings)
-                scaled = _scaled_logits(chunk, wide_weight, wide_bias, ctx.settings)
-                grad = _grad_scaled_logits(
-                    scaled.log_softmax(1),
+                grad = _grad_logits(
+                    _logits(chunk, *head, ctx.settings) if kept is None else kept,
                     targets[rows],
                     entropy[rows],
+                    divisors[rows],
                     None if grad_logprobs is None else grad_logprobs[rows],
                     None if grad_entropy is None else grad_entropy[rows],
-                ).mul_(_slope(scaled, ctx.settings))
+                    ctx.settings,
+                )
                 if grad_hidden is not None:
-                    grad_hidden[rows] = (grad @ wide_weight).to(hidden.dtype)
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad.T, chunk)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
+                    grad_hidden[rows] = _product(grad, head[0])
+                if need_weight:
+                    grad_weight = _add(grad_weight, grad.T, chunk)
+                if need_bias and bias is not None:
+                    of_rows = grad.sum(0, dtype=dtype)
+                    grad_bias = of_rows if grad_bias is None else grad_bias + of_rows
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
+            _as(grad_weight, weight) if need_weight else None,
+            _as(grad_bias, bias) if need_bias and bias is not None else None,
             None,
             None,
         )
@@ -147,26 +152,98 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 def _input(tensor: torch.Tensor, dtype: torch.dtype, settings: _Settings) -> torch.Tensor:
     """``tensor`` as it goes into a product: in ``dtype``, with no more digits than the product is to take."""
-    rounded = tensor.to(torch.bfloat16) if settings.product_dtype == torch.bfloat16 else tensor
-    return rounded.to(dtype)
+    if settings.product_dtype != torch.bfloat16:
+        return tensor.to(dtype)
+    rounded = tensor.to(torch.bfloat16)
+    return rounded if _by_kernels(rounded, dtype) else rounded.to(dtype)
 
 
-def _chunks(rows: int, size: int) -> Iterator[slice]:
+def _inputs(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, settings: _Settings
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _input(weight, dtype, settings), None if bias is None else bias.to(dtype)
+
+
+def _by_kernels(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether products take bfloat16 as it is and sum in float32, and :mod:`dapo.model.head_kernels` does the rest."""
+    return tensor.is_cuda and dtype == torch.float32
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left @ right``, of bfloat16 matrices in float32."""
+    if left.dtype == torch.bfloat16:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
+def _add(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``total + left @ right``, in place; None: nothing yet."""
+    if total is None:
+        return _product(left, right)
+    return total.add_(_product(left, right)) if left.dtype == torch.bfloat16 else total.addmm_(left, right)
+
+
+def _as(grad: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(of) if grad is None else grad.to(of.dtype)
+
+
+def chunks(rows: int, device: torch.device, size: int | None = None) -> Iterator[slice]:
+    """``rows`` cut into chunks of at most ``size``; None: as suits the device."""
+    size = CHUNK_TOKENS.get(device.type, 1024) if size is None else size
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _scaled_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _Settings
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _Settings) -> torch.Tensor:
+    """``[r, V]`` in one buffer: ``hidden @ weight.T + bias``, which the kernels take, or else :func:`_scaled` of it."""
+    logits = _product(hidden, weight.T)
+    if bias is not None:
+        logits += bias
+    return logits if _by_kernels(logits, logits.dtype) else _scaled(logits, settings)
+
+
+def _read(
+    logits: torch.Tensor, targets: torch.Tensor, settings: _Settings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row of :func:`_logits`: log-prob of the target, entropy, logarithm of the softmax's divisor."""
+    if _by_kernels(logits, logits.dtype):
+        from dapo.model.head_kernels import row_statistics
+
+        return row_statistics(logits, targets, settings.scale, settings.softcap, settings.temperature)
+    log_p = logits.log_softmax(1)
+    logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
+    return logprobs, -log_p.exp().mul_(log_p).sum(1), torch.zeros_like(logprobs)  # computed again where it is needed
+
+
+def _grad_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    entropy: torch.Tensor,
+    divisors: torch.Tensor,
+    grad_logprobs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    settings: _Settings,
 ) -> torch.Tensor:
-    """``softcap(scale * (hidden @ weight.T + bias)) / temperature``, ``[r, V]``, in one buffer."""
-    logits = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+    """Gradient with respect to ``hidden @ weight.T + bias``, ``[r, V]``; overwrites what :func:`_logits` gave."""
+    if _by_kernels(logits, logits.dtype):
+        from dapo.model.head_kernels import row_gradient
+
+        zero = torch.zeros_like(entropy)
+        grad = zero if grad_logprobs is None else grad_logprobs
+        scales = (settings.scale, settings.softcap, settings.temperature, settings.product_dtype)
+        return row_gradient(logits, targets, entropy, divisors, grad, grad_entropy, *scales)
+    grad = _grad_scaled_logits(logits.log_softmax(1), targets, entropy, grad_logprobs, grad_entropy)
+    return grad.mul_(_slope(logits, settings))
+
+
+def _scaled(logits: torch.Tensor, settings: _Settings) -> torch.Tensor:
+    """``softcap(scale * logits) / temperature``, in place."""
     if settings.softcap is None:
         return logits.mul_(settings.scale / settings.temperature)
     return logits.mul_(settings.scale / settings.softcap).tanh_().mul_(settings.softcap / settings.temperature)
 
 
 def _slope(scaled: torch.Tensor, settings: _Settings) -> torch.Tensor | float:
-    """Derivative of :func:`_scaled_logits` with respect to ``hidden @ weight.T``; overwrites ``scaled``."""
+    """Derivative of :func:`_scaled` with respect to ``hidden @ weight.T``; overwrites ``scaled``."""
     slope = settings.scale / settings.temperature
     if settings.softcap is None:
         return slope

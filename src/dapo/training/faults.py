@@ -230,7 +230,8 @@ class _Watch:
             if name
         ]
         try:
-            yield
+            with torch.compiler.set_stance("force_eager"):  # compiled layers have no modules to watch
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -109,6 +109,12 @@ class PackedBatch:
         """``[R]``: number of each response token's group in this batch, 0 .. G - 1 by first appearance."""
         return self._tensor(np.repeat(self._group_numbers(), self.response_lengths))
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that go through the model, where the prompt of a group does so once."""
+        _, firsts = np.unique(self.draws, return_index=True)
+        return int(self.response_lengths.sum() + self.prompt_lengths[firsts].sum())
+
     def shared_prompts(self) -> SharedPrompts:
         """The row that the model computes: the prompt of a group stands in it once, however many samples it has."""
         starts = _starts(self.lengths)
@@ -124,7 +130,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on ``device``."""
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors().items()}
+        moved: dict[str, Any] = {name: _upload(tensor, device) for name, tensor in self._tensors().items()}
         return replace(self, **moved)
 
     def updates(self, groups_per_update: int) -> Iterator[PackedBatch]:
@@ -137,9 +143,10 @@ class PackedBatch:
             yield self.select(np.flatnonzero(wanted)).batch
 
     def micro_batches(self, token_budget: int) -> list[MicroBatch]:
-        """Parts of whole sequences with at most ``token_budget`` tokens each, few and of similar size.
+        """Parts of whole sequences with at most ``token_budget`` computed tokens each, few and of similar size.
 
-        Every sequence is in exactly one of them. The cut depends on the lengths only.
+        Every sequence is in exactly one of them, and a group in as few as can be, for its prompt is computed in each
+        of them. The cut depends on lengths and groups only.
 
         Raises:
             ConfigError: one sequence alone is longer than the budget.
@@ -152,7 +159,27 @@ class PackedBatch:
                 f"{self.draws[longest]} has {prompt} (prompt) + {tokens - prompt} (response) = {tokens} tokens; use at "
                 f"least {tokens}"
             )
-        return [self.select(rows) for rows in plan_micro_batches(self.lengths, token_budget)]
+        pieces = list(self._pieces(token_budget))
+        sizes = [self._computed(rows) for rows in pieces]
+        plan = plan_micro_batches(sizes, token_budget)
+        return [self.select(np.sort(np.concatenate([pieces[i] for i in chosen]))) for chosen in plan]
+
+    def _pieces(self, token_budget: int) -> Iterator[IntArray]:
+        """The sequences of each group, ascending; of a group that is above the budget, parts that are not."""
+        numbers = self._group_numbers()
+        order = np.argsort(numbers, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            if not len(rows):
+                continue
+            room = token_budget - int(self.prompt_lengths[rows[0]])
+            if self.response_lengths[rows].sum() <= room:
+                yield rows
+            else:
+                yield from (rows[chosen] for chosen in plan_micro_batches(self.response_lengths[rows], room))
+
+    def _computed(self, rows: IntArray) -> int:
+        """Tokens to compute for some sequences of one group."""
+        return int(self.prompt_lengths[rows[0]] + self.response_lengths[rows].sum())
 
     def select(self, sequences: IntArray) -> MicroBatch:
         """Some of the sequences as a batch of their own.
@@ -178,7 +205,7 @@ class PackedBatch:
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.token_ids.device)
+        return _upload(torch.from_numpy(array), self.token_ids.device)
 
 
 PER_SEQUENCE = ("lengths", "prompt_lengths", "draws", "indices")
@@ -283,6 +310,13 @@ def _joined(parts: Sequence[Any], dtype: Any, device: torch.device | str) -> tor
     return torch.from_numpy(np.concatenate(arrays) if arrays else np.empty(0, dtype)).to(device)
 
 
+def _upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """``tensor`` on ``device``. From pageable memory the copy would wait for all that the GPU has still to do."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def _ints(values: Iterable[int]) -> IntArray:
     return np.fromiter(values, dtype=np.int64)
 
@@ -302,17 +336,17 @@ def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 
 
 def plan_micro_batches(lengths: Sequence[int] | IntArray, token_budget: int) -> list[IntArray]:
-    """Distribute sequences over few micro-batches of similar size, none above ``token_budget`` tokens.
+    """Distribute sequences, or pieces of groups, over few micro-batches of similar size, none above ``token_budget``.
 
     Their number is what first-fit decreasing needs (at most 11/9 of the optimum). With that many, each sequence then
     goes to the least loaded one instead: equal parts, where first-fit leaves a small rest. If that breaks the budget,
     first-fit's own answer stands.
 
     Args:
-        lengths: tokens of each sequence, each within the budget.
+        lengths: tokens of each, each within the budget.
 
     Returns:
-        Numbers of the sequences in each micro-batch, ascending.
+        Numbers of those in each micro-batch, ascending.
     """
     sizes = [int(n) for n in lengths]
     longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])  # stable, so ties keep their order

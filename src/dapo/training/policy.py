@@ -34,10 +34,13 @@ class Policy:
         return torch.device(next(self.model.parameters()).device)
 
     def evaluate(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward pass, with gradient if enabled: ``(logprobs [R], entropy [R])`` of the response tokens.
+        """One forward pass, with gradient if enabled: ``(logprobs [R], entropy [R])`` of the response tokens."""
+        return self.read(self.predicting_states(batch), batch.targets)
 
-        The backbone runs once over a prompt that several sequences share; the head only where a response token is
-        predicted.
+    def predicting_states(self, batch: PackedBatch) -> torch.Tensor:
+        """The first half of :meth:`evaluate`: hidden states ``[R, d]`` where a response token is predicted.
+
+        The backbone runs once over a prompt that several sequences share.
         """
         # Weights change between uses, and one pass uses each once: a cache of cast weights would only hold memory.
         narrow = self.compute_dtype != torch.float32
@@ -48,9 +51,12 @@ class Policy:
             )
             hidden = hidden_states(self.model, batch.token_ids[shared.kept], batch.position_ids[shared.kept], context)
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
-        rows = hidden.index_select(0, shared.place[batch.predictors])
+        return hidden.index_select(0, shared.place[batch.predictors])
+
+    def read(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states."""
         return token_logprobs(
-            rows, output_head(self.model), batch.targets, self.temperature, product_dtype=self.compute_dtype
+            states, output_head(self.model), targets, self.temperature, product_dtype=self.compute_dtype
         )
 
     @torch.no_grad()

@@ -22,6 +22,9 @@ import torch
 
 from dapo.config import TrainingConfig
 from dapo.errors import ModelError, NumericalError, UserError
+from dapo.model.adapters import has_adapter
+from dapo.model.compiling import compile_layers
+from dapo.model.head import chunks
 from dapo.model.loading import load_model
 from dapo.process import Stopped
 from dapo.training.checkpoint import load_tensors, save_model, save_tensors
@@ -61,6 +64,7 @@ class UpdateReport:
     """One optimizer step. ``skipped`` says why the weights were left alone; None: they were updated.
 
     ``loss``, ``grad_norm`` (before clipping) and ``statistics`` (name -> (sum, count)) are of the whole mini-batch.
+    Of its ``tokens`` those of a prompt that samples share are computed once: ``computed_tokens``.
     ``mismatch`` covers its tokens if it is the first update since the weights were published. Sizes are in tokens,
     times in seconds, on CUDA waited for.
     """
@@ -70,6 +74,7 @@ class UpdateReport:
     learning_rate: float
     skipped: str | None
     tokens: int
+    computed_tokens: int
     response_tokens: int
     loss_tokens: int
     micro_batches: int
@@ -107,6 +112,8 @@ class Trainer:
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
         """
         model.to(torch.float32).eval()
+        if next(model.parameters()).is_cuda and not has_adapter(model):
+            compile_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
         self.version = 0
         self.updates = 0
@@ -191,20 +198,22 @@ class Trainer:
             skipped = None if applied else self._skip(batch, inputs, objective, float(totals.loss), norm)
             self._optimizer.zero_grad()  # frees the gradients for the rollout
         self._tried += 1
+        seconds = clock.seconds()
         return UpdateReport(
             loss=float(totals.loss),
             grad_norm=norm,
             learning_rate=self.learning_rate,
             skipped=skipped,
             tokens=batch.num_tokens,
+            computed_tokens=totals.computed_tokens,
             response_tokens=batch.num_response_tokens,
             loss_tokens=loss_tokens,
             micro_batches=totals.micro_batches,
             statistics={name: (float(total), float(count)) for name, (total, count) in totals.statistics.items()},
             mismatch=totals.mismatch,
-            seconds_forward=clock.seconds["forward"],
-            seconds_backward=clock.seconds["backward"],
-            seconds_optimizer=clock.seconds["optimizer"],
+            seconds_forward=seconds["forward"],
+            seconds_backward=seconds["backward"],
+            seconds_optimizer=seconds["optimizer"],
         )
 
     def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
@@ -229,6 +238,8 @@ class Trainer:
         Raises:
             NumericalError: weights are not finite numbers.
         """
+        if bool(torch.nn.utils.get_total_norm(self._parameters.values()).isfinite()):  # one look at the device
+            return
         bad = next((name for name, p in self._parameters.items() if not p.isfinite().all()), None)
         if bad is not None:
             raise NumericalError(
@@ -312,16 +323,29 @@ class Trainer:
         for part in batch.micro_batches(self.policy.tokens_per_micro_batch):
             if not part.batch.num_response_tokens:
                 continue
+            totals.micro_batches += 1
+            totals.computed_tokens += part.batch.num_computed_tokens
             with clock("forward"):
-                logprobs, entropy = self.policy.evaluate(part.batch)
-                cut = select_tokens(inputs, part.index)
-                loss, statistics = objective(logprobs, entropy, cut)
+                states, targets = self.policy.predicting_states(part.batch), part.batch.targets
+            found, slopes = [], []
+            # the loss is a sum over tokens: each chunk is done with while its logits are there
+            for rows in chunks(len(targets), self.device):
+                with clock("forward"):
+                    leaf = states.detach()[rows].requires_grad_()
+                    logprobs, entropy = self.policy.read(leaf, targets[rows])
+                    cut = select_tokens(inputs, part.index[rows])
+                    loss, statistics = objective(logprobs, entropy, cut)
+                with clock("backward"):
+                    torch.autograd.backward(loss)
+                found.append(logprobs.detach())
+                assert leaf.grad is not None
+                slopes.append(leaf.grad)
+                # a loss may be finite without them: a ratio is clipped, be its logarithm minus infinity
+                totals.add(loss.detach(), statistics, ((cut.weights != 0) & ~found[-1].isfinite()).sum())
             with clock("backward"):
-                torch.autograd.backward(loss)
-            # a loss may be finite without them: a ratio is clipped, be its logarithm minus infinity
-            totals.add(loss.detach(), statistics, ((cut.weights != 0) & ~logprobs.detach().isfinite()).sum())
+                torch.autograd.backward(states, torch.cat(slopes))
             if not self._unpublished:  # later a difference is what was learned, and no mismatch
-                totals.mismatch += measure_mismatch(part.batch, logprobs.detach(), self.version)
+                totals.mismatch += measure_mismatch(part.batch, torch.cat(found), self.version)
 
     def _apply(self, totals: _Totals) -> tuple[float, bool]:
         """Clip and step, unless something is not finite: ``(norm before clipping, whether the step was made)``."""
@@ -390,6 +414,7 @@ class _Totals:
     statistics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     mismatch: Mismatch = field(default_factory=Mismatch)
     micro_batches: int = 0
+    computed_tokens: int = 0
     bad_logprobs: torch.Tensor | int = 0
     """Loss tokens whose log-probability is not finite."""
 
@@ -401,23 +426,41 @@ class _Totals:
     ) -> None:
         self.loss = self.loss + loss.double()
         self.bad_logprobs = self.bad_logprobs + bad_logprobs
-        self.micro_batches += 1
         for name, (total, count) in statistics.items():
             old_total, old_count = self.statistics.get(name, (0.0, 0.0))
             self.statistics[name] = (old_total + total, old_count + count)
 
 
 class _Clock:
-    """Seconds by phase. CUDA works behind the program's back, so its queue is waited for at the end of a phase."""
+    """Seconds by phase. CUDA works behind the program's back: there they are the GPU's, which puts marks in its queue.
+
+    Waiting for it at each border would leave it idle until it is given work again.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._host = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._device = device
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
         if self._device.type == "cuda":
+            event: Any = torch.cuda.Event  # untyped in torch
+            first, last = event(enable_timing=True), event(enable_timing=True)
+            first.record(torch.cuda.current_stream(self._device))
+            yield
+            last.record(torch.cuda.current_stream(self._device))
+            self._marks.append((phase, first, last))
+        else:
+            start = time.perf_counter()
+            yield
+            self._host[phase] += time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        """What is measured so far, waited for."""
+        found = dict(self._host)
+        if self._marks:
             torch.cuda.synchronize(self._device)
-        self.seconds[phase] += time.perf_counter() - start
+        for phase, first, last in self._marks:
+            found[phase] += first.elapsed_time(last) / 1000
+        return found

@@ -174,6 +174,8 @@ class NativeEngine:
         if version < self.version:
             raise EngineError(f"weights: version {version} was given after version {self.version}")
         missing = set(self._parameters)
+        targets: list[torch.Tensor] = []
+        given: list[torch.Tensor] = []
         self._incomplete = version
         with torch.no_grad():
             for name, tensor in tensors:
@@ -181,8 +183,10 @@ class NativeEngine:
                 if target is None or target.shape != tensor.shape:
                     have = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
                     raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
-                target.copy_(tensor)
+                targets.append(target)
+                given.append(tensor)
                 missing.discard(name)
+            torch._foreach_copy_(targets, given)  # in one call: launches would take longer than the bytes
         if missing:
             raise EngineError(f"weights: {len(missing)} parameters were not given, such as {min(missing)}")
         self._incomplete = None

@@ -1,0 +1,184 @@
+"""The trainer on a GPU: the gradient of a plain padded float32 reference, whatever is compiled, packed and shared."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from training_cases import distance, gradient, make_inputs, make_trainer, random_groups
+
+from dapo.algorithm.objective import DapoObjective, TokenInputs
+from dapo.model.attention import AttentionSpec, PackedAttention
+from dapo.model.forward import Head
+from dapo.model.head import token_logprobs
+from dapo.training.packing import PackedBatch, pack
+from helpers import ARCHITECTURES, random_model
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products, before there is a handle
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+# prompts that their samples share, an empty response, one longer than the kernels' blocks
+SHAPE = [(40, [50, 1, 190, 33]), (7, [20, 0, 120]), (130, [300, 4]), (2, [17])]
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def packed(shape: Any = SHAPE, seed: int = 0) -> PackedBatch:
+    return pack(random_groups(shape, seed=seed), "cuda")
+
+
+def trainer_on_gpu(model: Any = None, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+    model = random_model("qwen2", **WIDE) if model is None else model
+    return make_trainer(model.cuda(), compute_dtype=dtype, **({"tokens_per_micro_batch": 1024} | settings))
+
+
+def plain_gradient(model: Any, batch: PackedBatch, inputs: TokenInputs) -> torch.Tensor:
+    """By Transformers alone: a row per sequence, padded, float32, whole logits."""
+    model = model.float().cuda()
+    rows = torch.zeros(batch.num_samples, int(batch.lengths.max()), dtype=torch.long, device="cuda")
+    mask = torch.zeros_like(rows)
+    start = 0
+    for row, length in enumerate(batch.lengths.tolist()):
+        rows[row, :length] = batch.token_ids[start : start + length]
+        mask[row, :length] = 1
+        start += length
+    logprobs = model(rows, attention_mask=mask).logits.float().log_softmax(-1)
+    found = [
+        logprobs[row, prompt - 1 : length - 1].gather(1, rows[row, prompt:length, None])[:, 0]
+        for row, (prompt, length) in enumerate(zip(batch.prompt_lengths, batch.lengths, strict=True))
+    ]
+    loss, _ = DapoObjective()(torch.cat(found), torch.zeros_like(inputs.weights), inputs)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def near_policy(trainer: Any, batch: PackedBatch) -> TokenInputs:
+    """Inputs whose old log-probs are the policy's own, so that no ratio is clipped by chance."""
+    return make_inputs(replace(batch, behaviour_logprobs=trainer.logprobs(batch)))
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_flash_attention_is_attention(head_dim: int, window: int | None) -> None:
+    batch = packed()
+    shared = batch.shared_prompts()
+    layouts = [
+        PackedAttention(batch.lengths.tolist(), "cuda", shared.place, shared.shared.tolist()),
+        PackedAttention(batch.lengths.tolist(), "cuda", shared.place, shared.shared.tolist()),
+    ]
+    spec = AttentionSpec(0, head_dim**-0.5, window)
+    tokens = len(shared.kept)
+    sizes = [(1, heads, tokens, head_dim) for heads in (4, 2, 2)]
+    row = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    grad = torch.randn(1, tokens, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for layout, dtype in zip(layouts, (torch.bfloat16, torch.float32), strict=True):  # float32 is padded
+        leaves = [x.to(dtype).requires_grad_() for x in row]
+        out = layout.attend(spec, *leaves)
+        out.backward(grad.to(dtype))
+        results.append([out, *(x.grad for x in leaves)])
+    for have, want in zip(*results, strict=True):
+        torch.testing.assert_close(have.float(), want.float(), atol=0.06, rtol=0.03)
+        assert distance(have.float(), want.float()) < 0.01
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_heads_kernels_are_the_formulas(softcap: float | None) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(700, 64, device="cuda"), torch.randn(5000, 64, device="cuda") / 4
+    targets = torch.randint(5000, (700,), device="cuda")
+    results = []
+    for device, dtype, chunk in (
+        ("cpu", torch.float64, None),
+        ("cuda", torch.float32, None),
+        ("cuda", torch.float32, 256),
+    ):
+        leaves = [x.bfloat16().to(device, dtype).requires_grad_() for x in (hidden, weight)]
+        logprobs, entropy = token_logprobs(
+            leaves[0], Head(leaves[1], None, softcap), targets.to(device), 0.8, chunk, torch.bfloat16
+        )
+        (logprobs * torch.linspace(-1, 1, 700, device=device)).sum().add(0.1 * entropy.sum()).backward()
+        results.append([logprobs, entropy, *(x.grad for x in leaves)])
+    for found in results[1:]:
+        for have, want, tolerance in zip(found, results[0], (1e-5, 1e-5, 0.01, 0.01), strict=True):
+            assert distance(have.cpu().double(), want) < tolerance
+
+
+def test_the_gradient_is_that_of_a_padded_float32_reference() -> None:
+    model = random_model("qwen2", **WIDE)
+    batch = packed()
+    narrow, exact = trainer_on_gpu(copy.deepcopy(model)), trainer_on_gpu(copy.deepcopy(model), torch.float32)
+    inputs = near_policy(exact, batch)
+    want = plain_gradient(model, batch, inputs)
+    assert distance(gradient(exact, batch, inputs), want) < 1e-4
+    assert distance(gradient(narrow, batch, inputs), want) < 0.05
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_every_architecture_trains_compiled(architecture: str) -> None:
+    model = random_model(architecture)
+    batch = packed([(9, [5, 12]), (3, [20])])
+    narrow, exact = trainer_on_gpu(copy.deepcopy(model)), make_trainer(model.cpu(), tokens_per_micro_batch=64)
+    on_host = batch.to("cpu")
+    inputs = near_policy(exact, on_host)
+    moved = TokenInputs(
+        **{f.name: None if (v := getattr(inputs, f.name)) is None else v.cuda() for f in fields(inputs)}
+    )
+    want = gradient(exact, on_host, inputs)
+    assert distance(gradient(narrow, batch, moved).cpu(), want) < 0.15  # weights this large amplify bfloat16
+
+
+def test_sharing_prompts_does_not_change_the_gradient() -> None:
+    batch = packed()
+    trainer = trainer_on_gpu()
+    inputs = near_policy(trainer, batch)
+    shared = gradient(trainer, batch, inputs)
+    apart = replace(batch, draws=batch.draws * 0 + range(batch.num_samples))  # each sample a group of its own
+    assert apart.num_computed_tokens > 1.3 * batch.num_computed_tokens
+    assert distance(gradient(trainer, apart, inputs), shared) < 0.02
+
+
+def test_nothing_is_compiled_again_and_memory_does_not_grow() -> None:
+    trainer = trainer_on_gpu(learning_rate=1e-5)
+    held = []
+    for step in range(30):
+        lengths = [[5 + (7 * step + 11 * i + 3 * g) % 60 for i in range(4)] for g in range(6)]
+        batch = packed([(3 + (step + g) % 9, some) for g, some in enumerate(lengths)], seed=step)
+        report = trainer.update(batch, near_policy(trainer, batch), DapoObjective())
+        assert report.skipped is None
+        if step == 3:
+            counters.clear()
+        if step in (4, 29):
+            held.append(torch.cuda.memory_allocated())
+    assert not counters["stats"].get("unique_graphs")
+    assert held[1] <= 1.01 * held[0]
+
+
+def test_an_update_is_the_same_twice_when_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for _ in range(2):
+            trainer = trainer_on_gpu(random_model("qwen2", **WIDE))
+            batch = packed()
+            inputs = near_policy(trainer, batch)
+            losses = [trainer.update(batch, inputs, DapoObjective()).loss for _ in range(3)]
+            found.append((losses, [p.clone() for _, p in trainer.publish()[1]]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_a_fault_is_named_though_layers_are_compiled() -> None:
+    trainer = trainer_on_gpu()
+    with torch.no_grad():
+        trainer.policy.model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 3] = torch.nan
+    batch = packed()
+    said = trainer.update(batch, make_inputs(batch), DapoObjective()).skipped
+    assert said is not None and "the weights of model.layers.1.mlp.up_proj.weight are not finite themselves" in said
+    assert "not finite is model.layers.1.mlp.up_proj;" in said
