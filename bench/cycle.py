@@ -137,9 +137,7 @@ def trl(options: argparse.Namespace, setting: str) -> dict[str, Any]:
     """TRL in a setting. Its process imports dapo for the reward, after everything of the peers."""
     job = common(options, options.peer_cycles) | {"side": "trl", "setting": setting}
     paths = [*filter(None, [options.peer_path]), HERE.parent / "src"]
-    # colocated vLLM works in the trainer's own process, and TRL reads its launcher's variables
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # TRL reaches into the engine, which is in its own process
     side = run_script(options, f"trl-{setting}", HERE / "cycle_sides.py", job, paths, environment)
     return summary(side, options.warmup) | {"setting": setting}
 

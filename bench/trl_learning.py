@@ -35,8 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.peer_path:
         sys.path.insert(0, str(options.peer_path))
-    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    os.environ.update(places | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"})
+    # TRL reaches into the engine, which has to be in its own process
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"})
     import torch
 
     assert torch.cuda.is_available(), "TRL with colocated vLLM needs a GPU"
