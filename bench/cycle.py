@@ -14,7 +14,9 @@ left out, the median of ``--cycles`` counts.
 Without ``--model`` ours has random weights (``--shape``) and response lengths of real responses: for development only.
 TRL and vLLM are imported from ``--peer-path`` (a folder that pip installed them to with ``--target``) by TRL's
 processes only. Settings of TRL: see ``trl_side.py`` (PARTS). ``search`` remembers its times in settings.json, and
-``compare`` runs ours, the fastest of those, and the defaults.
+``compare`` runs ours, the fastest of those, and the defaults. With ``--keep`` it takes a side that the folder holds of
+the same work, in place of running it again: so a comparison may be made in several commands, on a machine that allows
+only short ones.
 
 A comparison is void unless TRL is at least as fast as is known of it: 97 s a cycle at 128 x 16 and 4 updates with the
 0.5B model on an NVIDIA H100 80GB (TRL 1.16, vLLM 0.25.1); or if the sides' tokens a cycle differ by more than a tenth.
@@ -81,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-path", type=Path, help="folder that TRL and vLLM are installed in")
     parser.add_argument("--search", nargs="+", default=["defaults"], metavar="SETTING")
     parser.add_argument("--best", metavar="SETTING", help="to compare with, in place of the fastest one searched")
+    parser.add_argument("--keep", action="store_true", help="use sides of the same work that FOLDER holds")
     parser.add_argument("--patience", type=float, default=560, help="seconds that a side may take")
     options = parser.parse_args(arguments)
     for setting in [*options.search, *([options.best] if options.best else [])]:
@@ -129,8 +132,7 @@ def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
         "micro_tokens": options.micro_tokens,
         "set": values,
     }
-    side = run_script(options, "ours", HERE / "cycle_sides.py", job, [HERE.parent / "src"])
-    return [summary(side, options.warmup)]
+    return [summary(run(options, "ours", job, [HERE.parent / "src"]), options.warmup)]
 
 
 def trl(options: argparse.Namespace, setting: str) -> dict[str, Any]:
@@ -138,8 +140,21 @@ def trl(options: argparse.Namespace, setting: str) -> dict[str, Any]:
     job = common(options, options.peer_cycles) | {"side": "trl", "setting": setting}
     paths = [*filter(None, [options.peer_path]), HERE.parent / "src"]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # TRL reaches into the engine, which is in its own process
-    side = run_script(options, f"trl-{setting}", HERE / "cycle_sides.py", job, paths, environment)
+    side = run(options, f"trl-{setting}", job, paths, environment)
     return summary(side, options.warmup) | {"setting": setting}
+
+
+def run(options: argparse.Namespace, name: str, job: dict[str, Any], *places: Any) -> Outcome:
+    """A side in a process of its own, or as an earlier one left it."""
+    report, stored = options.out / f"{name}.jsonl", options.out / f"{name}.job.json"
+    if options.keep and report.is_file() and stored.is_file():
+        records = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+        earlier = json.loads(stored.read_text(encoding="utf-8"))
+        done = any(record["kind"] == "memory" for record in records)  # the last thing that a side says
+        if done and {**earlier, "report": None} == {**json.loads(json.dumps(job)), "report": None}:
+            console.print(f"{name}: as measured before")
+            return Outcome(name, records[0]["time"], records, None)
+    return run_script(options, name, HERE / "cycle_sides.py", job, *places)
 
 
 def search(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -110,6 +110,10 @@ def test_phases_of_a_cycle_add_up_to_it(tmp_path: Path) -> None:
     for one in side["cycles"]:
         assert one["seconds"] == pytest.approx(sum(one["phases"].values())) and one["updates"] == 2
         assert one["generated"] == one["trained"] == 4 * 2 * 24
+    again = cycle.main(["ours", "--keep", "--out", str(tmp_path), *sizes, *more, "--set", "training.weight_decay=0.0"])
+    assert again["sides"] == found["sides"]  # not run again
+    other = cycle.main(["ours", "--keep", "--out", str(tmp_path), *sizes, *more])
+    assert other["sides"][0]["seconds"] != side["seconds"]  # other work
     theirs = cycle_sides.their_cycle(100.0, {"generate": 45.0, "sync": 1.0, "reward": 2.0, "whole": 57.0})
     assert theirs["phases"] == {"rollout": 44, "sync": 1, "reward": 2, "prepare": 10, "update": 43, "rest": 0}
 
