@@ -208,14 +208,29 @@ def run_side(
 ) -> Outcome:
     """A job in a process of its own (``rollout_vllm.py`` if it names a setting, else ``rollout_ours.py``)."""
     theirs = "setting" in job
-    paths = [str(options.vllm_path)] if theirs and options.vllm_path else [str(HERE.parent / "src")]
-    paths += [p for p in (os.environ.get("PYTHONPATH"),) if p]
+    paths = [options.vllm_path] if theirs and options.vllm_path else [HERE.parent / "src"]
+    script = HERE / ("rollout_vllm.py" if theirs else "rollout_ours.py")
+    return run_script(options, name, script, job, paths, environment)
+
+
+def run_script(
+    options: argparse.Namespace,
+    name: str,
+    script: Path,
+    job: dict[str, Any],
+    first: list[Path],
+    environment: dict[str, str] | None = None,
+) -> Outcome:
+    """A script of this folder in a process of its own, with a job to do; ``first``: folders to import from first.
+
+    Of the options it needs ``out`` (where its files go) and ``patience`` (seconds that it may take).
+    """
+    paths = [*map(str, first), *(p for p in (os.environ.get("PYTHONPATH"),) if p)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     env |= {"PYTHONPATH": os.pathsep.join(paths)} | (environment or {})
     files = {kind: options.out / f"{name}.{kind}" for kind in ("job.json", "jsonl", "log")}
     files["jsonl"].unlink(missing_ok=True)
     files["job.json"].write_text(json.dumps(job | {"report": str(files["jsonl"])}), encoding="utf-8")
-    script = HERE / ("rollout_vllm.py" if theirs else "rollout_ours.py")
     console.print(f"{name} ...")
     spawned = time.time()
     with files["log"].open("w", encoding="utf-8") as log:

@@ -256,8 +256,8 @@ def run_theirs(work: Work) -> Timing:
             use_transformers_continuous_batching=work.paged,
             generation_kwargs=None if work.natural else {"min_new_tokens": work.tokens},
         )
-        generate = _timed(trainer, "_generate_single_turn", lambda out: generated.append(sum(map(len, out[0]))))
-        prepare = _timed(
+        generate = timed(trainer, "_generate_single_turn", lambda out: generated.append(sum(map(len, out[0]))))
+        prepare = timed(
             trainer, "_generate_and_score_completions", lambda out: trained.append(int(out["completion_mask"].sum()))
         )
         trainer.train()
@@ -277,7 +277,7 @@ def run_theirs(work: Work) -> Timing:
     )
 
 
-def _timed(owner: Any, name: str, look: Callable[[Any], None]) -> list[float]:
+def timed(owner: Any, name: str, look: Callable[[Any], None]) -> list[float]:
     """Have the seconds of each call of a method collected, and its result looked at."""
     seconds: list[float] = []
     method = getattr(owner, name)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dapo.algorithm.objective import TokenInputs
+from dapo.budget import Budget
 from dapo.buffer import ExperienceBuffer, Fill
 from dapo.checkpoints import FORMAT, Checkpoints, CheckpointWriter, Place, Snapshot
 from dapo.config import Config, warnings_for
@@ -154,17 +155,22 @@ class Experiment:
         self._resources.push_async_callback(self._stop, "the engine", self.engine.close)
         self.stopping = Stopping()  # nobody has told it to
         self.best = Best(config.evaluation)
-        self.steps_done = 0
+        self.budget = Budget(config.training)
         self._step: StepUnderWay | None = None
         self._scores: dict[str, dict[str, Any]] = {}  # of the evaluations before and after training
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
 
+    @property
+    def steps_done(self) -> int:
+        """Rollout steps that are complete."""
+        return self.budget.steps
+
     # -- Algorithm 1 -----------------------------------------------------------------------------------------------
 
     async def train(self) -> None:
         """Every rollout step: sample, score and admit; update; hand the new weights to the engine."""
-        while self.steps_done < self.config.training.steps and not self.best.converged:
+        while not self.budget.used_up and not self.best.converged:
             step, clock = self.steps_done, Clock(self._step.seconds if self._step else None)
             self.trainer.begin_step(step)
             if self._step is None:  # otherwise it was resumed inside of this step
@@ -186,12 +192,13 @@ class Experiment:
             await self.engine.load_weights(*self.trainer.publish())
             await self.engine.wake()
             clock.lap("sync")
-            evaluation = await self._maybe_evaluate(step + 1, clock)
-            await self._record(step + 1, self._step, self._step.batch, evaluation)
+            budget = self.budget.after(sum(seconds for phase, seconds in clock.laps.items() if phase != "evaluation"))
+            evaluation = await self._maybe_evaluate(budget, clock)
+            await self._record(budget, self._step, self._step.batch, evaluation)
             self.preparer.observe(self._step.reports, self._step.batch)
             self.monitor.settle()
             self.alarms.settle()
-            self.steps_done, self._step = step + 1, None
+            self.budget, self._step = budget, None
             await self._maybe_save()
 
     async def run(self) -> dict[str, Any]:
@@ -215,7 +222,7 @@ class Experiment:
         self.seconds.lap("rl")
         self.stopping.doing = "the final weights to be written"
         await in_thread(self._save_model_after)
-        return self._summarise(self.best.reason() if self.best.converged else "all steps are done")
+        return self._summarise(self.best.reason() if self.best.converged else self.budget.reason())
 
     async def close(self) -> None:
         """Stop engine and scorer, each within a bounded time, the second one even if the first one fails."""
@@ -267,7 +274,7 @@ class Experiment:
                 await self._load_checkpoint(latest)
                 self.stopping.saved = latest
                 self.checkpoints.prune()  # it may be fewer that are to be kept now
-            if self.steps_done < self.config.training.steps:  # those that a shorter run ended with
+            if not self.budget.used_up:  # those that a shorter run ended with
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
@@ -277,8 +284,8 @@ class Experiment:
         self.metrics = self._resources.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:
             await self._begin()
-        if self.steps_done and self.steps_done >= self.config.training.steps:
-            self.listener.phase(f"all {self.steps_done} steps are done; to go on: training.steps={2 * self.steps_done}")
+        if self.steps_done and self.budget.used_up:
+            self.listener.phase(f"{self.budget.reason()}; to go on: {self.budget.how_to_go_on()}")
         self.listener.started(plan_of(self.config))
 
     async def _begin(self) -> None:
@@ -347,6 +354,7 @@ class Experiment:
             {
                 "format": FORMAT,
                 "steps_done": self.steps_done,
+                "budget": self.budget.state(),
                 "step": vars(self._step) if self._step else None,
                 "buffer": self.buffer.state(),
                 "prepare": self.preparer.state(),
@@ -371,7 +379,7 @@ class Experiment:
         state = await in_thread(read_state, folder, _STATE)
         await in_thread(self.trainer.load, folder / "model")
         await in_thread(self.trainer.load_state, folder / "optimizer")
-        self.steps_done = state["steps_done"]
+        self.budget.load_state(state["steps_done"], state.get("budget", {}))  # an older run has counted no seconds
         self._step = StepUnderWay(**state["step"]) if state["step"] else None
         if self._step and self._step.batch:
             self._step.batch = replace(self._step.batch, packed=self._step.batch.packed.to(self.device))
@@ -438,7 +446,7 @@ class Experiment:
     async def _maybe_save(self) -> None:
         """After every so many steps, after the best one so far, and after the last one."""
         run, done = self.config.run, self.steps_done
-        last = done == self.config.training.steps or self.best.converged
+        last = self.budget.used_up or self.best.converged
         due = any(every and done % every == 0 for every in (run.save_every, run.keep_every))
         if last or due or self._is_best():
             await self.save_checkpoint(wait=last)
@@ -454,9 +462,9 @@ class Experiment:
         best = {"step": self.best.step, "metric": self.best.metric, "value": self.best.value}
         return {**best, "path": str(saved.relative_to(self.folder.root))}
 
-    async def _maybe_evaluate(self, step: int, clock: Clock) -> dict[str, float]:
-        """Evaluation metrics after every so many steps and after the last one."""
-        every, last = self.config.evaluation.every, step == self.config.training.steps
+    async def _maybe_evaluate(self, budget: Budget, clock: Clock) -> dict[str, float]:
+        """Evaluation metrics after every so many steps and after the last one; ``budget``: with the present one."""
+        every, step, last = self.config.evaluation.every, budget.steps, budget.used_up
         if not last and not (every and step % every == 0):
             return {}
         found = await self.evaluate("after training" if last else f"after step {step}")
@@ -468,7 +476,8 @@ class Experiment:
         self.best.observe(step, found.metrics())
         return found.metrics()
 
-    async def _record(self, step: int, work: StepUnderWay, batch: Batch, evaluation: Mapping[str, float]) -> None:
+    async def _record(self, budget: Budget, work: StepUnderWay, batch: Batch, evaluation: Mapping[str, float]) -> None:
+        step = budget.steps
         mismatch = batch.mismatch or sum((r.mismatch for r in work.reports), Mismatch())
         self.seconds.lap("rl")
         metrics = step_metrics(work.fill, batch.groups, work.reports, mismatch, work.seconds, self.config) | {
@@ -476,6 +485,7 @@ class Experiment:
             "version": self.trainer.version,
             "updates/total": self.trainer.updates,
             "epoch": self.source.epoch,
+            "time/training": budget.seconds,
             "time/elapsed": self.seconds.total,
             "memory/rss": peak_memory(),
             **evaluation,

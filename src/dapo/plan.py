@@ -36,6 +36,8 @@ def plan_of(config: Config) -> dict[str, int | str]:
         "proximal policy": config.proximal,
         "staleness, at most": rollout.max_staleness,
     }
+    if training.minutes is not None:
+        plan["minutes of steps, at most"] = f"{training.minutes:g}"
     evaluation = config.evaluation
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)

@@ -305,7 +305,9 @@ def duration(seconds: float) -> str:
 
 
 def _by_kind(name: str, value: float) -> str:
-    if any(word in name for word in ("accuracy", "greedy", "truncated", "no_answer", "avg@", "pass@", "maj@")):
+    if any(
+        word in name for word in ("accuracy", "greedy", "truncated", "no_answer", "lenient", "avg@", "pass@", "maj@")
+    ):
         return f"{value:.1%}"
     return f"{value:.0f}" if float(value).is_integer() and "length" not in name else f"{value:.2f}"
 

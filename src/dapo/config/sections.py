@@ -258,6 +258,9 @@ class AlgorithmConfig(Section):
 class TrainingConfig(Section):
     steps: int = Field(100, ge=0)
     """Rollout steps."""
+    minutes: float | None = Field(None, gt=0)
+    """Longest training: no step begins that, as long as the one before it, would end after so many minutes of rollout
+    steps. Evaluations, files and the start are not counted. null: no limit."""
     groups_per_update: int = Field(32, ge=1)
     """Groups in one optimizer mini-batch."""
     epochs_per_rollout: int = Field(1, ge=1)

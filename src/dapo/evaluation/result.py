@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo.evaluation.lenient import last_number, reference_number
 from dapo.evaluation.statistics import Estimate, Votes, budgets, count_votes, estimate_means, majority_at, pass_at
 from dapo.records import Group, Reward, Sample
 from dapo.reward.math.notation import canonical
@@ -57,8 +58,7 @@ class Evaluation:
         }
         if shares["failed"]:
             found["eval/errors"] = shares["failed"]
-        if "no_answer" in shares:
-            found["eval/no_answer"] = shares["no_answer"]
+        found |= {f"eval/{name}": shares[name] for name in ("no_answer", "lenient") if name in shares}
         found |= {f"eval/part/{name}": mean for name, mean in self._part_means().items()}
         estimates = self.estimates([k])
         if "reward" in estimates:
@@ -85,7 +85,8 @@ class Evaluation:
         """Shares by name: ``truncated`` and ``failed`` (scores) of all samples, the others of those with a verdict.
 
         ``correct``, ``wrong`` (an answer that is not right) and ``no_answer`` (none was found: the format, not the
-        mathematics) add up to 1. What the reward has no notion of is left out.
+        mathematics) add up to 1. ``lenient``: correct, or the last number of the response is the reference; only where
+        all references are numbers. What the reward has no notion of is left out.
         """
         samples = [s for g in self.groups for s in g.samples]
         scored = self.samples
@@ -100,7 +101,22 @@ class Evaluation:
             found["correct"] = sum(bool(s.verdict.correct) for s in scored) / len(scored)
             if len(told) == len(scored):
                 found["wrong"] = sum(not v.correct and bool(v.parts["answer_found"]) for v in told) / len(told)
+            lenient = self._lenient()
+            if lenient is not None:
+                found["lenient"] = lenient
         return found
+
+    def _lenient(self) -> float | None:
+        """Share of samples that are right if the format is not looked at; None: some reference is not a number."""
+        references = [reference_number(g.prompt.answer) for g in self.groups]
+        if None in references:
+            return None
+        right = [
+            bool(sample.verdict.correct) or last_number(sample.text) == reference
+            for group, reference in zip(self.groups, references, strict=True)
+            for sample in group.scored
+        ]
+        return sum(right) / len(right)
 
     def estimates(self, wanted: Sequence[int] | None = None) -> dict[str, Estimate]:
         """``avg@k``, ``pass@j``, ``maj@j`` (if the reward tells answers) and ``reward``, each with its interval.

@@ -108,6 +108,7 @@ time/prepare               | seconds      | shaping, advantages, packing and the
 time/update                | seconds      | forward, backward and optimizer
 time/sync                  | seconds      | handing the new weights to the engine
 time/evaluation            | seconds      | evaluation
+time/training              | seconds      | of all rollout steps so far, without evaluation and writing files
 time/elapsed               | seconds      | since the run started
 tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout
 tokens_per_second/update   | tokens/s     | tokens of prompts and responses trained on, over time/update
@@ -124,6 +125,7 @@ eval/reward                | reward       | mean raw reward on the evaluation ro
 eval/response_length       | tokens       | mean length on the evaluation rows
 eval/truncated             | share        | truncated samples on the evaluation rows
 eval/no_answer             | share        | evaluation samples in which no final answer was found
+eval/lenient               | share        | correct, or ending with the right number, if all references are numbers
 eval/part/{}               | reward       | mean of one part of the reward on the evaluation rows, by its name
 eval/rows                  | rows         | evaluation rows used
 eval/errors                | share        | evaluation samples whose score failed, if any; they count nowhere else

@@ -25,7 +25,7 @@ from dapo.run_folder import RunFolder
 if TYPE_CHECKING:
     from dapo.config import Config
 
-_ENDS = ("all steps are done", "converged")
+_ENDS = ("all steps are done", "the minutes are over", "converged")
 """How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
 
 

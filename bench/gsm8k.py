@@ -1,0 +1,309 @@
+"""GSM8K on one GPU: the data, the sweep that fixes learning rate and batch, the runs, and their curves.
+
+usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-data]
+       python bench/gsm8k.py run --setting NAME --minutes N --split judge|test [--model FOLDER] [KEY=VALUE ...]
+       python bench/gsm8k.py report RUN ... [--minute 10] [--out FOLDER]
+
+``data`` writes train.jsonl and test.jsonl for ``recipes/gsm8k-1gpu.yaml``, and cuts 512 rows out of the training set
+(always the same ones): judge.jsonl, by which the sweep is judged, and rest.jsonl, on which it trains. Rows may have
+``prompt`` and ``answer``, or ``question`` and a solution with "#### 72" at its end, as published; plain or .gz.
+
+``run`` is one run of the recipe with one of the settings of the sweep (``SETTINGS``; docs/results.md declared them
+before any was run). ``--split judge``: trained on rest.jsonl, evaluated on judge.jsonl. ``--split test``: trained on
+train.jsonl, evaluated on test.jsonl. Each is a run folder with metrics.jsonl; the rate of an 8192^3 bfloat16 matrix
+product of the card, measured just before, goes into card.json beside it.
+
+``report`` makes one table of the curves of some runs (also those of ``trl_learning.py``): accuracy against minutes of
+training, which are those of rollout steps without evaluations; the value at a minute is that of the last evaluation up
+to it, and not the best one. Beside it the share without an answer and the accuracy whatever the format, before and
+after. With ``--out`` also curves.csv, curves.json and curves.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+JUDGED_ROWS, SPLIT_SEED = 512, 0
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"lr{rate}-{prompts}": {
+        "training.learning_rate": float(rate),
+        "rollout.prompts_per_step": prompts,
+        "training.groups_per_update": prompts // 4,
+    }
+    for rate, prompts in (("5e-6", 128), ("1e-5", 128), ("2e-5", 128), ("1e-5", 64))
+}
+"""The sweep: learning rate and prompts of a rollout step, which has four updates in each."""
+console = Console(width=140)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Do what the command line says."""
+    options = parse(arguments)
+    return {"data": data, "run": run, "report": report}[options.command](options)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("data")
+    one.add_argument("--train", type=Path, required=True)
+    one.add_argument("--test", type=Path, required=True)
+    one.add_argument("--out", type=Path, default=Path("runs/gsm8k-data"))
+    one = commands.add_parser("run")
+    one.add_argument("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
+    one.add_argument("--split", choices=["judge", "test"], required=True)
+    one.add_argument("--minutes", type=float, required=True, help="of rollout steps")
+    one.add_argument("--seed", type=int, default=1)
+    one.add_argument("--model", help="folder, in place of the recipe's")
+    one.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"))
+    one.add_argument("--out", type=Path, default=Path("runs"))
+    one.add_argument("overrides", nargs="*", help="section.key=value")
+    one = commands.add_parser("report")
+    one.add_argument("runs", nargs="+", type=Path)
+    one.add_argument("--minute", type=float, default=10.0)
+    one.add_argument("--out", type=Path)
+    return parser.parse_args(arguments)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def data(options: argparse.Namespace) -> dict[str, int]:
+    """Write the four files; returns their numbers of rows."""
+    test = list(read_rows(options.test))
+    seen = {_same(row["prompt"]) for row in test}
+    train = [row for row in read_rows(options.train) if _same(row["prompt"]) not in seen]
+    rest, judge = split(train)
+    options.out.mkdir(parents=True, exist_ok=True)
+    files = {"train": train, "test": test, "rest": rest, "judge": judge}
+    for name, rows in files.items():
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (options.out / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        console.print(f"{options.out / name}.jsonl: {len(rows)} rows", highlight=False)
+    return {name: len(rows) for name, rows in files.items()}
+
+
+def split(rows: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """``(rest, judge)``, both in the order of ``rows``; a problem that is there twice is on one side only."""
+    judged = set(random.Random(SPLIT_SEED).sample(range(len(rows)), min(JUDGED_ROWS, len(rows) // 2)))
+    judge = [row for i, row in enumerate(rows) if i in judged]
+    seen = {_same(row["prompt"]) for row in judge}
+    return [row for row in rows if _same(row["prompt"]) not in seen], judge
+
+
+def read_rows(file: Path) -> Iterator[dict[str, str]]:
+    """``prompt`` and ``answer`` of each row.
+
+    Raises:
+        SystemExit: a row has neither layout.
+    """
+    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line)
+            prompt, answer = row.get("prompt", row.get("question")), str(row.get("answer", ""))
+            if "question" in row:
+                answer = answer.rpartition("####")[2].strip().replace(",", "")
+            if not prompt or not answer:
+                raise SystemExit(f"{file}, line {number}: neither prompt and answer nor question and '#### answer'")
+            yield {"prompt": prompt, "answer": answer}
+
+
+def _same(prompt: str) -> str:
+    return " ".join(prompt.lower().split())
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def overrides(options: argparse.Namespace) -> list[str]:
+    """What makes of the recipe the run that the options ask for."""
+    train = "rest" if options.split == "judge" else "train"
+    values: dict[str, Any] = {
+        "data.train": options.data / f"{train}.jsonl",
+        "evaluation.data": options.data / f"{options.split}.jsonl",
+        "training.minutes": options.minutes,
+        "seed": options.seed,
+        "run.dir": options.out / f"gsm8k-{options.split}-{options.setting or 'recipe'}-seed{options.seed}",
+    }
+    values |= {"model.path": options.model} if options.model else {}
+    values |= SETTINGS[options.setting] if options.setting else {}
+    return [*(f"{key}={value}" for key, value in values.items()), *options.overrides]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train; the run folder's summary."""
+    from rollout_ours import measure_limits
+
+    from dapo.config import load_config
+    from dapo.launch import run_experiment
+    from dapo.progress import make_listener
+    from dapo.recipes import recipe_path
+
+    config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
+    limits = measure_limits("cpu" if config.runtime.device == "cpu" else "cuda")
+    listener = make_listener()
+    try:
+        summary = run_experiment(config, listener)
+        listener.finished(summary)
+    finally:
+        listener.close()
+    (Path(summary["run_dir"]) / "card.json").write_text(json.dumps(asdict(limits)), encoding="utf-8")
+    curve = read_curve(Path(summary["run_dir"]))
+    console.print(f"after {curve.points[-1].minutes:.2f} minutes: {curve.points[-1].accuracy:.1%}", highlight=False)
+    return summary
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An evaluation, after so many steps and minutes of training. Shares of the rows; None: not known."""
+
+    step: int
+    minutes: float
+    accuracy: float
+    no_answer: float | None
+    lenient: float | None
+    truncated: float | None
+    response_length: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The evaluations of a run. ``card``: what ``card.json`` says."""
+
+    name: str
+    points: tuple[Point, ...]
+    steps: int
+    elapsed: float | None
+    card: dict[str, Any]
+
+    def at(self, minute: float) -> Point:
+        """The last evaluation up to a minute of training."""
+        return [point for point in self.points if point.minutes <= minute + 1e-9][-1]
+
+
+def read_curve(folder: Path) -> Curve:
+    """The curve in a run folder's metrics.jsonl.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    file, points, steps, elapsed = folder / "metrics.jsonl", [], 0, None
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    for entry in map(json.loads, lines):
+        steps, elapsed = entry["step"], entry.get("time/elapsed", elapsed)
+        if entry.get("eval/accuracy") is not None:
+            names = ("no_answer", "lenient", "truncated", "response_length", "accuracy_low", "accuracy_high")
+            values = (entry.get(f"eval/{name}") for name in names)
+            minutes = entry.get("time/training", 0.0) / 60
+            points.append(Point(steps, minutes, entry["eval/accuracy"], *values))
+    if not points:
+        raise SystemExit(f"{folder}: no evaluation in metrics.jsonl")
+    card = folder / "card.json"
+    return Curve(folder.name, tuple(points), steps, elapsed, json.loads(card.read_text()) if card.is_file() else {})
+
+
+def report(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print the table of all runs, and one of each curve; write them if asked to."""
+    curves = [read_curve(folder) for folder in options.runs]
+    found = [summary(curve, options.minute) for curve in curves]
+    table = Table(title=f"greedy accuracy before and at minute {options.minute:g} of training")
+    for head in ("run", "before", "after", "95%", "at minute", "steps", "no answer", "any format", "cut", "TFLOP/s"):
+        table.add_column(head, justify="left" if head == "run" else "right")
+    for one in found:
+        before, after = one["before"], one["after"]
+        table.add_row(
+            one["run"],
+            _share(before["accuracy"]),
+            _share(after["accuracy"]),
+            f"{_share(after['low'])} to {_share(after['high'])}",
+            f"{after['minutes']:.2f}",
+            str(after["step"]),
+            *(f"{_share(before[key])} → {_share(after[key])}" for key in ("no_answer", "lenient", "truncated")),
+            f"{one['card'].get('operations_per_second', 0) / 1e12:.0f}",
+        )
+    console.print(table)
+    for curve in curves:
+        points = "  ".join(f"{p.minutes:.1f}: {p.accuracy:.1%}" for p in curve.points)
+        console.print(f"{curve.name}: {points}", highlight=False)
+    if options.out:
+        write_curves(curves, found, options.out)
+    return found
+
+
+def summary(curve: Curve, minute: float) -> dict[str, Any]:
+    """What the table says of a run."""
+    ends = {"before": asdict(curve.points[0]), "after": asdict(curve.at(minute))}
+    return {"run": curve.name, **ends, "steps": curve.steps, "elapsed_seconds": curve.elapsed, "card": curve.card}
+
+
+def write_curves(curves: Sequence[Curve], found: Sequence[dict[str, Any]], folder: Path) -> None:
+    """curves.csv, curves.json and curves.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "curves.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["run", *Point.__dataclass_fields__])
+        writer.writeheader()
+        writer.writerows({"run": curve.name} | asdict(point) for curve in curves for point in curve.points)
+    (folder / "curves.json").write_text(json.dumps(list(found), indent=1), encoding="utf-8")
+    (folder / "curves.svg").write_text(drawn(curves), encoding="utf-8")
+
+
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 420, 60, 50
+
+
+def drawn(curves: Sequence[Curve]) -> str:
+    """The curves as an SVG picture: accuracy against minutes of training, both from 0."""
+    last = max(max(point.minutes for point in curve.points) for curve in curves) or 1.0
+    top = max(0.1, *(point.accuracy for curve in curves for point in curve.points)) * 1.1
+
+    def place(minutes: float, share: float) -> str:
+        x = _LEFT + minutes / last * (_WIDTH - _LEFT - 20)
+        y = _HEIGHT - _BOTTOM - share / top * (_HEIGHT - _BOTTOM - 20)
+        return f"{x:.1f},{y:.1f}"
+
+    def text(at: str, words: str, anchor: str, colour: str = "#333") -> str:
+        x, y = at.split(",")
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+
+    parts = [f'<polyline fill="none" stroke="#333" points="{place(0, top)} {place(0, 0)} {place(last, 0)}"/>']
+    for i in range(int(top * 10) + 1):
+        parts.append(text(place(-last / 80, i / 10), f"{i * 10}%", "end"))
+    for i in range(0, int(last) + 1, max(1, int(last) // 10)):
+        parts.append(text(place(i, -top / 18), str(i), "middle"))
+    parts.append(text(place(last / 2, -top / 9), "minutes of training", "middle"))
+    for number, curve in enumerate(curves):
+        colour = _COLOURS[number % len(_COLOURS)]
+        line = " ".join(place(point.minutes, point.accuracy) for point in curve.points)
+        parts.append(f'<polyline fill="none" stroke-width="2" stroke="{colour}" points="{line}"/>')
+        parts.append(text(place(last, top * (0.08 + 0.06 * number)), curve.name, "end", colour))
+    body = "\n".join(parts)
+    size = f'width="{_WIDTH}" height="{_HEIGHT}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The benchmarks of training, of whole cycles and of GSM8K: their arithmetic, and a dry run of each on a CPU.
+
+The sides run in this process here, TRL's without vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import cycle  # noqa: E402
+import cycle_sides  # noqa: E402
+import gsm8k  # noqa: E402
+import rollout_ours  # noqa: E402
+import train  # noqa: E402
+import train_sides  # noqa: E402
+import train_work  # noqa: E402
+import trl_learning  # noqa: E402
+import trl_side  # noqa: E402
+from rollout_work import SHAPES, Shape  # noqa: E402
+
+import dapo.experiment  # noqa: E402
+import rollout  # noqa: E402
+from dapo.config import load_config  # noqa: E402
+from dapo.recipes import recipe_path  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side's process costs ten seconds of imports."""
+    monkeypatch.setattr(dapo.experiment, "NativeEngine", dapo.experiment.NativeEngine)  # the cycle's side replaces it
+    scripts = {module.__name__: module for module in (cycle_sides, train_sides, rollout_ours)}
+
+    def here(options: Namespace, name: str, script: Path, job: dict[str, Any], *_: Any) -> rollout.Outcome:
+        report, started = options.out / f"{name}.jsonl", time.time()
+        path = options.out / f"{name}.job.json"
+        path.write_text(json.dumps(job | {"report": str(report)}))
+        scripts[script.stem].main(str(path))
+        return rollout.Outcome(name, started, [json.loads(line) for line in report.read_text().splitlines()], None)
+
+    for module in (rollout, cycle, train):
+        monkeypatch.setattr(module, "run_script", here)
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def test_operations_count_the_head_for_response_tokens_only() -> None:
+    shape = Shape(layers=1, hidden=4, heads=2, kv_heads=1, head_dim=2, mlp=8, vocabulary=10, tied=True)
+    layers = (4 * 4 + 4) + 2 * (4 * 2 + 2) + 4 * 4 + 3 * 4 * 8 + 2 * 4 + 4  # with the last norm
+    assert train_work.training_operations(shape, computed=7, predicted=5) == 6 * (layers * 7 + 40 * 5)
+    untied = Shape(1, 4, 2, 1, 2, 8, 10, tied=False)
+    assert train_work.training_operations(untied, 7, 5) == train_work.training_operations(shape, 7, 5)
+
+
+def test_the_work_of_a_mini_batch_is_like_the_real_one() -> None:
+    made = train_work.make_sequences(32, 16, 1000, 768)
+    assert made.samples == 512 and len(made.groups) == 32
+    assert 250 < made.response_tokens / 512 < 350
+    assert 60 < made.shared_tokens - made.response_tokens < 32 * 250
+    assert made.tokens - made.response_tokens == sum(16 * len(prompt) for prompt, _ in made.groups)
+    assert train_work.make_sequences(2, 2, 9, 40, fixed=True).response_tokens == 160
+
+
+def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> None:
+    found = train.main(["ours", "--out", str(tmp_path), "--tiny"])
+    shared, alone = found["sides"]
+    assert alone["computed"] == alone["tokens"] == shared["tokens"]
+    assert shared["shared_tokens"] <= shared["computed"] < shared["tokens"]
+    for side in found["sides"]:
+        assert side["seconds"] == pytest.approx(sum(side["phases"].values()))
+        assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 3
+
+
+def test_the_peer_trains_on_the_same_tokens_without_its_rollout(tmp_path: Path) -> None:
+    found = train.main(["trl", "--out", str(tmp_path), "--tiny", "--settings", "nockpt+micro4"])
+    (side,) = found["sides"]
+    assert side["micro_batches"] == 2 and len(side["updates"]) == 3
+    made = train_work.make_sequences(2, 4, SHAPES["tiny"].vocabulary, 48)
+    padded = train_sides.padded(made, "cpu")
+    assert int(padded["completion_mask"].sum()) == side["response_tokens"] == made.response_tokens
+    assert int(padded["prompt_mask"].sum()) == made.tokens - made.response_tokens
+
+
+def test_memory_is_predicted_beside_what_is_taken(tmp_path: Path) -> None:
+    found = train.main(["sizes", "--out", str(tmp_path), "--tiny", "--set", "training.weight_decay=0.0", "7b:a.b=1"])
+    (size,) = found["sizes"]
+    assert size["error"] is None and size["predicted"] == sum(size["parts"].values()) * 5 // 4
+    assert size["seconds"] > 0 and size["ratio"] is None  # a CPU counts no device memory
+
+
+# --- cycle ------------------------------------------------------------------------------------------------------------
+
+
+def test_phases_of_a_cycle_add_up_to_it(tmp_path: Path) -> None:
+    sizes = ["--prompts", "4", "--samples", "2", "--updates", "2", "--limit", "24", "--cycles", "2"]
+    more = ["--device", "cpu", "--shape", "tiny", "--micro-tokens", "2000", "--concurrent", "8"]
+    found = cycle.main(["ours", "--out", str(tmp_path), *sizes, *more, "--set", "training.weight_decay=0.0"])
+    (side,) = found["sides"]
+    assert len(side["cycles"]) == 3
+    for one in side["cycles"]:
+        assert one["seconds"] == pytest.approx(sum(one["phases"].values())) and one["updates"] == 2
+        assert one["generated"] == one["trained"] == 4 * 2 * 24
+    again = cycle.main(["ours", "--keep", "--out", str(tmp_path), *sizes, *more, "--set", "training.weight_decay=0.0"])
+    assert again["sides"] == found["sides"]  # not run again
+    other = cycle.main(["ours", "--keep", "--out", str(tmp_path), *sizes, *more])
+    assert other["sides"][0]["seconds"] != side["seconds"]  # other work
+    theirs = cycle_sides.their_cycle(100.0, {"generate": 45.0, "sync": 1.0, "reward": 2.0, "whole": 57.0})
+    assert theirs["phases"] == {"rollout": 44, "sync": 1, "reward": 2, "prepare": 10, "update": 43, "rest": 0}
+
+
+def test_a_comparison_is_void_where_the_peer_is_slower_than_known(tmp_path: Path) -> None:
+    model = SHAPES["0.5b"].write(tmp_path)
+    options = Namespace(prompts=128, samples=16, updates=4, limit=768, model=model)
+
+    def side(name: str, seconds: float | None, tokens: int = 600_000) -> dict[str, Any]:
+        return {"name": name, "seconds": seconds, "tokens": tokens}
+
+    fine = [side("ours", 12.0), side("TRL tuned", 80.0), side("TRL defaults", 120.0)]
+    assert cycle.void_reasons(options, fine) == []
+    assert "97 s are known" in cycle.void_reasons(options, [fine[0], side("TRL tuned", 99.0), fine[2]])[0]
+    assert cycle.void_reasons(options, [*fine[:2], side("TRL defaults", None)]) == ["not all sides were measured"]
+    assert "500,000 to 600,000" in cycle.void_reasons(options, [side("ours", 12.0, 500_000), *fine[1:]])[0]
+
+
+def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, text in (
+        (["compare"], "compare needs --model and --rows"),
+        (["ours", "--prompts", "6"], "cannot be cut into 4 updates"),
+        (["search", "--search", "micro8+quick"], "unknown TRL setting 'quick'"),
+    ):
+        with pytest.raises(SystemExit):
+            cycle.parse([*arguments, "--out", str(tmp_path)])
+        assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", trl_side.PARTS)
+def test_settings_are_those_that_trl_has(name: str, tmp_path: Path) -> None:
+    from trl import GRPOConfig
+
+    settings = trl_side.grpo_settings(trl_side.Task("m"), trl_side.named(name), 8, tmp_path)
+    config = GRPOConfig(**(settings | {"use_cpu": True, "bf16": False}))
+    assert config.generation_batch_size == 128 * 16
+    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128 * 16 // 4
+
+
+# --- GSM8K ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_judged_rows_are_always_the_same_and_are_not_trained_on(tmp_path: Path) -> None:
+    train_file, test_file = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    rows = [{"question": f"What is {i}?", "answer": f"It is\n#### {i},000"} for i in range(2000)]
+    train_file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[7]]))
+    test_file.write_text(json.dumps({"prompt": "what is  9?", "answer": "9"}) + "\n")
+    arguments = ["data", "--train", str(train_file), "--test", str(test_file), "--out"]
+    counts = gsm8k.main([*arguments, str(tmp_path / "one")])
+    assert counts["train"] == 2000 and counts["judge"] == 512 and counts["test"] == 1  # 2001, but that of the test
+    assert gsm8k.main([*arguments, str(tmp_path / "two")]) == counts
+    read = {name: (tmp_path / "one" / f"{name}.jsonl").read_text() for name in counts}
+    assert read == {name: (tmp_path / "two" / f"{name}.jsonl").read_text() for name in counts}
+    rest, judge = (set(read[name].splitlines()) for name in ("rest", "judge"))
+    assert not rest & judge and rest | judge == set(read["train"].splitlines())
+    assert json.loads(read["train"].splitlines()[1]) == {"prompt": "What is 1?", "answer": "1000"}
+
+
+@pytest.mark.parametrize("setting", gsm8k.SETTINGS)
+def test_each_setting_of_the_sweep_is_a_valid_recipe(setting: str) -> None:
+    arguments = ["run", "--setting", setting, "--split", "judge", "--minutes", "3", "--seed", "5", "training.eta=1"]
+    *values, last = gsm8k.overrides(gsm8k.parse(arguments))
+    config = load_config(recipe_path("gsm8k-1gpu"), values)
+    assert last == "training.eta=1" and config.training.minutes == 3 and config.updates_per_step == 4
+    assert config.data.train[0].path.endswith("rest.jsonl") and config.evaluation.data[0].path.endswith("judge.jsonl")
+    assert f"`{setting}`" in (BENCH.parent / "docs/results.md").read_text()  # declared before it was run
+
+
+def test_the_value_at_a_minute_is_the_last_one_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    accuracies = {0: 0.28, 1: None, 2: 0.5, 3: 0.45, 4: 0.7}
+    lines = [
+        {"step": step, "eval/accuracy": value, "eval/lenient": 0.6, "time/training": 290.0 * step}
+        for step, value in accuracies.items()
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = gsm8k.main(["report", str(run), "--minute", "15", "--out", str(tmp_path)])
+    assert found["before"]["accuracy"] == 0.28
+    assert (found["after"]["accuracy"], found["after"]["step"]) == (0.45, 3)
+    assert "45.0%" in capsys.readouterr().out
+    assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 4
+    assert (tmp_path / "curves.svg").read_text().count("<polyline") == 2
+    with pytest.raises(SystemExit, match="no evaluation"):
+        gsm8k.read_curve(tmp_path)
+
+
+def test_the_peer_is_evaluated_by_our_own_numbers() -> None:
+    class Here:
+        def verdicts(self, texts: list[str], answers: list[str]) -> list[Any]:
+            return [trl_side.verdict(*pair) for pair in zip(texts, answers, strict=True)]
+
+    heldout = [{"prompt": "p", "answer": "72"}] * 4
+    answers = [
+        (r"\boxed{72}", [1, 2], "stop"),
+        ("it is 72", [1], "stop"),
+        ("so", [3], "length"),
+        (r"\boxed{7}", [], "stop"),
+    ]
+    found = trl_learning.measured(heldout, answers, Here())  # type: ignore[arg-type]
+    assert (found["eval/accuracy"], found["eval/lenient"], found["eval/no_answer"]) == (0.25, 0.5, 0.5)
+    assert found["eval/truncated"] == 0.25 and found["eval/response_length"] == 1.0

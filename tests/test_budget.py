@@ -1,0 +1,70 @@
+"""How long a run trains: steps or minutes, whichever is over first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dapo.budget import Budget
+from dapo.config import TrainingConfig
+from dapo.experiment import Clock
+from dapo.inputs import Inputs
+from dapo.launch import run_experiment
+from dapo.run_folder import RunFolder
+from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model
+
+
+def test_no_step_begins_that_would_end_too_late() -> None:
+    budget = Budget(TrainingConfig(steps=100, minutes=1.0))
+    ends = []
+    while not budget.used_up:
+        budget = budget.after(13.0)
+        ends.append(budget.seconds)
+    assert ends == [13, 26, 39, 52]
+    assert budget.reason() == (
+        "the minutes are over: 4 steps took 0.9, and another one like the latest (13 s) would end after "
+        "training.minutes=1"
+    )
+
+
+def test_a_first_step_is_always_made_and_steps_end_a_run_as_before() -> None:
+    assert Budget(TrainingConfig(steps=9, minutes=0.01)).after(500.0).steps == 1
+    assert not Budget(TrainingConfig(steps=9, minutes=0.01)).used_up
+    assert Budget(TrainingConfig(steps=0, minutes=5.0)).used_up
+    done = Budget(TrainingConfig(steps=1, minutes=5.0)).after(1.0)
+    assert done.used_up and done.reason() == "all steps are done"
+
+
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts that take 2,000 seconds each, by the clock of the loop."""
+    lap = Clock.lap
+
+    def slow(self: Clock, phase: str) -> None:
+        lap(self, phase)
+        if phase == "rollout":
+            self.add(phase, 2000.0)
+
+    monkeypatch.setattr(Clock, "lap", slow)
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_a_run_ends_with_its_minutes_evaluates_and_goes_on_when_given_more(tmp_path: Path) -> None:
+    changes = {"training.steps": 50, "training.minutes": 120, "evaluation.every": 2}
+    summary = run(tmp_path, changes, heldout=PROMPTS[:4])
+    steps = steps_of(tmp_path)
+    assert summary["steps"] == 3 and summary["stopped"].startswith("the minutes are over: 3 steps took 10")
+    assert ["eval/accuracy" in step for step in steps] == [False, True, True]
+    assert [step["time/training"] for step in steps] == pytest.approx([2000, 4000, 6000], abs=300)
+
+    folder = RunFolder(tmp_path)
+    inputs = {"tokenizer": TOKENIZER, "rows": PROMPTS, "heldout": PROMPTS[:4], "reward": text_sum}
+    heard = Recorder()
+    for minutes, total in ((120, 3), (175, 5)):  # nothing is left to do; more minutes are more steps
+        config = config_for(tmp_path, changes | {"training.minutes": minutes})
+        run_experiment(config, heard, Inputs(**inputs, model=tiny_model(), resume=folder))
+        assert json.loads(folder.summary.read_text())["steps"] == total
+    assert any(phase.endswith("to go on: training.minutes=240") for phase in heard.phases)
+    assert [step["time/training"] for step in steps_of(tmp_path)][-1] == pytest.approx(10_000, abs=400)
