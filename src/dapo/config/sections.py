@@ -276,6 +276,12 @@ class TrainingConfig(Section):
     """Gradient clipping by global norm."""
     tokens_per_micro_batch: int = Field(32768, ge=1)
     """Strict token budget of one forward and backward pass, prompts and responses counted."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, and compute the layer once more there: far less memory
+    for about a third more time."""
+    offload_optimizer: bool = False
+    """Keep Adam's two moments in the host's memory, and on a GPU only those of a few parameters at a time. The numbers
+    are the same."""
     max_skipped_updates: int = Field(3, ge=1)
     """Updates in a row with a loss or gradient that is not finite before the run stops. Each one is skipped."""
     mismatch_alarm: float = Field(0.1, gt=0)

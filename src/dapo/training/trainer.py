@@ -22,11 +22,13 @@ import torch
 
 from dapo.config import TrainingConfig
 from dapo.errors import ModelError, NumericalError, UserError
+from dapo.model.checkpointing import checkpoint_layers
 from dapo.model.loading import load_model
 from dapo.process import Stopped
 from dapo.training.checkpoint import load_tensors, save_model, save_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.mismatch import Mismatch, measure_mismatch
+from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.packing import PackedBatch, select_tokens
 from dapo.training.policy import Policy
 
@@ -107,6 +109,8 @@ class Trainer:
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
         """
         model.to(torch.float32).eval()
+        if config.activation_checkpointing:
+            checkpoint_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
         self.version = 0
         self.updates = 0
@@ -114,7 +118,7 @@ class Trainer:
         self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer = (OffloadedAdamW if config.offload_optimizer else torch.optim.AdamW)(
             self._parameters.values(),
             lr=config.learning_rate,
             betas=config.betas,
@@ -131,7 +135,10 @@ class Trainer:
     def bytes_to_come(self) -> int:
         """Memory that gradients and the optimizer's two moments will take and do not take yet, in bytes."""
         numbers = sum(p.numel() for p in self._parameters.values())
-        return 0 if self._optimizer.state else 3 * 4 * numbers
+        if self._optimizer.state:
+            return 0
+        moments = min(numbers, GROUP_NUMBERS) if self._config.offload_optimizer else numbers
+        return 4 * numbers + 2 * 4 * moments
 
     @property
     def device(self) -> torch.device:
