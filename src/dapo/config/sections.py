@@ -59,6 +59,25 @@ Files = Annotated[list[DataItem], BeforeValidator(_one_item_is_a_list)]
 """Files and data sets; one alone may be written without brackets."""
 
 
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0, le=4096)
+    """Train an adapter of this rank on the frozen model (LoRA, needs `dapo[lora]`). 0: train all parameters, or the
+    adapter that model.path holds."""
+    alpha: float | None = Field(None, gt=0)
+    """What the adapter adds is multiplied by alpha / rank. By default twice the rank. There is no dropout: the policy
+    that is sampled from must be the one that is trained."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers with an adapter, such as `[q_proj, v_proj]`. all-linear: all between embedding and
+    output head."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_module(cls, value: list[str] | str) -> list[str] | str:
+        if not value or not all(value):
+            raise ValueError("names no module; use all-linear, or names such as [q_proj, v_proj]")
+        return value
+
+
 class ModelConfig(Section):
     path: PathText
     """Folder in Hugging Face layout, or a name on the hub."""
@@ -68,6 +87,8 @@ class ModelConfig(Section):
     """Type of rollout and of matrix products in training. Master weights and the output head are always float32."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
+    lora: LoraConfig = LoraConfig()
+    """What of the model is trained."""
 
 
 class DataConfig(Section):

@@ -22,6 +22,13 @@ import torch
 
 from dapo.config import TrainingConfig
 from dapo.errors import ModelError, NumericalError, UserError
+from dapo.model.adapters import (
+    adapter_parameters,
+    changing_parameters,
+    has_adapter,
+    read_weights,
+    require_adapter,
+)
 from dapo.model.checkpointing import checkpoint_layers
 from dapo.model.loading import load_model
 from dapo.process import Stopped
@@ -103,12 +110,18 @@ class Trainer:
     ) -> None:
         """
         Args:
-            model: from :func:`dapo.model.loading.load_model`; its parameters become float32 in place.
+            model: from :func:`dapo.model.loading.load_model`; its parameters become float32 in place, of
+                one with an adapter only those of the adapter, which alone are trained.
             config: optimizer, warm-up, token budget.
             temperature: of the distribution trained on, which is that sampled from.
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
         """
-        model.to(torch.float32).eval()
+        if has_adapter(model):
+            for parameter in adapter_parameters(model).values():
+                parameter.data = parameter.data.float()
+        else:
+            model.to(torch.float32)
+        model.eval()
         if config.activation_checkpointing:
             checkpoint_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
@@ -134,7 +147,7 @@ class Trainer:
     @property
     def bytes_to_come(self) -> int:
         """Memory that gradients and the optimizer's two moments will take and do not take yet, in bytes."""
-        numbers = sum(p.numel() for p in self._parameters.values())
+        numbers: int = sum(p.numel() for p in self._parameters.values())
         if self._optimizer.state:
             return 0
         moments = min(numbers, GROUP_NUMBERS) if self._config.offload_optimizer else numbers
@@ -218,8 +231,9 @@ class Trainer:
         """The weights for the rollout engine: ``(version, (name, tensor) pairs)``.
 
         The version goes up by one if an update was applied since the last call, and not otherwise. Names are those of
-        the model's ``state_dict``; a tensor shared under two names (tied embeddings) comes once. The tensors are the
-        masters themselves, not copies: copy them before the next update.
+        the model's ``state_dict``; a tensor shared under two names (tied embeddings) comes once. Of a
+        model with an adapter they are those of the adapter. The tensors are the masters themselves, not copies: copy
+        them before the next update.
 
         Raises:
             NumericalError: weights are not finite.
@@ -228,7 +242,7 @@ class Trainer:
         if self._unpublished:
             self.version += 1
             self._unpublished = False
-        return self.version, ((name, p.detach()) for name, p in self.policy.model.named_parameters())
+        return self.version, ((name, p.detach()) for name, p in changing_parameters(self.policy.model).items())
 
     def check_finite(self) -> None:
         """To be called before the weights go anywhere: into an engine or a checkpoint, neither of which could use them.
@@ -247,7 +261,7 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write the weights in Hugging Face layout (float32). Whole or not at all.
+        """Write the weights (float32) in Hugging Face layout, or those of the adapter in PEFT's. Whole or not at all.
 
         Raises:
             FileExistsError: the folder exists and is not empty.
@@ -260,6 +274,9 @@ class Trainer:
         Raises:
             ModelError: missing or damaged, or of another model.
         """
+        if has_adapter(self.policy.model):
+            read_weights(self.policy.model, require_adapter(folder))
+            return
         saved = dict(load_model(folder).named_parameters())
         parameters = dict(self.policy.model.named_parameters())
         if {n: p.shape for n, p in saved.items()} != {n: p.shape for n, p in parameters.items()}:
