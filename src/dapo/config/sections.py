@@ -84,7 +84,8 @@ class ModelConfig(Section):
     tokenizer: PathText | None = None
     """Folder or name of the tokenizer; by default the model's own."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of rollout and of matrix products in training. Master weights and the output head are always float32."""
+    """Type of rollout, of matrix products in training, and of the frozen base under a LoRA adapter. Masters of what is
+    trained, and logits, are always float32."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
     lora: LoraConfig = LoraConfig()
