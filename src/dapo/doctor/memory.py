@@ -177,7 +177,7 @@ def _casts(config: Config, shape: Any) -> int:
     """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
     layers = decoder_layers(shape)
     trained = {id(parameter) for parameter in changing_parameters(shape).values()}
-    numbers = sum(p.numel() for p in layers.parameters() if id(p) in trained)
+    numbers: int = sum(p.numel() for p in layers.parameters() if id(p) in trained)
     return 2 * numbers // (len(layers) if config.training.activation_checkpointing else 1)
 
 
@@ -194,7 +194,7 @@ def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
         written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
         layer = width * (10 * hidden + 5 * mlp + 3 * _pairs(text)) + written_out
     inputs, kept = (layers * residual * hidden, 1) if config.training.activation_checkpointing else (0, layers)
-    return inputs + layer * (kept + on_gpu)
+    return float(inputs + layer * (kept + on_gpu))
 
 
 def predicted_from(config: Config) -> str:
