@@ -106,6 +106,7 @@ def test_a_dry_run_prints_the_recipe_and_its_numbers_and_writes_nothing(workplac
     assert build_config(yaml.safe_load(result.stdout)).seed == 5  # what is not YAML of the recipe is a comment
     assert "# samples per step: 128" in result.stdout
     assert "# tokens per step, at most: 2,883,584" in result.stdout
+    assert "# memory: not predicted, as the model is not on this machine" in result.stdout
     assert "# warning: one update per rollout step" in result.stdout
     assert sorted(workplace.rglob("*")) == before
 

@@ -24,7 +24,7 @@ from dapo.checkpoints import FORMAT, Checkpoints, CheckpointWriter, Place, Snaps
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
 from dapo.doctor.examination import brief
-from dapo.errors import ModelError, UserError
+from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
@@ -50,8 +50,7 @@ from dapo.inputs import (
     try_check,
     try_reward,
 )
-from dapo.model.adapters import has_adapter
-from dapo.model.loading import copy_model, load_model, load_tokenizer, stop_token_ids
+from dapo.model.loading import copy_model, load_tokenizer, stop_token_ids
 from dapo.observe.alarms import Alarms
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import discard_samples, write_samples
@@ -70,6 +69,7 @@ from dapo.run_folder import RunFolder
 from dapo.state import EncodedState, read_state
 from dapo.terminal import visible
 from dapo.training.faults import FaultFolder
+from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.mismatch import Mismatch
 from dapo.training.snapshot import snapshot, snapshot_bytes
 from dapo.training.trainer import Objective, Trainer, UpdateReport
@@ -105,16 +105,7 @@ class Experiment:
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
         self.device = device_of(config, training=True)
-        model = load_model(
-            inputs.model or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-            device=self.device,
-        )
-        if has_adapter(model):
-            raise ModelError(
-                "model.path: holds a LoRA adapter, but dapo train trains all parameters of a model. Merge the adapter "
-                "into its base (merge_and_unload) and name that folder; dapo evaluate and dapo generate take it as is"
-            )
+        model = load_trainable(inputs.model or config.model.path, config.model, self.device)
         self.fingerprint = {
             "model": fingerprint_model(model),
             "tokenizer": fingerprint_tokenizer(self.tokenizer),
@@ -122,6 +113,7 @@ class Experiment:
             "evaluation.data": fingerprint_prompts(self.heldout),
             "reward": fingerprint_reward(config, inputs.reward),
         }
+        model = begin_adapter(model, config.model, config.seed)
         check_lengths(config, model, self.heldout)
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)

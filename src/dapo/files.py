@@ -119,3 +119,8 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch
         return plain(value.tolist())
     return str(value)
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether there is a model in Hugging Face layout in ``folder``, or an adapter in PEFT's."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

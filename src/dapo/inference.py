@@ -17,6 +17,7 @@ from dapo.config import Config, load_config
 from dapo.config.layers import layered_config
 from dapo.config.sections import DataItem
 from dapo.errors import ConfigError, DataError, ModelError
+from dapo.files import holds_model
 from dapo.progress import Listener
 
 if TYPE_CHECKING:
@@ -35,10 +36,6 @@ class FoundModel:
     recipe: Path | None = None
 
 
-MODEL_FILES = ("config.json", "adapter_config.json")
-"""One of them is in every folder that holds a model, the other where it is an adapter of one."""
-
-
 def find_model(name: str) -> FoundModel:
     """The model that ``name`` stands for: a folder in Hugging Face layout, a run folder (its last weights, which are
     model-after/ or else those of the last checkpoint), a checkpoint folder, or a name on the hub.
@@ -54,7 +51,7 @@ def find_model(name: str) -> FoundModel:
             raise ModelError(f"model {name!r}: no such folder")
         return FoundModel(name)  # whether the hub has it shows when it is loaded
     places = [folder, folder / "model", folder / "model-after", *_checkpoints(folder)]
-    found = next((place for place in places if any((place / name).is_file() for name in MODEL_FILES)), None)
+    found = next((place for place in places if holds_model(place)), None)
     if found is None:
         raise ModelError(
             f"model {name}: the folder holds no model: neither config.json (Hugging Face layout), nor "

@@ -17,6 +17,7 @@ from dapo.run_folder import RunFolder
 
 MAY_CHANGE = (
     *("training.steps", "training.minutes", "training.max_skipped_updates", "training.mismatch_alarm"),
+    "training.offload_optimizer",
     *("evaluation.every", "evaluation.patience", "evaluation.min_improvement"),
     *("reward.workers", "reward.max_error_rate", "reward.responses_per_call", "reward.concurrency", "reward.retries"),
     *("reward.give_up_after_s", "reward.hedge_after_s", "reward.url", "reward.token_env", "reward.api_key_env"),
@@ -34,6 +35,7 @@ MAY_CHANGE_UNLESS_DETERMINISTIC = (
         "rollout.max_concurrent_samples",
         "rollout.cache_gib",
         "training.tokens_per_micro_batch",
+        "training.activation_checkpointing",
     ),
     *("reward.timeout_s", "reward.memory_mb", "reward.test_timeout_s"),
 )

@@ -235,7 +235,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # model and tokenizer
     "a model that is not there": Mistake("model", "fail", _recipe(model__path="./modell"), "no such folder"),
-    "an adapter": Mistake("model", "fail", _adapter, "merge_and_unload"),
+    "an adapter whose base is no model": Mistake("model", "fail", _adapter, "model.path=FOLDER"),
     "an architecture that is not computed here": Mistake(
         "architecture", "fail", lambda f: edit_json(f / "model/config.json", model_type="bert"), "docs/models.md"
     ),

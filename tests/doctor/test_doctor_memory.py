@@ -12,7 +12,8 @@ import pytest
 
 from dapo.config import Config, build_config, nested
 from dapo.doctor import memory
-from dapo.doctor.memory import GIB, Memory, predict_memory
+from dapo.doctor.memory import GIB, Memory, predict_memory, predicted_from
+from dapo.training.lora import trainable_shape
 from helpers import random_model
 
 FACTOR = 1.4
@@ -90,11 +91,12 @@ def test_each_part_grows_with_what_it_is_for() -> None:
     assert predicted(model__compute_dtype="bfloat16").engine == base.engine // 2
 
 
-def test_on_a_gpu_cache_and_activations_take_turns() -> None:
+def test_on_a_gpu_rollout_and_update_take_turns() -> None:
     base = predicted()
-    every = base.weights + base.gradients + base.adam + base.engine + base.cache + base.activations + base.logits
-    assert base.total(on_gpu=True) == every - min(base.cache, base.activations)
-    assert base.total(on_gpu=False) == int(1.25 * every)
+    lasting = base.weights + base.adam + base.engine
+    update = base.gradients + base.activations + base.logits
+    assert base.total(on_gpu=True) == lasting + max(update, base.cache + base.decoding)
+    assert base.total(on_gpu=False) == int(1.25 * (lasting + update + base.cache))
     bounded = predict_memory(config(rollout__cache_gib=0.001), random_model("qwen2", **SHAPE), on_gpu=True)
     assert bounded.cache == int(0.001 * GIB)
 
@@ -106,3 +108,48 @@ def test_free_memory_is_that_of_the_container_where_that_is_less(
         pytest.skip("how much is free cannot be told here")
     monkeypatch.setattr(memory, "_left_in_containers", lambda: iter([12345]))
     assert memory.free_memory() == 12345
+
+
+def test_of_an_adapter_little_is_trained(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    shape = random_model("qwen2", **SHAPE)
+    given = config(model__lora__rank=8, model__compute_dtype="bfloat16", algorithm__kl__mode="loss")
+    every = sum(p.numel() for p in shape.parameters())
+    found = predict_memory(given, trainable_shape(given.model, shape.config), on_gpu=True)
+    # q, o: 256 + 256; k, v: 256 + 128; gate, up, down: 256 + 1024
+    adapter = 8 * 4 * (2 * 512 + 2 * 384 + 3 * 1280)
+    assert found.weights == 2 * every + 4 * adapter, "the base in bfloat16 is there once"
+    assert (found.gradients, found.adam, found.engine, found.reference) == (
+        *(4 * adapter, 8 * adapter, 2 * adapter, 4 * adapter),
+    )
+    assert found.casts == 2 * adapter
+
+
+def test_what_offloading_and_checkpointing_save() -> None:
+    shape = random_model("qwen2", **SHAPE)
+    parameters = sum(p.numel() for p in shape.parameters())
+    plain = predict_memory(config(model__compute_dtype="bfloat16"), shape, on_gpu=True)
+    options = {"model__compute_dtype": "bfloat16", "training__offload_optimizer": True}
+    offloaded = predict_memory(config(**options), shape, on_gpu=True)
+    assert (plain.adam, offloaded.adam, offloaded.host) == (8 * parameters, 0, 8 * parameters)
+    assert offloaded.streamed == 8 * parameters, "a small model is one group"
+    assert predict_memory(config(**options), shape).adam == 8 * parameters, "on a CPU it is the same memory"
+    in_layers = sum(p.numel() for p in shape.model.layers.parameters())
+    assert plain.casts == 2 * in_layers
+    again = predict_memory(
+        config(model__compute_dtype="bfloat16", training__activation_checkpointing=True), shape, on_gpu=True
+    )
+    assert again.casts == plain.casts // 4
+    # five layers' worth against two, and the inputs of four in float32
+    assert again.activations == pytest.approx(plain.activations * 2 / 5 + 2048 * 4 * 4 * 256)
+
+
+def test_the_forecast_names_its_parts_or_says_why_there_is_none(tmp_path: Path) -> None:
+    random_model("qwen2", **SHAPE).save_pretrained(tmp_path / "model")
+    path = str(tmp_path / "model")
+    text = predicted_from(config(model__path=path))
+    assert text.startswith("0.7 GiB of RAM (weights 0.02, gradients 0.02, adam 0.04, ") and "logits 0.09" in text
+    gpu = predicted_from(config(model__path=path, runtime__device="cuda", training__offload_optimizer=True))
+    assert " of GPU memory (" in gpu and "in the host's memory 4" in gpu
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert "not predicted: model architecture 'bert'" in predicted_from(config(model__path=str(tmp_path)))

@@ -137,7 +137,8 @@ def _dry_run(config: Config) -> None:
 
     console = Terminal()
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
-    plan["not looked into here"] = "model, reward function, rows of the data (dapo data check)"
+    plan["memory"] = _predicted_memory(config)
+    plan["not looked into here"] = "weights, reward function, rows of the data (dapo data check)"
     notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
     if console.is_terminal:
         from rich.syntax import Syntax
@@ -152,6 +153,16 @@ def _dry_run(config: Config) -> None:
     missing = missing_files(config)
     if missing:
         raise DataError("\n".join(missing))
+
+
+def _predicted_memory(config: Config) -> str:
+    from dapo.doctor.patient import config_at_hand
+
+    if not config_at_hand(config.model.path):  # for which torch is not loaded
+        return "not predicted, as the model is not on this machine"
+    from dapo.doctor.memory import predicted_from
+
+    return predicted_from(config)
 
 
 def _require_data(config: Config, recipe: Path) -> None:

@@ -59,15 +59,37 @@ Files = Annotated[list[DataItem], BeforeValidator(_one_item_is_a_list)]
 """Files and data sets; one alone may be written without brackets."""
 
 
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0, le=4096)
+    """Train an adapter of this rank on the frozen model (LoRA, needs `dapo[lora]`). 0: train all parameters, or the
+    adapter that model.path holds."""
+    alpha: float | None = Field(None, gt=0)
+    """What the adapter adds is multiplied by alpha / rank. By default twice the rank. There is no dropout: the policy
+    that is sampled from must be the one that is trained."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers with an adapter, such as `[q_proj, v_proj]`. all-linear: all between embedding and
+    output head."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_module(cls, value: list[str] | str) -> list[str] | str:
+        if not value or not all(value):
+            raise ValueError("names no module; use all-linear, or names such as [q_proj, v_proj]")
+        return value
+
+
 class ModelConfig(Section):
     path: PathText
     """Folder in Hugging Face layout, or a name on the hub."""
     tokenizer: PathText | None = None
     """Folder or name of the tokenizer; by default the model's own."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of rollout and of matrix products in training. Master weights and the output head are always float32."""
+    """Type of rollout, of matrix products in training, and of the frozen base under a LoRA adapter. Masters of what is
+    trained, and logits, are always float32."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
+    lora: LoraConfig = LoraConfig()
+    """What of the model is trained."""
 
 
 class DataConfig(Section):
@@ -279,6 +301,12 @@ class TrainingConfig(Section):
     """Gradient clipping by global norm."""
     tokens_per_micro_batch: int = Field(32768, ge=1)
     """Strict token budget of one forward and backward pass, prompts and responses counted."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, and compute the layer once more there: far less memory
+    for about a third more time."""
+    offload_optimizer: bool = False
+    """Keep Adam's two moments in the host's memory, and on a GPU only those of a few parameters at a time. The numbers
+    are the same."""
     max_skipped_updates: int = Field(3, ge=1)
     """Updates in a row with a loss or gradient that is not finite before the run stops. Each one is skipped."""
     mismatch_alarm: float = Field(0.1, gt=0)

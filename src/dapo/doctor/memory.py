@@ -1,25 +1,30 @@
 """How much memory a run will take, from the shape of its model and the sizes in its recipe.
 
-With P parameters, bytes b of ``model.compute_dtype``, layers L, widths h (hidden) and m (MLP), k = 2 x key heads x head
-size numbers a token for keys and values, vocabulary V:
+With P parameters of which A are trained (all, or those of a LoRA adapter), bytes b of ``model.compute_dtype``,
+layers L, widths h (hidden), q (all query heads) and m (MLP), k = 2 x key heads x head size numbers a token for keys and
+values, vocabulary V, t tokens of a micro-batch:
 
 =============  ====================================================================================================
-weights        4 P (float32 masters)
-gradients      4 P
-Adam           8 P (two moments)
-engine         b P (its own copy)
-reference      4 P, if the KL to the initial policy is asked for
+weights        4 A (float32 masters) + b (P - A) (frozen)
+gradients      4 A
+Adam           8 A (two moments); with training.offload_optimizer in a GPU's memory only those of a group at a time
+engine         b A (its own copy; what is frozen it shares)
+reference      4 A, if the KL to the initial policy is asked for
+casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step) sequences of at most T tokens
                (prompt and response); on a GPU no more than rollout.cache_gib
-activations    t L (a + w) with t tokens of a micro-batch; a = b (10 h + 5 m + 3 k) is what the layers keep for the
-               backward pass, w = 12 H min(T, 192) what attention keeps where it is written out (H heads, CPU,
-               sequences of at most 192 tokens)
-logits         3 x 4 V c in the output head, c = min(t, 1024) rows at a time, or 2 x 4 V s in a step of the rollout,
-               whichever is more
+activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
+               attention is written out (H heads, sequences of at most 192 tokens).
+               GPU, compiled: t (L + 1) (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b
+               if the embedding is frozen, else 4); the one more is the layer at work.
+               With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
+logits         in the output head, c = min(t, 1024) rows at a time: 3 x 4 V c, on a GPU in bfloat16 6 V c + 2 V h
+decoding       2 x 4 V s in a step of the rollout
 =============  ====================================================================================================
 
 Prediction and measurement are compared in tests/doctor/test_doctor_memory.py; the libraries themselves (about half a
-GiB) are not in it. On a GPU the cache sleeps while the trainer works: of cache and activations the larger one counts.
+GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
+while the trainer works the cache sleeps, and gradients are dropped with every update. The larger one counts.
 """
 
 from __future__ import annotations
@@ -32,14 +37,24 @@ from typing import Any
 from dapo.config import Config
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
+from dapo.errors import UserError
+from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
+from dapo.model.compiling import decoder_layers
 from dapo.model.head import CHUNK_TOKENS
+from dapo.model.loading import check_supported
+from dapo.training.lora import trainable_shape
+from dapo.training.offload import GROUP_NUMBERS
 
 GIB = 2**30
 _HOLES = 1.25
 """Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
 _TIGHT = 0.85
 """Share of the free memory from which on it may become tight."""
+
+
+_KEPT_ON_GPU = 1.0
+"""Of what the formula counts, what compiled layers keep for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +66,34 @@ class Memory:
     adam: int
     engine: int
     reference: int
+    casts: int
     cache: int
     activations: int
     logits: int
+    decoding: int
+    streamed: int = 0
+    """Adam's moments on their way through a GPU, after the backward pass."""
+    host: int = 0
+    """Adam's moments in the host's memory, where that is another one."""
+
+    @property
+    def lasting(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.adam + self.engine + self.reference
 
     def total(self, on_gpu: bool) -> int:
         """At the worst moment. On a CPU with a share for the holes that freed tensors of other sizes leave."""
-        parts: list[int] = [getattr(self, part.name) for part in fields(self)]
-        return sum(parts) - min(self.cache, self.activations) if on_gpu else int(_HOLES * sum(parts))
+        if on_gpu:
+            update = self.gradients + max(self.casts + self.activations + self.logits, self.streamed)
+            return self.lasting + max(update, self.cache + self.decoding)
+        parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
+        return int(_HOLES * (parts + max(self.logits, self.decoding)))
 
     def told(self) -> str:
-        """The parts, those below a hundredth of a GiB left out."""
-        parts = {part.name: getattr(self, part.name) for part in fields(self)}
-        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
+        """The parts in GiB, those below a hundredth left out."""
+        parts = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "host"}
+        text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
+        return f"{text} GiB" + (f"; in the host's memory {gib(self.host)}" if self.host else "")
 
 
 def parameters_of(shape: Any) -> int:
@@ -71,9 +101,14 @@ def parameters_of(shape: Any) -> int:
     return sum(parameter.numel() for parameter in shape.parameters())
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """Of one checkpoint: float32 weights and the optimizer's two moments."""
-    return 12 * parameters
+def trained_of(shape: Any) -> int:
+    """How many of them are trained: those of an adapter, or else all."""
+    return sum(parameter.numel() for parameter in changing_parameters(shape).values())
+
+
+def checkpoint_bytes(trained: int) -> int:
+    """Of one checkpoint: float32 weights and the optimizer's two moments of what is trained."""
+    return 12 * trained
 
 
 def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
@@ -81,37 +116,103 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
 
     Args:
         config: of the run.
-        shape: a model of its architecture, on any device; only shapes and the config are looked at.
+        shape: a model of its architecture, with its adapter if it trains one, on any device; only shapes and the config
+            are looked at.
         on_gpu: whether training runs on one.
     """
     text = shape.config.get_text_config()
-    rollout = config.rollout
-    parameters = parameters_of(shape)
-    width = 2 if config.model.compute_dtype == "bfloat16" else 4
-    layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
-    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    pairs = 2 * (getattr(text, "num_key_value_heads", None) or heads) * head_dim
-    longest = config.data.max_prompt_length + rollout.max_response_length
-    samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    rows = min(rollout.max_concurrent_samples, samples)
-    cache = rows * longest * pairs * layers * width
+    rollout, training = config.rollout, config.training
+    parameters, trained = parameters_of(shape), trained_of(shape)
+    width = _width(config)
+    longest, rows = _longest(config), _rows(config)
+    cache = rows * longest * _pairs(text) * text.num_hidden_layers * width
     if on_gpu and rollout.cache_gib is not None:
         cache = min(cache, int(rollout.cache_gib * GIB))
-    update = config.training.groups_per_update * rollout.samples_per_prompt * longest
-    tokens = min(config.training.tokens_per_micro_batch, update)
-    written_out = 12 * heads * longest if not on_gpu and longest <= WRITTEN_OUT_TOKENS else 0
-    kept = width * (10 * hidden + 5 * mlp + 3 * pairs) + written_out
+    update = training.groups_per_update * rollout.samples_per_prompt * longest
+    tokens = min(training.tokens_per_micro_batch, update)
+    chunk = min(tokens, CHUNK_TOKENS["cuda" if on_gpu else "cpu"]) * text.vocab_size
+    narrow = on_gpu and width == 2
+    offloaded = on_gpu and training.offload_optimizer
+    largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
     return Memory(
-        weights=4 * parameters,
-        gradients=4 * parameters,
-        adam=8 * parameters,
-        engine=width * parameters,
-        reference=0 if config.algorithm.kl.mode == "off" else 4 * parameters,
+        weights=4 * trained + width * (parameters - trained),
+        gradients=4 * trained,
+        adam=0 if offloaded else 8 * trained,
+        engine=width * trained,
+        reference=0 if config.algorithm.kl.mode == "off" else 4 * trained,
+        casts=0 if width == 4 else _casts(config, shape),
         cache=cache,
-        activations=tokens * layers * kept,
-        logits=text.vocab_size * 4 * max(3 * min(tokens, CHUNK_TOKENS["cuda" if on_gpu else "cpu"]), 2 * rows),
+        activations=int(tokens * _kept(config, shape, on_gpu)),
+        logits=6 * chunk + 2 * text.vocab_size * text.hidden_size if narrow else 12 * chunk,
+        decoding=8 * text.vocab_size * rows,
+        streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
+        host=8 * trained if offloaded else 0,
     )
+
+
+def _width(config: Config) -> int:
+    return 2 if config.model.compute_dtype == "bfloat16" else 4
+
+
+def _longest(config: Config) -> int:
+    return config.data.max_prompt_length + config.rollout.max_response_length
+
+
+def _rows(config: Config) -> int:
+    """Sequences decoded at once."""
+    rollout = config.rollout
+    return min(rollout.max_concurrent_samples, rollout.prompts_per_step * rollout.samples_per_prompt)
+
+
+def _head_dim(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _pairs(text: Any) -> int:
+    """Numbers of keys and values for a token in a layer."""
+    return 2 * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * _head_dim(text)
+
+
+def _casts(config: Config, shape: Any) -> int:
+    """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
+    layers = decoder_layers(shape)
+    trained = {id(parameter) for parameter in changing_parameters(shape).values()}
+    numbers: int = sum(p.numel() for p in layers.parameters() if id(p) in trained)
+    return 2 * numbers // (len(layers) if config.training.activation_checkpointing else 1)
+
+
+def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
+    """Bytes for a token that the layers keep for the backward pass."""
+    text, width = shape.config.get_text_config(), _width(config)
+    layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
+    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    residual = width if has_adapter(shape) else 4
+    if on_gpu:
+        numbers = 2 * hidden + 2 * heads * _head_dim(text) + _pairs(text) + 3 * mlp
+        layer = _KEPT_ON_GPU * (width * numbers + 2 * residual * hidden + 4 * heads)
+    else:
+        written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
+        layer = width * (10 * hidden + 5 * mlp + 3 * _pairs(text)) + written_out
+    inputs, kept = (layers * residual * hidden, 1) if config.training.activation_checkpointing else (0, layers)
+    return float(inputs + layer * (kept + on_gpu))
+
+
+def predicted_from(config: Config) -> str:
+    """The prediction in words, from the config of a model and without its weights; or why there is none."""
+    from transformers import AutoConfig
+
+    name = config.model.path
+    try:
+        adapter = find_adapter(name)
+        base = adapter.base if adapter else name
+        found = AutoConfig.from_pretrained(base, trust_remote_code=config.model.trust_remote_code)
+        check_supported(found)
+        shape = trainable_shape(config.model, found)
+    except (UserError, OSError, ValueError, KeyError) as error:
+        return f"not predicted: {next(iter(str(error).splitlines()), type(error).__name__)}"
+    on_gpu = config.runtime.device == "cuda"
+    memory = predict_memory(config, shape, on_gpu)
+    return f"{gib(memory.total(on_gpu))} of {'GPU memory' if on_gpu else 'RAM'} ({memory.told()})"
 
 
 def gib(size: float) -> str:
@@ -154,7 +255,7 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     if free is not None and patient.model is not None:
         free += memory.weights  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
-    text = f"{gib(needed)} predicted ({memory.told()} GiB)" if needed >= GIB / 10 else f"{gib(needed)} predicted"
+    text = f"{gib(needed)} predicted ({memory.told()})" if needed >= GIB / 10 else f"{gib(needed)} predicted"
     patient.fits = True if free is None or needed <= free else None
     if free is None:
         yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
@@ -164,15 +265,15 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
         yield Finding("machine", "memory", "pass", text)
         return
     yield Finding(
-        "machine", "memory", "fail" if needed > free else "warn", text, _smaller(config, memory, needed - free)
+        "machine", "memory", "fail" if needed > free else "warn", text, _smaller(config, memory, needed - free, on_gpu)
     )
 
 
-def _smaller(config: Config, memory: Memory, excess: int) -> str:
+def _smaller(config: Config, memory: Memory, excess: int, on_gpu: bool) -> str:
     """Keys with values that take less."""
     rollout, training = config.rollout, config.training
-    longest = config.data.max_prompt_length + rollout.max_response_length
-    fixed = memory.weights + memory.gradients + memory.adam + memory.engine + memory.reference
+    longest = _longest(config)
+    fixed = memory.lasting + memory.gradients
     found = []
     if memory.activations > memory.cache and training.tokens_per_micro_batch > longest:
         share = 1 - max(excess, 0) / memory.activations
@@ -181,6 +282,10 @@ def _smaller(config: Config, memory: Memory, excess: int) -> str:
         )
     if memory.cache > fixed / 4 and rollout.max_concurrent_samples > 1:
         found.append(f"rollout.max_concurrent_samples={max(1, rollout.max_concurrent_samples // 4)}")
+    if memory.activations > fixed / 4 and not training.activation_checkpointing:
+        found.append("training.activation_checkpointing=true")
+    if memory.adam > fixed / 4 and on_gpu and not training.offload_optimizer:
+        found.append("training.offload_optimizer=true")
     if config.model.compute_dtype == "float32":
         found.append("model.compute_dtype=bfloat16")
     return " ".join(found) or "a smaller model, or a machine with " + gib(1.2 * fixed) + " free"

@@ -18,9 +18,10 @@ from dapo.inputs import (
     notice_generation_config,
     set_threads,
 )
-from dapo.model.adapters import find_adapter
-from dapo.model.loading import check_supported, context_limit, load_model, load_tokenizer, stop_token_ids
+from dapo.model.adapters import adapter_parameters, find_adapter
+from dapo.model.loading import check_supported, context_limit, load_tokenizer, stop_token_ids
 from dapo.progress import QuietListener
+from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 
 
 def check_device(patient: Patient) -> Iterator[Finding]:
@@ -63,8 +64,7 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
 
 def check_architecture(patient: Patient) -> Iterator[Finding]:
     """Whether the architecture is one that is computed right here. Reads config.json, and no weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = patient.config
     name = config.model.path
@@ -77,14 +77,11 @@ def check_architecture(patient: Patient) -> Iterator[Finding]:
         yield Finding("model", "model", "fail", f"model.path: {name}: no such folder", fix)
         return
     try:
-        if find_adapter(name) is not None:
-            yield Finding(
-                "model",
-                "model",
-                "fail",
-                f"model.path: {name} holds a LoRA adapter, but training is of all parameters",
-                "merge it into its base (merge_and_unload) and name that folder",
-            )
+        adapter = find_adapter(name)
+        name = name if adapter is None else adapter.base
+        absent = _absent(patient, "model", name, "config.json")
+        if absent:
+            yield absent
             return
         found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
     except (ModelError, OSError, ValueError, KeyError) as error:
@@ -95,10 +92,16 @@ def check_architecture(patient: Patient) -> Iterator[Finding]:
     except ModelError as error:
         yield Finding("model", "architecture", "fail", str(error), "a model that docs/models.md names")
         return
-    with torch.device("meta"):
-        patient.shape = AutoModelForCausalLM.from_config(found)
+    try:
+        patient.shape = trainable_shape(config.model, found)
+    except (ModelError, ConfigError) as error:
+        yield Finding("model", "adapter", "fail", str(error), "see docs/models.md, LoRA adapters")
+        return
     patient.model_config = found
-    yield Finding("model", "architecture", "pass", f"{found.model_type}, {patient.shape.num_parameters():,} parameters")
+    trained = sum(p.numel() for p in adapter_parameters(patient.shape).values())
+    of_it = f", {trained:,} of them in a LoRA adapter" if trained else ""
+    text = f"{found.model_type}, {patient.shape.num_parameters():,} parameters{of_it}"
+    yield Finding("model", "architecture", "pass", text)
 
 
 def _absent(patient: Patient, what: str, name: str, file: str) -> Finding | None:
@@ -341,12 +344,9 @@ def check_weights(patient: Patient) -> Iterator[Finding]:
     patient.need(patient.shape, "model")
     patient.need(patient.fits, "memory")
     try:
-        model = load_model(
-            config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-            device=patient.need(patient.device, "device"),
-        )
-    except ModelError as error:
+        model = load_trainable(config.model.path, config.model, patient.need(patient.device, "device"))
+        model = begin_adapter(model, config.model, config.seed)
+    except (ModelError, ConfigError) as error:
         yield Finding("model", "weights", "fail", str(error), "download or save the model again")
         return
     patient.model = model

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo.errors import ConfigError
+from dapo.files import holds_model
 from dapo.recipes import recipe_path
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ def demo_of(recipe: Path) -> str | None:
 def is_path(name: str) -> bool:
     """Whether ``name`` can be no name on the hub, which is ``owner/name``."""
     return name.startswith((".", "/", "~")) or name.count("/") != 1
+
+
+def config_at_hand(name: str) -> bool:
+    """Whether the config of the model ``name``, a folder or a name on the hub, can be read without a download."""
+    folder = Path(name).expanduser()
+    return holds_model(folder) or (not folder.exists() and not is_path(name) and on_this_machine(name, "config.json"))
 
 
 def on_this_machine(name: str, file: str) -> bool:

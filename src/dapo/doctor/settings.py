@@ -10,7 +10,7 @@ from pathlib import Path
 from dapo.config import CodeReward, Config, warnings_for
 from dapo.config.reward import plain_rewards
 from dapo.doctor.finding import Finding
-from dapo.doctor.memory import GIB, checkpoint_bytes, gib, parameters_of
+from dapo.doctor.memory import GIB, checkpoint_bytes, gib, trained_of
 from dapo.doctor.patient import Patient
 from dapo.errors import UserError
 from dapo.observe.trackers import check_trackers
@@ -187,19 +187,20 @@ def _nearest(folder: Path) -> Path:
 def check_disk(patient: Patient) -> Iterator[Finding]:
     """Whether checkpoints and samples fit into the file system of the run folder.
 
-    Checkpoints: 12 bytes a parameter (float32 weights and Adam's two moments), as many as are kept (``run.keep_last``,
-    the best one, and the one being written before an old one goes), and weights before and after training at 4.
+    Checkpoints: 12 bytes a parameter that is trained (float32 weights and Adam's two moments), as many as are kept
+    (``run.keep_last``, the best one, and the one being written before an old one goes), and weights before and after
+    training at 4.
     Samples: at most 4 bytes of text for each token that can be drawn.
     """
     config = patient.config
-    parameters = parameters_of(patient.need(patient.shape, "model"))
+    trained = trained_of(patient.need(patient.shape, "model"))
     free = shutil.disk_usage(_nearest(Path(config.run.dir or "runs/run"))).free
     kept = _checkpoints_kept(config)
-    one = checkpoint_bytes(parameters)
-    needed = kept * one + 2 * 4 * parameters
+    one = checkpoint_bytes(trained)
+    needed = kept * one + 2 * 4 * trained
     text = f"{kept} checkpoints of {gib(one)} and weights before and after take {gib(needed)}, {gib(free)} are free"
     if needed > free:
-        fits = max(1, (free - 2 * 4 * parameters) // one - 2)
+        fits = max(1, (free - 2 * 4 * trained) // one - 2)
         fix = f"run.keep_last={fits} run.keep_best=false" if kept - 2 > fits and free > 4 * one else "free some"
         yield Finding("machine", "disk", "fail", text, f"{fix}, or run.dir=FOLDER on a larger disk")
         return

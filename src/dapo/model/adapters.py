@@ -2,10 +2,12 @@
 
 The model stays the Transformers model that it is, with ``base_layer``, ``lora_A`` and ``lora_B`` inside its linear
 layers. So engine and trainer use its backbone and head as those of any other, and a copy of it carries the adapter.
+The base is frozen: what is trained, handed to the engine and written to disk is the adapter.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
@@ -13,10 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dapo.errors import ModelError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Of names in the file: the wrappers that PEFT's own model puts around ours."""
 
 _SERVED = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"),
@@ -75,6 +81,18 @@ def find_adapter(path: str | Path) -> Adapter | None:
     return Adapter(folder, found, settings)
 
 
+def require_adapter(path: str | Path) -> Adapter:
+    """The adapter in the folder ``path``.
+
+    Raises:
+        ModelError: there is none, or as :func:`find_adapter`.
+    """
+    adapter = find_adapter(path)
+    if adapter is None:
+        raise ModelError(f"adapter {path}: the folder holds no {CONFIG_FILE}")
+    return adapter
+
+
 def _no_number(text: str) -> float:
     raise ValueError(f"it holds {text}, which is no number")
 
@@ -104,40 +122,128 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             raise ModelError(f"adapter {folder}: {name} is not served; {served}")
 
 
-def put_on(model: Any, adapter: Adapter) -> Any:
+def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None, read: bool = True) -> Any:
     """``model``, changed in place: its linear layers now add what the adapter's matrices give.
+
+    Args:
+        model: the base, without an adapter. It is frozen.
+        adapter: as found.
+        dtype: of the adapter's parameters; None: that of the layers that they are on.
+        read: the weights too, and not the shapes alone.
 
     Raises:
         ModelError: PEFT is not installed, or adapter and model do not fit.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-    except ImportError:
-        raise ModelError(
-            f"adapter {adapter.folder}: LoRA adapters need the package peft: pip install 'dapo[lora]'"
-        ) from None
-    from safetensors.torch import load_file
-
+    lora_config = _peft(f"adapter {adapter.folder}").LoraConfig
     known = {name: value for name, value in adapter.settings.items() if name in _SERVED and value is not None}
     try:
         # nothing is initialized: the weights are read right after
-        model = inject_adapter_in_model(LoraConfig(**{**known, "init_lora_weights": False}), model)
+        model = _injected(model, lora_config(**{**known, "init_lora_weights": False}), adapter.base, dtype)
+    except Exception as error:  # layers that are not there: each raises its own
+        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {_first_line(error)}") from None
+    if read:
+        read_weights(model, adapter)
+    check_ends(model)
+    return model
+
+
+def new_adapter(model: Any, rank: int, alpha: float, target_modules: list[str] | str, seed: int) -> Any:
+    """``model``, changed in place: with a new adapter in float32 on it, which adds nothing yet.
+
+    Args:
+        model: the base, from a folder or the hub. It is frozen.
+        rank, alpha, target_modules: see ``dapo.config.sections.LoraConfig``.
+        seed: of its random start.
+
+    Raises:
+        ModelError: PEFT is not installed, or the model has no such modules.
+    """
+    settings = {"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": target_modules}
+    config = _peft("model.lora").LoraConfig(**settings, fan_in_fan_out=model.config.model_type == "gpt2")
+    base = model.config.name_or_path
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = _injected(model, config, str(Path(base).resolve()) if Path(base).is_dir() else base, torch.float32)
+        except ValueError as error:
+            raise ModelError(f"model.lora.target_modules: {_first_line(error)}") from None
+    check_ends(model)
+    return model
+
+
+def _peft(what: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ModelError(f"{what}: LoRA adapters need the package peft: pip install 'dapo[lora]'") from None
+    return peft
+
+
+def _injected(model: Any, config: Any, base: str, dtype: torch.dtype | None) -> Any:
+    config.base_model_name_or_path, config.task_type = base, "CAUSAL_LM"
+    model = _peft("adapter").inject_adapter_in_model(config, model)
+    if dtype is not None:  # PEFT makes an adapter in the type of its layer
+        for parameter in adapter_parameters(model).values():
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def adapter_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Those of the adapter by name; none if there is no adapter."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" in name} if has_adapter(model) else {}
+
+
+def changing_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """What training may change, the engine is given and a checkpoint holds: the adapter, or else all parameters."""
+    return adapter_parameters(model) or dict(model.named_parameters())
+
+
+def read_weights(model: Any, adapter: Adapter) -> None:
+    """Put the weights in the adapter's folder into the adapter that is on ``model``.
+
+    Raises:
+        ModelError: damaged, or of another adapter or model.
+    """
+    from safetensors.torch import load_file
+
+    try:
         weights = load_file(adapter.folder / WEIGHTS_FILE)
-        weights = {name.removeprefix("base_model.model."): tensor for name, tensor in weights.items()}
-        report = set_peft_model_state_dict(model, weights)
-    except Exception as error:  # layers that are not there, shapes that differ, a damaged file: each raises its own
+        weights = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
+        report = _peft(f"adapter {adapter.folder}").set_peft_model_state_dict(model, weights)
+    except ModelError:
+        raise
+    except Exception as error:  # shapes that differ, a damaged file: each raises its own
         raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {_first_line(error)}") from None
     missing = [name for name in report.missing_keys if "lora_" in name]
     for what, names in (("missing", missing), ("unexpected", list(report.unexpected_keys))):
         if names:
             raise ModelError(f"adapter {adapter.folder}: {len(names)} {what} weights, such as {sorted(names)[0]}")
-    check_ends(model)
-    return model
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter that is on ``model`` in the layout of PEFT, its base named, into ``folder``, which exists."""
+    from safetensors.torch import save_file
+
+    peft = _peft("adapter")
+    weights = peft.get_peft_model_state_dict(model, state_dict=adapter_parameters(model), save_embedding_layers=False)
+    tensors = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config["default"])
+    config.inference_mode = True
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(str(folder))
 
 
 def has_adapter(model: Any) -> bool:
     """Whether an adapter of any kind is on ``model``."""
     return bool(getattr(model, "peft_config", None))
+
+
+def can_be_compiled(model: Any) -> bool:
+    """Whether ``torch.compile`` can trace the layers of ``model``: those of DoRA it cannot."""
+    adapters = getattr(model, "peft_config", None) or {}
+    return not any(config.use_dora for config in adapters.values())
 
 
 def check_ends(model: Any) -> None:

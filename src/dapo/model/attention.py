@@ -95,10 +95,15 @@ def attention_forward(
         layer = getattr(module, LAYER_NUMBER)
         return torch.ops.dapo.attention(query, key, value, layer, scaling, sliding_window, softcap), None
     spec = AttentionSpec(module.layer_idx, scaling, sliding_window, softcap)
-    return _current_context().attend(spec, query, key, value), None
+    return current_context().attend(spec, query, key, value), None
 
 
-def _current_context() -> AttentionContext:
+def current_context() -> AttentionContext:
+    """That of this thread.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     context: AttentionContext | None = getattr(_local, "context", None)
     if context is None:
         raise RuntimeError("the model was called outside of attention_context(...)")
@@ -120,9 +125,7 @@ def opaque_attention(
     The context is looked up when the operation runs, so the same compiled code serves prompts and decoding. Without
     gradient. Shapes as :meth:`AttentionContext.attend`; ``layer``: int64 ``[]`` on the CPU.
     """
-    return (
-        _current_context().attend(AttentionSpec(int(layer), scaling, window, softcap), query, key, value).contiguous()
-    )
+    return current_context().attend(AttentionSpec(int(layer), scaling, window, softcap), query, key, value).contiguous()
 
 
 @opaque_attention.register_fake

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError
-from dapo.model.adapters import check_ends, find_adapter, has_adapter, put_on
+from dapo.model.adapters import adapter_parameters, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 
 # Architectures whose attention goes through the interface and whose tokens and log-probabilities are compared with
@@ -36,6 +36,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
+    adapter_dtype: torch.dtype | None = None,
 ) -> Any:
     """A causal language model whose attention is ours, in eval mode.
 
@@ -47,6 +48,7 @@ def load_model(
         trust_remote_code: allow code that comes with the model to run.
         device: where the model is to be; None: the CPU, and a loaded one stays where it is. With accelerate installed
             weights are read right onto it.
+        adapter_dtype: type of an adapter's parameters; None: ``dtype``.
 
     Raises:
         ModelError: not found, not readable, or an architecture, an option or an adapter that is not supported.
@@ -59,10 +61,10 @@ def load_model(
         adapter = find_adapter(source)
         model = _from_pretrained(adapter.base if adapter else str(source), dtype, trust_remote_code, device or "cpu")
         if adapter:
-            model = put_on(model, adapter)
+            model = put_on(model, adapter, adapter_dtype or dtype)
     else:
         model = _taken_as_it_is(source)
-    _cast(model, dtype)
+    _cast(model, dtype, adapter_dtype)
     try:
         if device is not None:
             model.to(device)
@@ -83,10 +85,11 @@ def _taken_as_it_is(model: Any) -> Any:
     return model
 
 
-def _cast(model: Any, dtype: torch.dtype) -> None:
+def _cast(model: Any, dtype: torch.dtype, adapter_dtype: torch.dtype | None = None) -> None:
     """Parameters only, not buffers: rotary frequencies in bfloat16 are off by half a radian at position 1,000."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    adapter = adapter_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(adapter_dtype or dtype if name in adapter else dtype)
 
 
 def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, device: torch.device | str) -> Any:
@@ -226,10 +229,16 @@ def _unsupported_options(config: Any) -> Iterator[str]:
             yield "partial_rotary_factor"
 
 
-def copy_model(model: Any, dtype: torch.dtype) -> Any:
-    """A frozen copy of ``model`` in ``dtype``, for the engine or as the reference policy."""
-    twin = copy.deepcopy(model).eval().requires_grad_(False)
-    _cast(twin, dtype)
+def copy_model(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """A frozen copy of ``model`` in ``dtype`` (None: in its own types), for the engine or as the reference policy.
+
+    Parameters that are frozen in ``model`` already, and are of that type, are the same ones in both: of a base under an
+    adapter there is one, whoever computes with it.
+    """
+    shared = [p for p in model.parameters() if not p.requires_grad and p.dtype in (dtype or p.dtype,)]
+    twin = copy.deepcopy(model, {id(p): p for p in shared}).eval().requires_grad_(False)
+    if dtype is not None:
+        _cast(twin, dtype)
     return twin
 
 

@@ -17,8 +17,8 @@ from dapo.algorithm.objective import DapoObjective
 from dapo.checkpoints import Checkpoints, Place, damages
 from dapo.config import Config
 from dapo.errors import UserError
+from dapo.files import holds_model
 from dapo.inputs import set_threads
-from dapo.model.loading import load_model
 from dapo.observe.samples import tokens_path
 from dapo.prepare import Batch, Preparer, Update
 from dapo.records import Group
@@ -26,6 +26,7 @@ from dapo.replay.recompute import Difference, reports_differ
 from dapo.replay.stored import StoredStep, read_step
 from dapo.run_folder import RunFolder
 from dapo.state import read_state
+from dapo.training.lora import load_trainable
 from dapo.training.packing import PackedBatch, pack
 from dapo.training.trainer import Trainer, UpdateReport
 
@@ -82,7 +83,7 @@ def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Sta
 
 
 def _starts(folder: RunFolder) -> Iterator[Start]:
-    if (folder.model_before / "config.json").is_file():
+    if holds_model(folder.model_before):
         yield Start(folder.model_before, Place(0))
     if folder.checkpoints.is_dir():
         for place in Checkpoints(folder.checkpoints).places():
@@ -113,11 +114,11 @@ class Rerun:
             raise UserError(f"{start.folder} is damaged: {'; '.join(problems)}")
         state = {} if start.is_beginning else read_state(start.folder, ("steps_done", "step", "prepare"))
         before = folder.model_before
-        has_before = (before / "config.json").is_file()
+        has_before = holds_model(before)
         if config.algorithm.kl.mode != "off" and not has_before:
             raise UserError(f"{before}: is not there, and the reference policy of the KL is what it was")
         source = before if has_before else start.folder / "model"
-        model = load_model(source, trust_remote_code=config.model.trust_remote_code, device=device)
+        model = load_trainable(source, config.model, device)
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)

@@ -74,6 +74,8 @@ class Engine(Protocol):
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the weights by ``tensors`` (names and shapes of the model's ``state_dict``) and tag them.
 
+        They are all of them, or those of the adapter if the model has one.
+
         Returns once the weights are in use. Tokens of requests in flight that are sampled later carry the new version.
         """
         ...

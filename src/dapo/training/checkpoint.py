@@ -17,18 +17,23 @@ from safetensors.torch import load_file, save_file
 
 from dapo.errors import UserError
 from dapo.files import new_folder, write_json
+from dapo.model.adapters import has_adapter, save_adapter
 
 TENSORS, METADATA = "trainer.safetensors", "trainer.json"
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write ``model`` in Hugging Face layout (config and safetensors), to be loaded by ``from_pretrained``.
+    """Write ``model`` in Hugging Face layout (config and safetensors), to be loaded by ``from_pretrained``; of one with
+    an adapter the adapter, in the layout of PEFT.
 
     Raises:
         FileExistsError: the folder exists and is not empty.
     """
     with new_folder(folder) as staging:
-        model.save_pretrained(staging)
+        if has_adapter(model):
+            save_adapter(model, staging)
+        else:
+            model.save_pretrained(staging)
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:

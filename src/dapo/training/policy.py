@@ -75,6 +75,6 @@ class Policy:
         """The policy as it is now, for good: the reference of KL terms.
 
         Same types as the original, so that the KL of an untrained policy to its reference is exactly 0. Costs the
-        memory of the weights a second time.
+        memory of the weights a second time, or with an adapter that of the adapter.
         """
-        return replace(self, model=copy_model(self.model, torch.float32))
+        return replace(self, model=copy_model(self.model))

@@ -9,19 +9,23 @@ from typing import Any
 
 import torch
 
+from dapo.model.adapters import changing_parameters
 from dapo.training.trainer import Trainer
 
 
 def snapshot(trainer: Trainer) -> Trainer:
     """A trainer that can be saved, and nothing else: weights, optimizer state and counters as they are now.
 
-    Takes main memory for the weights and the two moments (12 bytes a parameter), and the time to copy them there. The
-    trainer must not be at an update meanwhile.
+    Takes main memory for the weights that are trained and the two moments (12 bytes a parameter), and the time to copy
+    them there. The trainer must not be at an update meanwhile.
     """
     memo: dict[int, Any] = {}
     for parameter in trainer.policy.model.parameters():
+        if not parameter.requires_grad:  # it never changes
+            memo[id(parameter)] = parameter
+            continue
         values = parameter.detach().to("cpu", copy=True)
-        memo[id(parameter)] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = torch.nn.Parameter(values, requires_grad=True)
     frozen = copy.copy(trainer)
     frozen.policy = replace(trainer.policy, model=copy.deepcopy(trainer.policy.model, memo))
     frozen._parameters = {name: memo[id(parameter)] for name, parameter in trainer._parameters.items()}
@@ -37,6 +41,8 @@ def snapshot(trainer: Trainer) -> Trainer:
 
 def snapshot_bytes(frozen: Trainer) -> int:
     """Size of the tensors of a snapshot, which is what its checkpoint will take on the disk, but for kilobytes."""
-    tensors = [*frozen.policy.model.parameters()]  # a shared one comes once, here as in the file
+    tensors: list[torch.Tensor] = [
+        *changing_parameters(frozen.policy.model).values()
+    ]  # a shared one comes once, here as in the file
     tensors += [tensor for moments in frozen._optimizer.state.values() for tensor in moments.values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -22,7 +22,14 @@ import torch
 
 from dapo.config import TrainingConfig
 from dapo.errors import ModelError, NumericalError, UserError
-from dapo.model.adapters import has_adapter
+from dapo.model.adapters import (
+    adapter_parameters,
+    changing_parameters,
+    has_adapter,
+    read_weights,
+    require_adapter,
+)
+from dapo.model.checkpointing import checkpoint_layers
 from dapo.model.compiling import compile_layers
 from dapo.model.head import chunks
 from dapo.model.loading import load_model
@@ -30,6 +37,7 @@ from dapo.process import Stopped
 from dapo.training.checkpoint import load_tensors, save_model, save_tensors
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.mismatch import Mismatch, measure_mismatch
+from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.packing import PackedBatch, select_tokens
 from dapo.training.policy import Policy
 
@@ -106,13 +114,21 @@ class Trainer:
     ) -> None:
         """
         Args:
-            model: from :func:`dapo.model.loading.load_model`; its parameters become float32 in place.
+            model: from :func:`dapo.model.loading.load_model`; its parameters become float32 in place, of
+                one with an adapter only those of the adapter, which alone are trained.
             config: optimizer, warm-up, token budget.
             temperature: of the distribution trained on, which is that sampled from.
             compute_dtype: float32, or bfloat16 (the backbone then runs under autocast).
         """
-        model.to(torch.float32).eval()
-        if next(model.parameters()).is_cuda and not has_adapter(model):
+        if has_adapter(model):
+            for parameter in adapter_parameters(model).values():
+                parameter.data = parameter.data.float()
+        else:
+            model.to(torch.float32)
+        model.eval()
+        if config.activation_checkpointing:
+            checkpoint_layers(model)
+        if next(model.parameters()).is_cuda:
             compile_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
         self.version = 0
@@ -121,7 +137,7 @@ class Trainer:
         self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer = (OffloadedAdamW if config.offload_optimizer else torch.optim.AdamW)(
             self._parameters.values(),
             lr=config.learning_rate,
             betas=config.betas,
@@ -137,8 +153,11 @@ class Trainer:
     @property
     def bytes_to_come(self) -> int:
         """Memory that gradients and the optimizer's two moments will take and do not take yet, in bytes."""
-        numbers = sum(p.numel() for p in self._parameters.values())
-        return 0 if self._optimizer.state else 3 * 4 * numbers
+        numbers: int = sum(p.numel() for p in self._parameters.values())
+        if self._optimizer.state:
+            return 0
+        moments = min(numbers, GROUP_NUMBERS) if self._config.offload_optimizer else numbers
+        return 4 * numbers + 2 * 4 * moments
 
     @property
     def device(self) -> torch.device:
@@ -220,8 +239,9 @@ class Trainer:
         """The weights for the rollout engine: ``(version, (name, tensor) pairs)``.
 
         The version goes up by one if an update was applied since the last call, and not otherwise. Names are those of
-        the model's ``state_dict``; a tensor shared under two names (tied embeddings) comes once. The tensors are the
-        masters themselves, not copies: copy them before the next update.
+        the model's ``state_dict``; a tensor shared under two names (tied embeddings) comes once. Of a
+        model with an adapter they are those of the adapter. The tensors are the masters themselves, not copies: copy
+        them before the next update.
 
         Raises:
             NumericalError: weights are not finite.
@@ -230,7 +250,7 @@ class Trainer:
         if self._unpublished:
             self.version += 1
             self._unpublished = False
-        return self.version, ((name, p.detach()) for name, p in self.policy.model.named_parameters())
+        return self.version, ((name, p.detach()) for name, p in changing_parameters(self.policy.model).items())
 
     def check_finite(self) -> None:
         """To be called before the weights go anywhere: into an engine or a checkpoint, neither of which could use them.
@@ -251,7 +271,7 @@ class Trainer:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write the weights in Hugging Face layout (float32). Whole or not at all.
+        """Write the weights (float32) in Hugging Face layout, or those of the adapter in PEFT's. Whole or not at all.
 
         Raises:
             FileExistsError: the folder exists and is not empty.
@@ -264,6 +284,9 @@ class Trainer:
         Raises:
             ModelError: missing or damaged, or of another model.
         """
+        if has_adapter(self.policy.model):
+            read_weights(self.policy.model, require_adapter(folder))
+            return
         saved = dict(load_model(folder).named_parameters())
         parameters = dict(self.policy.model.named_parameters())
         if {n: p.shape for n, p in saved.items()} != {n: p.shape for n, p in parameters.items()}:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request
 from dapo.rollout.native.decoder import Decoder
@@ -92,7 +93,7 @@ class NativeEngine:
     ) -> None:
         """
         Args:
-            model: from :func:`dapo.model.loading.copy_model`; its parameters are this engine's own.
+            model: from :func:`dapo.model.loading.copy_model`; no parameter that changes is another's.
             stop_token_ids: each ends a response and belongs to it.
             max_sequence_tokens: longest prompt and response together.
             max_concurrent_samples: decoded at once.
@@ -119,7 +120,7 @@ class NativeEngine:
 
             options |= {"cache_bytes": cache_bytes, "spare_bytes": spare_bytes}
             self._decoder = paged_decoder(model, stop_token_ids, **options)
-        self._parameters = dict(model.named_parameters())
+        self._parameters = changing_parameters(model)
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, Callable[[_Event], None]] = {}

@@ -1,0 +1,105 @@
+"""The model that a run trains: all of its parameters, or a LoRA adapter on a frozen base.
+
+Masters of what is trained are float32. A frozen base is held in ``model.compute_dtype``, in which the engine computes
+too, so that engine, trainer and reference policy share its memory (:func:`dapo.model.loading.copy_model`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.config.sections import ModelConfig
+from dapo.errors import ConfigError, ModelError
+from dapo.model.adapters import Adapter, find_adapter, has_adapter, new_adapter, put_on
+from dapo.model.loading import load_model
+
+
+def load_trainable(source: Any, config: ModelConfig, device: torch.device | str | None = None) -> Any:
+    """The model of a run as its folder has it: :func:`begin_adapter` is to follow.
+
+    Args:
+        source: as for :func:`dapo.model.loading.load_model`. Training goes on with the adapter of an adapter's folder.
+        config: compute type and adapter; its path is not looked at.
+        device: where to.
+
+    Raises:
+        ModelError: it cannot be loaded, or is a model in memory on which an adapter is to be trained.
+        ConfigError: the folder holds another adapter than ``config`` describes.
+    """
+    named = isinstance(source, str | Path)
+    adapter = find_adapter(source) if named else None
+    if adapter is not None:
+        _check_same(adapter, config)
+    if not named and (config.lora.rank or has_adapter(source)):
+        raise ModelError(
+            "model: an adapter's files name the folder of its base, and this model was given without one; save it "
+            "(save_pretrained) and give the folder"
+        )
+    frozen = adapter is not None or config.lora.rank > 0
+    return load_model(
+        source,
+        getattr(torch, config.compute_dtype) if frozen else torch.float32,
+        trust_remote_code=config.trust_remote_code,
+        device=device,
+        adapter_dtype=torch.float32,
+    )
+
+
+def begin_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
+    """``model``, with a new adapter on it if ``config`` asks for one and there is none yet. It adds nothing yet.
+
+    Raises:
+        ModelError: PEFT is not installed, or the model has no such modules.
+    """
+    lora = config.lora
+    if not lora.rank or has_adapter(model):
+        return model
+    return new_adapter(model, lora.rank, alpha_of(config), lora.target_modules, seed)
+
+
+def trainable_shape(config: ModelConfig, model_config: Any) -> Any:
+    """What :func:`load_trainable` and :func:`begin_adapter` make, on the meta device: names, shapes and no numbers.
+
+    Args:
+        config: its path is looked at for an adapter.
+        model_config: Transformers' config of the (base) model.
+
+    Raises:
+        ModelError, ConfigError: as the two.
+    """
+    from transformers import AutoModelForCausalLM
+
+    adapter = find_adapter(config.path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+        if adapter is None:
+            return begin_adapter(model, config, 0)
+        _check_same(adapter, config)
+        return put_on(model, adapter, read=False)
+
+
+def alpha_of(config: ModelConfig) -> float:
+    """What the adapter adds is multiplied by this over its rank."""
+    return 2.0 * config.lora.rank if config.lora.alpha is None else config.lora.alpha
+
+
+def _check_same(adapter: Adapter, config: ModelConfig) -> None:
+    """An adapter's folder says itself what it is; a recipe that says it too must not say something else."""
+    lora, found = config.lora, adapter.settings
+    if not lora.rank:
+        return
+    stated: dict[str, Any] = {"rank": lora.rank, "alpha": alpha_of(config)}
+    held = {"rank": found.get("r", 8), "alpha": found.get("lora_alpha", 8)}
+    if lora.target_modules != "all-linear" and isinstance(found.get("target_modules"), list):
+        stated["target_modules"], held["target_modules"] = (
+            sorted(names) for names in (lora.target_modules, found["target_modules"])
+        )
+    for key, value in stated.items():
+        if held[key] != value:
+            raise ConfigError(
+                f"model.lora.{key}: is {value}, but the adapter {adapter.folder} that training is to go on with has "
+                f"{held[key]}; leave model.lora out, or give its base as model.path for a new adapter"
+            )

@@ -1,0 +1,110 @@
+"""Adam's moments in the host's memory: the same numbers, and on a GPU no more of them there than one group's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from training_cases import SHAPE, make_inputs, make_trainer, random_groups, weights_of
+
+from dapo.algorithm.objective import DapoObjective
+from dapo.training import offload
+from dapo.training.offload import OffloadedAdamW
+from dapo.training.packing import pack
+from dapo.training.snapshot import snapshot
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True}
+
+
+def parameters(device: str = "cpu") -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(300, 20), (7,), (20, 20), (500, 3), (1,)]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
+
+
+def steps(optimizer: torch.optim.Optimizer, values: list[torch.nn.Parameter], count: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for parameter in values[:-1]:  # one never has a gradient
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        optimizer.step()
+
+
+def same_numbers(device: str) -> None:
+    plain, ours = parameters(device), parameters(device)
+    theirs = torch.optim.AdamW(plain, **SETTINGS)
+    offloaded = OffloadedAdamW(ours, group_numbers=1000, **SETTINGS)
+    assert [len(group["params"]) for group in offloaded.param_groups] == [1, 2, 1, 1], "6000 | 7 + 400 | 1500 | 1"
+    steps(theirs, plain, 3)
+    steps(offloaded, ours, 3)
+    for number, (one, other) in enumerate(zip(plain, ours, strict=True)):
+        assert torch.equal(one, other), number
+    assert {t.device.type for s in offloaded.state.values() for n, t in s.items() if n != "step"} == {"cpu"}
+    resumed = OffloadedAdamW(ours, group_numbers=100, **SETTINGS)  # other groups
+    resumed.load_state_dict(offloaded.state_dict())
+    steps(theirs, plain, 2, seed=1)
+    steps(resumed, ours, 2, seed=1)
+    for number, (one, other) in enumerate(zip(plain, ours, strict=True)):
+        assert torch.equal(one, other), number
+
+
+def test_the_numbers_are_those_of_adamw() -> None:
+    same_numbers("cpu")
+
+
+@pytest.mark.gpu
+def test_the_numbers_are_those_of_adamw_on_a_gpu() -> None:
+    same_numbers("cuda")
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_the_moments_of_one_group() -> None:
+    values = [torch.nn.Parameter(torch.ones(2**20, device="cuda")) for _ in range(32)]
+    optimizer = OffloadedAdamW(values, group_numbers=2**21, **SETTINGS)
+    for parameter in values:
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        assert torch.cuda.max_memory_allocated() - before < 3 * 2 * 4 * 2**21, "of 16 groups"
+        assert torch.cuda.memory_allocated() - before < 2**16
+    moments = optimizer.state[values[0]]
+    assert moments["exp_avg"].is_pinned() and moments["exp_avg_sq"].is_pinned()
+
+
+def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(OffloadedAdamW):
+        def __init__(self, parameters, **settings):  # type: ignore[no-untyped-def]
+            super().__init__(parameters, group_numbers=4000, **settings)
+
+    monkeypatch.setattr("dapo.training.trainer.OffloadedAdamW", Cut)
+    batch = pack(random_groups(SHAPE))
+    inputs = make_inputs(batch)
+    plain, ours = make_trainer(), make_trainer(offload_optimizer=True)
+    assert len(ours._optimizer.param_groups) > 3
+    for trainer in (plain, ours):
+        trainer.begin_step(0)
+        assert trainer.update(batch, inputs, DapoObjective()).skipped is None
+    assert torch.equal(weights_of(plain), weights_of(ours))
+    frozen = snapshot(ours)
+    frozen.save(tmp_path / "model")
+    frozen.save_state(tmp_path / "optimizer")
+    resumed = make_trainer(offload_optimizer=True, seed=1)
+    resumed.load(tmp_path / "model")
+    resumed.load_state(tmp_path / "optimizer")
+    for trainer in (plain, resumed):
+        trainer.begin_step(1)
+        trainer.update(batch, inputs, DapoObjective())
+    assert torch.equal(weights_of(plain), weights_of(resumed))
+    assert resumed.learning_rate == plain.learning_rate
+
+
+def test_memory_to_come_is_that_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = sum(p.numel() for p in make_trainer().policy.model.parameters())
+    assert make_trainer().bytes_to_come == 12 * numbers
+    assert make_trainer(offload_optimizer=True).bytes_to_come == 12 * numbers, "it is smaller than a group"
+    monkeypatch.setattr("dapo.training.trainer.GROUP_NUMBERS", 1000)
+    assert numbers < offload.GROUP_NUMBERS
+    assert make_trainer(offload_optimizer=True).bytes_to_come == 4 * numbers + 8 * 1000
