@@ -758,7 +758,7 @@ def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: 
             asyncio.run(notebook())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert experiment.steps_done < 1000
+    assert experiment.at.steps_done < 1000
     assert (last_checkpoint(tmp_path / "run") / "model").is_dir()
 
 

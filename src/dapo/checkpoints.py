@@ -336,6 +336,27 @@ class CheckpointWriter:
             )
         return self._result()
 
+    async def close(self, limit_s: float, then: Callable[[], object]) -> None:
+        """Wait for the checkpoint that is being written, but not for long; one that is not done is named.
+
+        Args:
+            limit_s: seconds to wait.
+            then: called once nothing is being written any more, be that later and in another thread.
+        """
+        if self._under_way is None:
+            then()
+            return
+        done, snapshot, _ = self._under_way
+        done.add_done_callback(lambda _: then())
+        await asyncio.wait({asyncio.wrap_future(done)}, timeout=limit_s)
+        if not done.done():
+            self._tell(
+                f"{snapshot.place.name}: was waited for another {limit_s:g} s and is still not written; "
+                "the run folder stays locked until it is, or until this process ends"
+            )
+        elif isinstance(error := done.result(), BaseException):
+            self._tell(str(error))
+
     def _result(self) -> Path:
         assert self._under_way is not None
         outcome, self._under_way = self._under_way[0].result(), None
