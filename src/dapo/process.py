@@ -10,10 +10,11 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -73,6 +74,32 @@ async def closed_in_time(close: Callable[[], Awaitable[None]], limit_s: float) -
         return False
     task.result()
     return True
+
+
+@contextlib.contextmanager
+def awake_for_signals() -> Iterator[None]:
+    """Inside, a signal wakes the event loop, which has to be that of the main thread; in others nothing happens.
+
+    Python runs handlers in the main thread, once that gets to it. A signal that another thread receives, or that comes
+    in the instant between letting go of the interpreter and going to sleep, leaves the loop asleep until something
+    else happens, which may be the end of an update. ``loop.add_signal_handler`` would wake it too, but takes the place
+    of the handler, which could then no longer end a process whose loop does not turn.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, (heard, told) = asyncio.get_running_loop(), socket.socketpair()
+    heard.setblocking(False)
+    told.setblocking(False)
+    loop.add_reader(heard, heard.recv, 4096)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        loop.remove_reader(heard)
+        heard.close()
+        told.close()
 
 
 RESUMABLE = 75
