@@ -148,7 +148,7 @@ def test_out_of_time_it_ends_with_the_last_checkpoint_and_says_what_it_waited_fo
     process.send_signal(signal.SIGTERM)
     code, text = ended(process, 10)
     assert code == RESUMABLE and time.monotonic() - sent < 5
-    assert "waited for what was under way; there is no checkpoint yet" in text
+    assert "waited for update 1 of 2, in step 1; there is no checkpoint yet" in text
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,11 @@ class CheckpointWriter:
         self.longest_s = 0.0
         """What the slowest write so far took."""
 
+    @property
+    def under_way(self) -> str | None:
+        """Name of the checkpoint that is being written."""
+        return self._under_way and self._under_way[1].place.name
+
     def begin(self, snapshot: Snapshot) -> None:
         """Start to write. The one before has to be settled: two at once would take the memory of two snapshots."""
         if self._under_way is not None:
@@ -295,7 +300,8 @@ class CheckpointWriter:
                 done.set_result(self._save(snapshot, loop))
             except BaseException as error:  # for who waits, who may be gone by now
                 done.set_result(error)
-            self.longest_s = max(self.longest_s, time.monotonic() - started)
+            if snapshot.bytes:  # otherwise there was nothing to write
+                self.longest_s = max(self.longest_s, time.monotonic() - started)
 
         limit = time.monotonic() + WAIT_S + snapshot.bytes / SLOWEST_DISK
         self._under_way = done, snapshot, limit

@@ -126,6 +126,7 @@ class Experiment:
             step, clock = self.at.steps_done, Clock(self.at.step.seconds if self.at.step else None)
             self.trainer.begin_step(step)
             if self.at.step is None:  # otherwise it was resumed inside of this step
+                self._waits_for("the rollout", step)
                 fill = await self.buffer.fill(step)
                 clock.lap("rollout")
                 self.at.step = StepUnderWay(fill, clock.laps)
@@ -133,24 +134,32 @@ class Experiment:
             self.monitor.begin(work.fill.sampled)
             await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
             if work.batch is None:
+                self._waits_for("the batch to be prepared", step)
                 work.batch = await in_thread(self.preparer.batch, work.fill.groups, self.trainer.version)
                 clock.lap("prepare")
             updates = self.preparer.updates(work.batch.packed, done=len(work.reports))
+            count = self.preparer.count(work.batch.packed)
             objective = unless(self._out_of_time, self.preparer.objective)
             while update := await in_thread(next, updates, None):
+                self._waits_for(f"update {len(work.reports) + 1} of {count}", step)
                 await in_thread(work.apply, self.trainer, update, objective)
                 give_back_memory()
                 clock.lap("update")
+            self._waits_for("the weights to be handed to the engine", step)
             await self.engine.load_weights(*self.trainer.publish())
             await self.engine.wake()
             clock.lap("sync")
             evaluation = await self._maybe_evaluate(step + 1, clock)
+            self._waits_for("metrics and samples to be written", step)
             await self._record(step + 1, work, evaluation)
             self.preparer.observe(work.reports, work.batch)
             self.monitor.settle()
             self.alarms.settle()
             self.at.steps_done, self.at.step = step + 1, None
             await self.keeper.maybe_save(last=step + 1 == self.config.training.steps or self.best.converged)
+
+    def _waits_for(self, what: str, step: int) -> None:
+        self.stopping.doing = f"{what}, in step {step + 1}"
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
@@ -212,7 +221,7 @@ class Experiment:
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
         self.keeper = self._keeper(folder)
         self._resources.push_async_callback(self.keeper.close)
-        self.trainer.faults = FaultFolder(folder.root / "faults", self.template.decode)
+        self.trainer.faults = FaultFolder(folder.faults, self.template.decode)
         self.stopping.run = folder.root
         latest, kept = None, None
         if resumed is not None:
@@ -266,6 +275,7 @@ class Experiment:
         """Evaluate the engine's present weights on the held-out rows, if there are any."""
         if not self.heldout:
             return None
+        self.stopping.doing = f"the evaluation {name}"
         self.listener.phase(f"evaluating {name}")
         found = await evaluate(
             self.heldout, self.engine, self.scorer, self.template.decode, self.config, self.listener.advance
@@ -276,7 +286,6 @@ class Experiment:
     async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
         self.at.seconds.lap("rl")
-        self.stopping.doing = "the checkpoint to be written"
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
         if self.stopping.signal is not None:

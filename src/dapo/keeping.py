@@ -16,15 +16,19 @@ from typing import Any, Protocol
 from dapo.checkpoints import FORMAT, Checkpoints, CheckpointWriter, Place, Snapshot
 from dapo.config.sections import RunConfig
 from dapo.evaluation.best import Best
-from dapo.files import new_folder, writing
+from dapo.files import flush_to_disk, new_folder, writing
 from dapo.process import Clock, Stopping, in_thread
 from dapo.run_folder import RunFolder
 from dapo.state import EncodedState, read_state
 from dapo.step_under_way import StepUnderWay
-from dapo.training.snapshot import snapshot, snapshot_bytes
+from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
 
 CLOSE_SECONDS = 30.0
+EXPECTED_RATE = 100e6
+"""Bytes a second that a disk is taken to write, flush and read again for the hashes, before it has shown what it does.
+Two busy cores with an ordinary disk did 125 to 230 million."""
+_AT_LEAST_S = 2.0
 _SINCE_LATER = ("alarms",)
 """Roles whose state older checkpoints lack."""
 
@@ -114,6 +118,8 @@ class Keeper:
         One that is not done in half a minute is named and not waited for; the folder stays locked until it is done or
         the process ends.
         """
+        if self._writer.under_way:
+            self._stopping.doing = f"the checkpoint {self._writer.under_way} to be written"
         await self._writer.close(CLOSE_SECONDS, then=self._lock.close)
 
     # -- weights ---------------------------------------------------------------------------------------------------
@@ -164,6 +170,7 @@ class Keeper:
         step = self._at.step
         updates = len(step.reports) if step else 0
         place = Place(self._at.steps_done, updates, not updates and (step is not None or sampling))
+        self._stopping.doing = f"the state to be copied for the checkpoint {place.name}"
         self._writer.begin(await in_thread(self._snapshot, place))
         if wait:
             await self.settle()
@@ -174,6 +181,8 @@ class Keeper:
         Raises:
             UserError: it cannot be written.
         """
+        if self._writer.under_way:
+            self._stopping.doing = f"the checkpoint {self._writer.under_way} to be written"
         saved = await self._writer.settle()
         self._stopping.saved = saved or self._stopping.saved
 
@@ -192,6 +201,8 @@ class Keeper:
                 self._tokenizer.save_pretrained(staging)
             trainer.save_state(folder / "optimizer")
             state.write(folder)
+            if self._folder.metrics.exists():  # the lines up to here are as safe as what goes on after them
+                flush_to_disk(self._folder.metrics)
 
         return Snapshot(place, write, snapshot_bytes(trainer) + state.bytes, best)
 
@@ -243,5 +254,9 @@ class Keeper:
 
     @property
     def seconds_to_save(self) -> float:
-        """What to set aside of the time that a signal leaves: half of it, or three times what the longest took."""
-        return min(float(self._config.stop_within_s) / 2, 3 * self._writer.longest_s + 10)
+        """What to set aside of the time that a signal leaves: half of it, or three times what a checkpoint takes.
+
+        That is what the longest one took, or, as long as there was none, what its size lets expect.
+        """
+        takes = self._writer.longest_s or expected_bytes(self._trainer) / EXPECTED_RATE
+        return min(float(self._config.stop_within_s) / 2, 3 * takes + _AT_LEAST_S)

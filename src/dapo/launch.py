@@ -36,6 +36,7 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
     Arguments and errors as for :func:`run_experiment`.
     """
     if stopping is not None:
+        stopping.within_s = experiment.config.run.stop_within_s
         stopping.run = stopping.run or experiment.stopping.run
         experiment.stopping = stopping
     stop: list[Callable[[], object]] = []

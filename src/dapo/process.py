@@ -119,6 +119,7 @@ class Stopping:
     ends, whatever it is at. The second signal ends it at once. What waits, waits for what ``doing`` names.
 
     Attributes:
+        within_s: seconds from the first signal to the end of the process.
         signal: the first one that came.
         doing: what is waited for, for messages.
         run: folder of the run that can go on; None: there is none yet.
@@ -135,7 +136,7 @@ class Stopping:
         self.doing = "what was under way"
         self.run: Path | None = None
         self.saved: Path | None = None
-        self._within_s = within_s
+        self.within_s = within_s
         self._code_of = code_of
         self._since = math.inf
         self._ask: Callable[[], object] | None = None
@@ -166,7 +167,7 @@ class Stopping:
     @property
     def seconds_left(self) -> float:
         """Until the process is ended; infinite as long as no signal has come."""
-        return self._within_s - (time.monotonic() - self._since) if self.signal else math.inf
+        return self.within_s - (time.monotonic() - self._since) if self.signal else math.inf
 
     @property
     def exit_code(self) -> int:
@@ -194,17 +195,17 @@ class Stopping:
                 self._end(128 + number, f"a second signal, {signal.Signals(number).name}: ended at once")
             return
         self.signal, self._since = signal.Signals(number), time.monotonic()
-        self._later(self._within_s, self._out_of_time)  # first: whatever happens to the rest, the process ends
+        self._later(self.within_s, self._out_of_time)  # first: whatever happens to the rest, the process ends
         if self._ask is None:
             raise KeyboardInterrupt
-        _tell(f"{self.signal.name}: stopping, within {self._within_s:g} s (run.stop_within_s); again to end at once")
+        _tell(f"{self.signal.name}: stopping, within {self.within_s:g} s (run.stop_within_s); again to end at once")
         self._ask()
 
     def _out_of_time(self) -> None:
         left = f"the run can go on from {self.saved}" if self.saved else "there is no checkpoint yet"
         self._end(
             self.exit_code,
-            f"the {self._within_s:g} s of run.stop_within_s are over, and it still waited for {self.doing}; {left}",
+            f"the {self.within_s:g} s of run.stop_within_s are over, and it still waited for {self.doing}; {left}",
         )
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:

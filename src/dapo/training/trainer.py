@@ -352,9 +352,8 @@ class Trainer:
         Raises:
             NumericalError: too many in a row.
         """
-        fault = self._diagnosis(batch, inputs, objective)  # may be stopped: count it after
-        self.skipped_updates += 1
-        self._skipped_in_row += 1
+        fault = self._diagnosis(batch, inputs, objective)
+        in_row = self._skipped_in_row + 1
         reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"
         if self.faults is not None:
             facts = {
@@ -362,7 +361,7 @@ class Trainer:
                 "update": self._tried + 1,
                 "loss": loss,
                 "grad_norm": norm,
-                "skipped_in_row": self._skipped_in_row,
+                "skipped_in_row": in_row,
                 "learning_rate": self.learning_rate,
                 "policy_version": self.version,
                 "updates_before": self.updates,
@@ -373,12 +372,14 @@ class Trainer:
             }
             name = f"step-{self._step + 1:05d}-update-{self._tried + 1}"
             reason += f"; {self.faults.write(name, fault, batch, inputs, facts)}"
-        if self._skipped_in_row >= self._config.max_skipped_updates:
+        if in_row >= self._config.max_skipped_updates:  # not counted: it is made again when the run goes on
             raise NumericalError(
-                f"{self._skipped_in_row} updates in a row (training.max_skipped_updates) were not finite, the last "
+                f"{in_row} updates in a row (training.max_skipped_updates) were not finite, the last "
                 f"with {reason}. The weights are those before them, the learning rate was {self.learning_rate:g}. What "
                 f"to try: {fault.advice}"
             )
+        self.skipped_updates += 1
+        self._skipped_in_row = in_row
         return f"not finite: {reason}"
 
 
