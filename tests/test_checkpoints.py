@@ -6,7 +6,9 @@ The number of an entry is that of the public failure cases.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -20,11 +22,17 @@ import torch
 
 from dapo import checkpoints as module
 from dapo.checkpoints import MANIFEST, Checkpoints, CheckpointWriter, Place, Snapshot, damages
+from dapo.config import EvaluationConfig
 from dapo.errors import UserError
+from dapo.evaluation.best import Best
 from dapo.inputs import Inputs
+from dapo.keeping import Keeper, RunState
 from dapo.launch import run_experiment
+from dapo.process import Stopping
 from dapo.run_folder import RunFolder
-from dapo.training.snapshot import snapshot, snapshot_bytes
+from dapo.training import checkpoint
+from dapo.training.checkpoint import load_tensors, save_tensors
+from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model, weights_hash
 
@@ -181,7 +189,9 @@ def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     plain, slow = Trainer.save_state, []
 
     def save_state(self: Trainer, folder: Path) -> None:
-        time.sleep(0.5)
+        deadline = time.monotonic() + 20
+        while not slow and len(steps_of(tmp_path)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
         slow.append(len(steps_of(tmp_path)))
         plain(self, folder)
 
@@ -270,6 +280,102 @@ def test_a_writer_that_hangs_is_not_waited_for_without_end(tmp_path: Path, monke
 
     asyncio.run(main())
     release.set()
+
+
+def test_the_run_folder_stays_locked_as_long_as_a_writer_hangs_that_is_not_waited_for(tmp_path: Path) -> None:
+    release, said, lock = threading.Event(), list[str](), contextlib.ExitStack()
+    folder = RunFolder(tmp_path)
+    lock.enter_context(folder.lock())
+
+    async def main() -> None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), said.append)
+        writer.begin(a_snapshot(1, write=lambda folder: release.wait(5) and None))
+        await writer.close(0.05, then=lock.close)
+
+    asyncio.run(main())
+    assert said == [
+        "step-00001: was waited for another 0.05 s and is still not written; the run folder stays locked until it is, "
+        "or until this process ends"
+    ]
+    with pytest.raises(UserError, match="another process is writing"), folder.lock():
+        pass
+    release.set()
+    with folder.lock():  # which is waited for for a second
+        assert Checkpoints(tmp_path).places() == [Place(1)]
+
+
+def test_a_writer_that_is_done_or_was_never_begun_frees_the_folder_at_once(tmp_path: Path) -> None:
+    said, freed = list[str](), list[int]()
+
+    async def main() -> None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), said.append)
+        await writer.close(5, then=lambda: freed.append(1))
+        writer.begin(a_snapshot(1))
+        await writer.close(5, then=lambda: freed.append(2))
+
+    asyncio.run(main())
+    assert freed == [1, 2] and not said and Checkpoints(tmp_path).places() == [Place(1)]
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    plain = os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        plain(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run(tmp_path / "run", {"training.steps": 1})
+    marker = next(i for i, name in enumerate(flushed) if name.startswith(f".{MANIFEST}"))
+    assert "metrics.jsonl" in flushed[:marker]
+
+
+def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_model(), config_for(tmp_path).training, 1.0)
+    count = sum(p.numel() for p in trainer.policy.model.parameters())
+    assert expected_bytes(trainer) == 12 * count  # before the first update too
+    folder, best = RunFolder(tmp_path), Best(EvaluationConfig())
+    config = config_for(tmp_path, {"run.stop_within_s": 100}).run
+    keeper = Keeper(folder, config, RunState(), best, {}, trainer, TOKENIZER, Stopping(), print)
+    assert keeper.seconds_to_save == pytest.approx(3 * 12 * count / 100e6 + 2)
+    keeper._writer.longest_s = 7.0
+    assert keeper.seconds_to_save == 23
+    keeper._writer.longest_s = 70.0
+    assert keeper.seconds_to_save == 50  # half of the time
+
+
+def test_an_optimizer_that_is_too_large_for_one_file_goes_into_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: torch.full((size,), float(size)) for name, size in (("a", 3), ("b", 4), ("c", 20), ("d", 1))}
+    save_tensors(tmp_path / "one", tensors, {"version": 3})
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 32)
+    save_tensors(tmp_path / "many", tensors, {"version": 3})
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {"trainer.safetensors", "trainer.json"}
+    shards = [f"trainer-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
+    index = json.loads((tmp_path / "many" / "trainer.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": shards[0], "b": shards[0], "c": shards[1], "d": shards[2]}
+    assert index["metadata"] == {"total_size": 112}
+    for folder in ("one", "many"):
+        found, metadata = load_tensors(tmp_path / folder)
+        assert metadata == {"version": 3} and found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    (tmp_path / "many" / shards[1]).unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tensors(tmp_path / "many")
+
+
+def test_a_run_goes_on_from_an_optimizer_in_several_files_as_from_one(
+    tmp_path: Path, done: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    run(tmp_path / "run", EACH | {"training.steps": 2})
+    assert len(list((RunFolder(tmp_path / "run").checkpoints / "step-00002" / "optimizer").glob("*-of-*"))) > 2
+    go_on(tmp_path / "run")
+    assert weights_hash(RunFolder(tmp_path / "run").model_after) == weights_hash(RunFolder(done).model_after)
 
 
 def test_a_cancelled_wait_leaves_the_write_alone(tmp_path: Path) -> None:

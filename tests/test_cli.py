@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,20 @@ def test_demo_hands_over_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(calls[0][2], Console)  # for the comparison at the end
     assert run("demo", "--quiet").output == ""
     assert calls[1][0] == [] and calls[1][2] is None
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_signal_ends_a_demo_as_it_ends_a_training(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    def demo(overrides: Any, listener: Any, console: Any, stopping: Any) -> None:
+        stopping.run = Path("runs/cpu-demo") if begun else None
+        signal.raise_signal(signal.SIGTERM)
+
+    replace_run(monkeypatch, {})
+    monkeypatch.setattr(sys.modules["dapo.demo"], "run_demo", demo)
+    result = run("demo")
+    assert result.exit_code == (75 if begun else 143)
+    said = "to go on: dapo train --resume runs/cpu-demo" if begun else "before the run had begun"
+    assert f"stopped by SIGTERM, {said}" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("command", [["train", "r.yaml"], ["demo"]])

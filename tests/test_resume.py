@@ -409,9 +409,11 @@ def test_half_written_checkpoints_are_not_seen_and_go_away(tmp_path: Path) -> No
     run(tmp_path, LONG | {"training.steps": 2}, heldout=PROMPTS[:4])
     half = RunFolder(tmp_path).checkpoints / ".step-00009.123.tmp"
     (half / "model").mkdir(parents=True)
+    fault = RunFolder(tmp_path).faults / ".step-00009-update-1.123.tmp"
+    fault.mkdir(parents=True)
     assert last_checkpoint(tmp_path).name == "step-00002"
     resume(tmp_path)
-    assert not half.exists()
+    assert not half.exists() and not fault.exists()
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import yaml
 
 from dapo.checkpoints import Checkpoints
 from dapo.files import json_line
-from dapo.process import RESUMABLE, Stopping, closed_in_time
+from dapo.process import RESUMABLE, Stopping, awake_for_signals, closed_in_time
 from run_cases import PROMPTS, TOKENIZER, config_for, last_checkpoint, steps_of, tiny_model, weights_hash
 
 REWARD = "def reward(prompt, response, answer):\n    return sum(map(ord, response)) % 4 == 0\n"
@@ -148,7 +148,7 @@ def test_out_of_time_it_ends_with_the_last_checkpoint_and_says_what_it_waited_fo
     process.send_signal(signal.SIGTERM)
     code, text = ended(process, 10)
     assert code == RESUMABLE and time.monotonic() - sent < 5
-    assert "waited for what was under way; there is no checkpoint yet" in text
+    assert "waited for update 1 of 2, in step 1; there is no checkpoint yet" in text
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,34 @@ def test_the_same_signal_passed_on_twice_counts_once() -> None:
         assert stopping.exit_code == RESUMABLE and 55 < stopping.seconds_left <= 60
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer) and not t.finished.is_set()]
+
+
+def test_a_signal_that_another_thread_gets_wakes_the_loop_at_once() -> None:
+    """The main thread sleeps in its event loop and does not take the signal: the kernel gives it to a worker."""
+    heard: list[float] = []
+
+    def work() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        time.sleep(0.3)  # the loop has gone to sleep
+        heard.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5)
+        heard.append(time.monotonic())
+
+    async def main() -> None:
+        with awake_for_signals():
+            stopping.ask(lambda: heard.append(-1.0))
+            await asyncio.to_thread(work)
+            stopping.ask(None)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        with Stopping() as stopping:
+            asyncio.run(main())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert heard[1] == -1.0 and len(heard) == 3  # before the work was at its end
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_what_does_not_close_is_not_waited_for() -> None:

@@ -283,6 +283,11 @@ class CheckpointWriter:
         self.longest_s = 0.0
         """What the slowest write so far took."""
 
+    @property
+    def under_way(self) -> str | None:
+        """Name of the checkpoint that is being written."""
+        return self._under_way and self._under_way[1].place.name
+
     def begin(self, snapshot: Snapshot) -> None:
         """Start to write. The one before has to be settled: two at once would take the memory of two snapshots."""
         if self._under_way is not None:
@@ -295,7 +300,8 @@ class CheckpointWriter:
                 done.set_result(self._save(snapshot, loop))
             except BaseException as error:  # for who waits, who may be gone by now
                 done.set_result(error)
-            self.longest_s = max(self.longest_s, time.monotonic() - started)
+            if snapshot.bytes:  # otherwise there was nothing to write
+                self.longest_s = max(self.longest_s, time.monotonic() - started)
 
         limit = time.monotonic() + WAIT_S + snapshot.bytes / SLOWEST_DISK
         self._under_way = done, snapshot, limit
@@ -335,6 +341,27 @@ class CheckpointWriter:
                 "was waited for long enough"
             )
         return self._result()
+
+    async def close(self, limit_s: float, then: Callable[[], object]) -> None:
+        """Wait for the checkpoint that is being written, but not for long; one that is not done is named.
+
+        Args:
+            limit_s: seconds to wait.
+            then: called once nothing is being written any more, be that later and in another thread.
+        """
+        if self._under_way is None:
+            then()
+            return
+        done, snapshot, _ = self._under_way
+        done.add_done_callback(lambda _: then())
+        await asyncio.wait({asyncio.wrap_future(done)}, timeout=limit_s)
+        if not done.done():
+            self._tell(
+                f"{snapshot.place.name}: was waited for another {limit_s:g} s and is still not written; "
+                "the run folder stays locked until it is, or until this process ends"
+            )
+        elif isinstance(error := done.result(), BaseException):
+            self._tell(str(error))
 
     def _result(self) -> Path:
         assert self._under_way is not None

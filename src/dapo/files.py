@@ -59,14 +59,14 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield staging
         for path in [*staging.rglob("*"), staging]:
-            _flush(path)
+            flush_to_disk(path)
         staging.replace(target)
-        _flush(target.parent)
+        flush_to_disk(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """fsync a file or a folder (its list of names)."""
     handle = os.open(path, os.O_RDONLY)
     try:

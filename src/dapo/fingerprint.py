@@ -20,6 +20,32 @@ _ALL_UP_TO = 2**28
 """Weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds."""
 
 
+def fingerprint(
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    train: Mapping[str, Any],
+    heldout: Sequence[Prompt],
+    reward: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """All that a run starts from.
+
+    Args:
+        config: the recipe.
+        model, tokenizer: loaded.
+        train: fingerprint of the training rows.
+        heldout: to evaluate on.
+        reward: a function passed from Python, which stands in for the recipe's reward.
+    """
+    return {
+        "model": fingerprint_model(model),
+        "tokenizer": fingerprint_tokenizer(tokenizer),
+        "data.train": train,
+        "evaluation.data": fingerprint_prompts(heldout),
+        "reward": fingerprint_reward(config, reward),
+    }
+
+
 def fingerprint_model(model: Any) -> dict[str, Any]:
     """Architecture, number of weights and a hash over them."""
     parameters = list(model.named_parameters())

@@ -16,13 +16,15 @@ from dapo.config import Config
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
-from dapo.model.loading import context_limit
+from dapo.model.adapters import has_adapter
+from dapo.model.loading import context_limit, copy_model, load_model
 from dapo.process import keep_freed_memory
 from dapo.progress import Listener
 from dapo.records import Prompt
 from dapo.reward.build import needs_answer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
+from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
 
 _SHOWN_DOUBTS = 3
@@ -45,6 +47,46 @@ class Inputs:
     engine: Engine | None = None
     folder: RunFolder | None = None
     resume: RunFolder | None = None
+
+
+def policy_model(config: Config, inputs: Inputs, device: torch.device) -> Any:
+    """The model to train, on its device; a new adapter is not on it yet.
+
+    Raises:
+        ModelError: it cannot be loaded, or not be trained.
+    """
+    return load_trainable(inputs.model or config.model.path, config.model, device)
+
+
+def native_engine(
+    config: Config,
+    model: Any,
+    stop_ids: Sequence[int],
+    template: PromptTemplate,
+    heldout: Sequence[Prompt],
+    spare_bytes: int,
+) -> NativeEngine:
+    """The engine of this process, with a copy of the model's weights.
+
+    Args:
+        config: the recipe.
+        model: holds the weights that the run starts from.
+        stop_ids: tokens that end a response.
+        template: gives text for token ids.
+        heldout: prompts that it has to have room for, beside those to train on.
+        spare_bytes: memory to leave to the trainer.
+    """
+    return NativeEngine(
+        copy_model(model, getattr(torch, config.model.compute_dtype)),
+        stop_ids,
+        max_sequence_tokens=longest_sequence(config, heldout),
+        max_concurrent_samples=config.rollout.max_concurrent_samples,
+        cache_bytes=cache_bytes(config),
+        spare_bytes=spare_bytes,
+        deterministic=config.runtime.deterministic,
+        threads=torch.get_num_threads(),
+        decode=template.decode,
+    )
 
 
 def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, listener: Listener) -> PromptSource:

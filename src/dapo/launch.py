@@ -10,7 +10,7 @@ from typing import Any
 from dapo.config import Config
 from dapo.experiment import Experiment
 from dapo.inputs import Inputs
-from dapo.process import Stopped, Stopping
+from dapo.process import Stopped, Stopping, awake_for_signals
 from dapo.progress import Listener
 
 
@@ -36,11 +36,16 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
     Arguments and errors as for :func:`run_experiment`.
     """
     if stopping is not None:
+        stopping.within_s = experiment.config.run.stop_within_s
         stopping.run = stopping.run or experiment.stopping.run
         experiment.stopping = stopping
     stop: list[Callable[[], object]] = []
 
     async def run() -> dict[str, Any]:
+        with awake_for_signals():
+            return await stoppable()
+
+    async def stoppable() -> dict[str, Any]:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))

@@ -125,6 +125,11 @@ class Preparer:
         for batch in islice(batches, done, None):
             yield Update(batch, self._inputs(batch))
 
+    def count(self, packed: PackedBatch) -> int:
+        """How many optimizer steps :meth:`updates` makes of a whole rollout."""
+        training = self._config.training
+        return training.epochs_per_rollout * math.ceil(packed.num_groups / training.groups_per_update)
+
     def state(self) -> dict[str, float]:
         """What a checkpoint has to keep."""
         return self._adaptive.state() if self._adaptive else {}

@@ -10,10 +10,11 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -75,6 +76,32 @@ async def closed_in_time(close: Callable[[], Awaitable[None]], limit_s: float) -
     return True
 
 
+@contextlib.contextmanager
+def awake_for_signals() -> Iterator[None]:
+    """Inside, a signal wakes the event loop, which has to be that of the main thread; in others nothing happens.
+
+    Python runs handlers in the main thread, once that gets to it. A signal that another thread receives, or that comes
+    in the instant between letting go of the interpreter and going to sleep, leaves the loop asleep until something
+    else happens, which may be the end of an update. ``loop.add_signal_handler`` would wake it too, but takes the place
+    of the handler, which could then no longer end a process whose loop does not turn.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, (heard, told) = asyncio.get_running_loop(), socket.socketpair()
+    heard.setblocking(False)
+    told.setblocking(False)
+    loop.add_reader(heard, heard.recv, 4096)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        loop.remove_reader(heard)
+        heard.close()
+        told.close()
+
+
 RESUMABLE = 75
 """Exit code of a run that was told to stop and can go on: EX_TEMPFAIL of sysexits.h."""
 _ECHO_S = 0.1
@@ -92,6 +119,7 @@ class Stopping:
     ends, whatever it is at. The second signal ends it at once. What waits, waits for what ``doing`` names.
 
     Attributes:
+        within_s: seconds from the first signal to the end of the process.
         signal: the first one that came.
         doing: what is waited for, for messages.
         run: folder of the run that can go on; None: there is none yet.
@@ -108,7 +136,7 @@ class Stopping:
         self.doing = "what was under way"
         self.run: Path | None = None
         self.saved: Path | None = None
-        self._within_s = within_s
+        self.within_s = within_s
         self._code_of = code_of
         self._since = math.inf
         self._ask: Callable[[], object] | None = None
@@ -139,7 +167,7 @@ class Stopping:
     @property
     def seconds_left(self) -> float:
         """Until the process is ended; infinite as long as no signal has come."""
-        return self._within_s - (time.monotonic() - self._since) if self.signal else math.inf
+        return self.within_s - (time.monotonic() - self._since) if self.signal else math.inf
 
     @property
     def exit_code(self) -> int:
@@ -167,17 +195,17 @@ class Stopping:
                 self._end(128 + number, f"a second signal, {signal.Signals(number).name}: ended at once")
             return
         self.signal, self._since = signal.Signals(number), time.monotonic()
-        self._later(self._within_s, self._out_of_time)  # first: whatever happens to the rest, the process ends
+        self._later(self.within_s, self._out_of_time)  # first: whatever happens to the rest, the process ends
         if self._ask is None:
             raise KeyboardInterrupt
-        _tell(f"{self.signal.name}: stopping, within {self._within_s:g} s (run.stop_within_s); again to end at once")
+        _tell(f"{self.signal.name}: stopping, within {self.within_s:g} s (run.stop_within_s); again to end at once")
         self._ask()
 
     def _out_of_time(self) -> None:
         left = f"the run can go on from {self.saved}" if self.saved else "there is no checkpoint yet"
         self._end(
             self.exit_code,
-            f"the {self._within_s:g} s of run.stop_within_s are over, and it still waited for {self.doing}; {left}",
+            f"the {self.within_s:g} s of run.stop_within_s are over, and it still waited for {self.doing}; {left}",
         )
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:

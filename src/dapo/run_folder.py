@@ -8,6 +8,7 @@
       fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
+      faults/            a folder for each update that was skipped (training/faults.py)
       tensorboard/       the same metrics as event files, if run.tensorboard asks for them
       checkpoints/       step-00012/ (checkpoints.py)
       model-before/      weights before the first update, Hugging Face layout
@@ -77,6 +78,10 @@ class RunFolder:
         return self.root / "tensorboard"
 
     @property
+    def faults(self) -> Path:
+        return self.root / "faults"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -141,7 +146,7 @@ class RunFolder:
 
     def _clear_unfinished(self) -> None:
         """Remove what a killed process left half-written. Only for who holds the lock."""
-        for folder in (self.root, self.samples, self.checkpoints):
+        for folder in (self.root, self.samples, self.checkpoints, self.faults):
             for path in folder.glob(".*.tmp"):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 

@@ -423,6 +423,7 @@ def test_counters_survive(tmp_path):
     assert again.skipped_updates == 1 and again.publish()[0] == 1  # the unpublished update is not forgotten
     with pytest.raises(NumericalError):
         again.update(batch, make_inputs(batch), poisoned(math.nan))
+    assert again.skipped_updates == 1  # the one that ends a run is made again when that goes on, and counted then
 
 
 def test_damaged_or_foreign_state_is_refused(tmp_path):

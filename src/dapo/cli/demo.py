@@ -10,6 +10,7 @@ import typer
 from dapo.cli.completion import complete_override
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, Quiet
+from dapo.cli.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.terminal import Terminal
 
@@ -41,7 +42,8 @@ def demo(arguments: Arguments = None, quiet: Quiet = False, debug: Debug = False
         try:
             listener.phase("loading")
             run, overrides = _chosen(arguments or [])
-            run(overrides, listener, None if quiet else console)
+            with stopped_by_signals() as stopping:
+                run(overrides, listener, None if quiet else console, stopping)
         finally:
             listener.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +75,7 @@ def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> No
 
     listener = make_listener(quiet)
     try:
-        with stopped_by_signals(config, resume) as stopping:
+        with stopped_by_signals(config.run.stop_within_s, resume) as stopping:
             listener.phase("loading")
             from dapo.inputs import Inputs
             from dapo.launch import run_experiment
@@ -90,18 +91,18 @@ def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> No
 
 
 @contextmanager
-def stopped_by_signals(config: Config, resume: Path | None = None) -> Iterator[Stopping]:
+def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -> Iterator[Stopping]:
     """SIGTERM and Ctrl-C inside of the block stop the run that is in it, within a bounded time, with their exit code.
 
     Args:
-        config: of the run.
+        within_s: seconds from the signal to the end, until the run that begins says how many it has.
         resume: the run that goes on, if it is none that begins.
     """
 
     def code_of(error: BaseException) -> int:
         return exit_code(error) if isinstance(error, UserError) else 70
 
-    with Stopping(config.run.stop_within_s, code_of) as stopping:
+    with Stopping(within_s, code_of) as stopping:
         stopping.run = stopping.saved = resume
         try:
             yield stopping

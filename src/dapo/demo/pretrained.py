@@ -17,6 +17,7 @@ from dapo.config import load_config
 from dapo.demo.word_problems import WordProblem, draw_problems, split_pairs
 from dapo.errors import ConfigError
 from dapo.files import json_line, write_atomic
+from dapo.process import Stopping
 from dapo.progress import Listener
 from dapo.recipes import recipe_path
 
@@ -27,13 +28,19 @@ TRAIN_ROWS, HELDOUT_ROWS = 2000, 240
 SHOWN = 3
 
 
-def run_word_problems(overrides: Sequence[str], listener: Listener, console: Console | None = None) -> dict[str, Any]:
+def run_word_problems(
+    overrides: Sequence[str],
+    listener: Listener,
+    console: Console | None = None,
+    stopping: Stopping | None = None,
+) -> dict[str, Any]:
     """Make the word problems of the run's seed, train on them, and show before and after.
 
     Args:
         overrides: ``section.key=value`` for the recipe; ``seed=7`` is another split of the numbers, other problems and
             another run.
         console: where the comparison is printed; None: nowhere.
+        stopping: as for :func:`~dapo.launch.run_experiment`.
 
     Returns:
         The summary, as in ``summary.json``, with the shares of :func:`shares` before and after.
@@ -53,7 +60,7 @@ def run_word_problems(overrides: Sequence[str], listener: Listener, console: Con
     from dapo.launch import run_to_end
 
     experiment = Experiment(config, listener, Inputs())
-    summary = run_to_end(experiment)
+    summary = run_to_end(experiment, stopping)
     assert experiment.before is not None and experiment.after is not None  # there are held-out rows
     for name, evaluation in (("before", experiment.before), ("after", experiment.after)):
         summary |= {f"{share}_{name}": value for share, value in shares(evaluation).items()}

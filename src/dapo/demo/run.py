@@ -17,6 +17,7 @@ from dapo.demo.task import Expression, draw_expressions, make_model, make_tokeni
 from dapo.demo.warmup import OPERATORS, WarmUp, warm_up
 from dapo.errors import ConfigError
 from dapo.files import json_line, write_atomic
+from dapo.process import Stopping
 from dapo.progress import Listener
 from dapo.recipes import recipe_path
 from dapo.records import Group
@@ -26,12 +27,18 @@ SIZES = {"heldout": 1000, "exam": 300, "train": 4000, "warmup": 30000}
 SHOWN = 3
 
 
-def run_demo(overrides: Sequence[str], listener: Listener, console: Console | None = None) -> dict[str, Any]:
+def run_demo(
+    overrides: Sequence[str],
+    listener: Listener,
+    console: Console | None = None,
+    stopping: Stopping | None = None,
+) -> dict[str, Any]:
     """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
 
     Args:
         overrides: ``section.key=value`` for the recipe; ``seed=7`` is another world, another model and another run.
         console: where the comparison is printed; None: nowhere.
+        stopping: as for :func:`~dapo.launch.run_experiment`.
 
     Returns:
         The summary, as in ``summary.json``.
@@ -50,7 +57,7 @@ def run_demo(overrides: Sequence[str], listener: Listener, console: Console | No
     from dapo.launch import run_to_end
 
     experiment = Experiment(config, listener, Inputs(folder=folder))
-    summary = run_to_end(experiment)
+    summary = run_to_end(experiment, stopping)
     summary |= {
         "greedy_before": summary["accuracy_before"],
         "greedy_after": summary["accuracy_after"],

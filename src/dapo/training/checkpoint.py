@@ -20,6 +20,9 @@ from dapo.files import new_folder, write_json
 from dapo.model.adapters import has_adapter, save_adapter
 
 TENSORS, METADATA = "trainer.safetensors", "trainer.json"
+INDEX = f"{TENSORS}.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Of one file at most, unless a single tensor is larger."""
 
 
 def save_model(model: Any, folder: Path) -> None:
@@ -37,13 +40,21 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write named tensors and JSON metadata.
+    """Write named tensors and JSON metadata. What is too large for one file goes into several, with an index beside
+    them that says which tensor is where, as Transformers does it with weights.
 
     Raises:
         FileExistsError: the folder exists and is not empty.
     """
+    shards = _shards(tensors)
+    names = [TENSORS] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(len(shards))]
     with new_folder(folder) as staging:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, staging / TENSORS)
+        for file, shard in zip(names, shards, strict=True):
+            save_file({name: tensors[name].detach().cpu().contiguous() for name in shard}, staging / file)
+        if len(shards) > 1:
+            places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+            size = sum(map(_bytes, tensors.values()))
+            write_json(staging / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         write_json(staging / METADATA, {**metadata, "tensors": sorted(tensors)})
 
 
@@ -54,7 +65,7 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
         UserError: missing, damaged, or the tensors are not those that the metadata lists.
     """
     try:
-        tensors = load_file(folder / TENSORS)
+        tensors = {name: tensor for file in _files(folder) for name, tensor in load_file(file).items()}
         metadata = json.loads((folder / METADATA).read_text(encoding="utf-8"))
         listed = metadata.pop("tensors")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
@@ -63,3 +74,34 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
         odd = sorted(set(tensors) ^ set(listed))
         raise UserError(f"{folder}: {TENSORS} does not hold what {METADATA} lists; first difference: {odd[0]}")
     return tensors, metadata
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shards(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of the tensors of each file, in their order; at least one file, be it empty."""
+    shards: list[list[str]] = [[]]
+    room = SHARD_BYTES
+    for name, tensor in tensors.items():
+        if shards[-1] and _bytes(tensor) > room:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append(name)
+        room -= _bytes(tensor)
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    stem, dot, ending = TENSORS.rpartition(".")
+    return f"{stem}-{number + 1:05d}-of-{count:05d}{dot}{ending}"
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that the index names; without one there is a single file."""
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / TENSORS]
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return [folder / name for name in sorted({Path(name).name for name in places.values()})]

@@ -39,6 +39,13 @@ def snapshot(trainer: Trainer) -> Trainer:
     return frozen
 
 
+def expected_bytes(trainer: Trainer) -> int:
+    """What the checkpoint of a trainer that has made updates takes: all weights, and two moments of those trained."""
+    weights = sum(p.numel() * p.element_size() for p in trainer.policy.model.parameters())
+    moments = 2 * sum(p.numel() * p.element_size() for p in trainer._parameters.values())
+    return int(weights + moments)
+
+
 def snapshot_bytes(frozen: Trainer) -> int:
     """Size of the tensors of a snapshot, which is what its checkpoint will take on the disk, but for kilobytes."""
     tensors: list[torch.Tensor] = [

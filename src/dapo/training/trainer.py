@@ -126,10 +126,10 @@ class Trainer:
         else:
             model.to(torch.float32)
         model.eval()
-        if config.activation_checkpointing:
-            checkpoint_layers(model)
         if next(model.parameters()).is_cuda:
             compile_layers(model)
+        if config.activation_checkpointing:
+            checkpoint_layers(model)
         self.policy = Policy(model, temperature, config.tokens_per_micro_batch, compute_dtype)
         self.version = 0
         self.updates = 0
@@ -399,9 +399,8 @@ class Trainer:
         Raises:
             NumericalError: too many in a row.
         """
-        fault = self._diagnosis(batch, inputs, objective)  # may be stopped: count it after
-        self.skipped_updates += 1
-        self._skipped_in_row += 1
+        fault = self._diagnosis(batch, inputs, objective)
+        in_row = self._skipped_in_row + 1
         reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"
         if self.faults is not None:
             facts = {
@@ -409,7 +408,7 @@ class Trainer:
                 "update": self._tried + 1,
                 "loss": loss,
                 "grad_norm": norm,
-                "skipped_in_row": self._skipped_in_row,
+                "skipped_in_row": in_row,
                 "learning_rate": self.learning_rate,
                 "policy_version": self.version,
                 "updates_before": self.updates,
@@ -420,12 +419,14 @@ class Trainer:
             }
             name = f"step-{self._step + 1:05d}-update-{self._tried + 1}"
             reason += f"; {self.faults.write(name, fault, batch, inputs, facts)}"
-        if self._skipped_in_row >= self._config.max_skipped_updates:
+        if in_row >= self._config.max_skipped_updates:  # not counted: it is made again when the run goes on
             raise NumericalError(
-                f"{self._skipped_in_row} updates in a row (training.max_skipped_updates) were not finite, the last "
+                f"{in_row} updates in a row (training.max_skipped_updates) were not finite, the last "
                 f"with {reason}. The weights are those before them, the learning rate was {self.learning_rate:g}. What "
                 f"to try: {fault.advice}"
             )
+        self.skipped_updates += 1
+        self._skipped_in_row = in_row
         return f"not finite: {reason}"
 
 
