@@ -10,7 +10,7 @@ from dapo.config import Config
 from dapo.data.template import PromptTemplate
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient, is_path, on_this_machine
-from dapo.errors import ConfigError, DataError, ModelError
+from dapo.errors import ConfigError, DataError, ModelError, first_line
 from dapo.inputs import (
     check_lengths,
     check_vocabulary,
@@ -88,7 +88,7 @@ def check_architecture(patient: Patient) -> Iterator[Finding]:
             return
         found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
     except (ModelError, OSError, ValueError, KeyError) as error:
-        yield Finding("model", "model", "fail", f"model.path: {name}: {_first_line(error)}", fix)
+        yield Finding("model", "model", "fail", f"model.path: {name}: {first_line(error)}", fix)
         return
     try:
         check_supported(found)
@@ -108,10 +108,6 @@ def _absent(patient: Patient, what: str, name: str, file: str) -> Finding | None
     if not on_this_machine(name, file):
         return Finding("model", what, "skip", f"{name} is not on this machine and is not downloaded for a check")
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def check_context(patient: Patient) -> Iterator[Finding]:

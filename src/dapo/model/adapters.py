@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.errors import ModelError
+from dapo.errors import ModelError, first_line
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -126,7 +126,7 @@ def put_on(model: Any, adapter: Adapter) -> Any:
         weights = {name.removeprefix("base_model.model."): tensor for name, tensor in weights.items()}
         report = set_peft_model_state_dict(model, weights)
     except Exception as error:  # layers that are not there, shapes that differ, a damaged file: each raises its own
-        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {_first_line(error)}") from None
+        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {first_line(error)}") from None
     missing = [name for name in report.missing_keys if "lora_" in name]
     for what, names in (("missing", missing), ("unexpected", list(report.unexpected_keys))):
         if names:
@@ -151,9 +151,3 @@ def check_ends(model: Any) -> None:
                 f"the adapter changes the {name}; served are adapters on the linear layers between embedding and "
                 "output head. Merge it into its model instead"
             )
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says: where the first line only announces it, the next one too."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

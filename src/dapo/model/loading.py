@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dapo.errors import ModelError
+from dapo.errors import ModelError, first_line
 from dapo.model.adapters import check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 
@@ -163,13 +163,8 @@ def _explain(what: str, path: str, error: Exception) -> str:
     local = Path(path).expanduser()
     if local.exists() or path.startswith((".", "/", "~")):
         state = "exists but cannot be loaded" if local.exists() else "no such folder"
-        return f"{what} {path}: {state}: {_first_line(error)}"
-    return f"{what} {path}: neither a local folder nor found on the hub: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        return f"{what} {path}: {state}: {first_line(error)}"
+    return f"{what} {path}: neither a local folder nor found on the hub: {first_line(error)}"
 
 
 def check_supported(config: Any) -> None:
