@@ -95,6 +95,11 @@ def _rows(make: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Calla
     return lambda folder: write_rows(folder, make(rows(0, 6)))
 
 
+def _with_solution(row: dict[str, Any], shown: bool = False) -> dict[str, Any]:
+    solution = f"{row['prompt']}{'1+' * 8}0={row['answer']}"
+    return {**row, "solution": solution, "prompt": solution + row["prompt"] if shown else row["prompt"]}
+
+
 def _function(body: str) -> Callable[[Path], object]:
     def plant(folder: Path) -> None:
         (folder / "checker.py").write_text(f"def score(response, answer):\n    return {body}\n", encoding="utf-8")
@@ -166,6 +171,7 @@ def _slow(folder: Path) -> None:
 
 def _run_folder(folder: Path) -> None:
     (folder / "runs/recipe").mkdir(parents=True)
+    (folder / "runs/recipe/metrics.jsonl").touch()
 
 
 def _unreadable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -232,6 +238,61 @@ MISTAKES: dict[str, Mistake] = {
         "warn",
         _rows(lambda all_: [{"prompt": f"{1000 + k}=", "answer": str(1000 + k)} for k in range(60)]),
         "data.prompt_key",
+    ),
+    "prompts that end in their answer": Mistake(
+        "answer-shown",
+        "warn",
+        _rows(lambda all_: [{**r, "prompt": r["prompt"] + r["answer"] * (k == 4)} for k, r in enumerate(all_)]),
+        "row 5 ends in",
+    ),
+    "prompts that hold the solution": Mistake(
+        "answer-shown",
+        "warn",
+        lambda f: (
+            write_rows(f, [_with_solution(r, shown=k < 7) for k, r in enumerate(rows(0, 6))]),
+            write_recipe(f, {"data.max_prompt_length": 40, "rollout.max_response_length": 30}),
+        ),
+        "7 of",
+    ),
+    "no room for the solutions": Mistake(
+        "answer-length",
+        "warn",
+        lambda f: (
+            write_rows(f, [_with_solution(r) for r in rows(0, 6)]),
+            write_recipe(f, {"data.max_prompt_length": 10, "training.tokens_per_micro_batch": 31}),
+        ),
+        "rollout.max_response_length=29 training.tokens_per_micro_batch=39",
+    ),
+    "no room for the answers": Mistake(
+        "answer-length",
+        "warn",
+        _rows(lambda all_: [{**r, "answer": r["answer"] * 30} if k == 7 else r for k, r in enumerate(all_)]),
+        "1 of 60 answers",
+    ),
+    "answers with their marker": Mistake(
+        "gold-is-right",
+        "fail",
+        _rows(lambda all_: [{**r, "answer": "#" + r["answer"]} for r in all_]),
+        'removeprefix("#")',
+    ),
+    "answers with their marker, for a reward without one": Mistake(
+        "answers",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "answer": f"#### {r['answer']}"} for r in rows(0, 6)]),
+            write_recipe(f, {"reward": {"kind": "exact"}}),
+        ),
+        "reward.after='####'",
+    ),
+    "answers with their marker, as mathematics": Mistake(
+        "gold-readable",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "answer": f"#### {r['answer']}"} for r in rows(0, 6)]),
+            write_recipe(f, {"reward": {"kind": "math", "workers": 1}}),
+        ),
+        'removeprefix("#### ")',
+        also=frozenset({"answer-format"}),
     ),
     # model and tokenizer
     "a model that is not there": Mistake("model", "fail", _recipe(model__path="./modell"), "no such folder"),

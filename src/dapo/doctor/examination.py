@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.doctor.finding import Area, Finding
+from dapo.doctor.finding import Area, Finding, area_of
 from dapo.doctor.patient import NotAtHand, Patient, demo_of
 from dapo.errors import ConfigError, UserError
 
@@ -120,7 +120,7 @@ def run_check(patient: Patient, entry: Entry) -> tuple[list[Finding], str | None
         except NotAtHand as absent:
             missing.append(absent.what)
         except UserError as error:
-            findings.append(Finding(entry.area, entry.name, "fail", str(error)))
+            findings.append(Finding(area_of(error, entry.area), entry.name, "fail", str(error)))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"the check itself failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"

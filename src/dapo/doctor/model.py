@@ -28,7 +28,7 @@ def check_device(patient: Patient) -> Iterator[Finding]:
     try:
         patient.device = device_of(patient.config, training=True)
     except ConfigError as error:
-        yield Finding("machine", "device", "fail", str(error), "runtime.device=auto")
+        yield Finding("recipe", "device", "fail", str(error), "runtime.device=auto")
         return
     yield Finding("machine", "device", "pass", f"training runs on {patient.device}")
 
@@ -50,7 +50,7 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
     try:
         patient.template = PromptTemplate(config.data, patient.tokenizer)
     except ConfigError as error:
-        yield Finding("model", "chat-template", "fail", str(error), "data.template=plain")
+        yield Finding("recipe", "chat-template", "fail", str(error), "data.template=plain")
         return
     has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
     yield Finding(
@@ -153,7 +153,7 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
         text = str(error)
         if not set(config.rollout.stop_token_ids).intersection(stop_ids):
             text = text.replace("rollout.stop_token_ids", "eos_token_id of model or tokenizer")
-        yield Finding("model", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
+        yield Finding("recipe", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
     others = _of_another_model(patient, rows)

@@ -151,7 +151,12 @@ def check_run_folder(patient: Patient) -> Iterator[Finding]:
     """Whether the run folder can be made and written to. Leaves nothing behind."""
     run = patient.config.run
     folder = Path(run.dir or "runs/run")
-    if folder.exists() and run.if_exists == "fail":
+    taken = folder.is_dir() and any(folder.iterdir())
+    if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
+        text = f"{folder} holds files that are not a run's, and is not renamed"
+        yield Finding("machine", "run-folder", "fail", text, f"run.dir={folder}-2")
+        return
+    if taken and run.if_exists == "fail":
         yield Finding(
             "machine",
             "run-folder",
@@ -175,7 +180,7 @@ def check_run_folder(patient: Patient) -> Iterator[Finding]:
             "machine", "run-folder", "fail", f"cannot write to {parent}: {reason}", "run.dir=FOLDER on another disk"
         )
         return
-    note = " (the one there is kept under another name)" if folder.exists() else ""
+    note = " (the one there is kept under another name)" if taken else ""
     yield Finding("machine", "run-folder", "pass", f"{folder} can be written{note}")
 
 
