@@ -22,8 +22,10 @@ from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
 from dapo.doctor.finding import Finding, exit_code
 from dapo.doctor.patient import Patient
 from dapo.model.loading import load_model, load_tokenizer
+from dapo.records import Prompt
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
+from dapo.reward.contract import Doubt
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +141,70 @@ def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -
     assert set(found) == {"stop-tokens"} and "rollout.stop_token_ids" in found["stop-tokens"]["fix"]
 
 
-def test_what_would_have_to_be_downloaded_is_said_and_is_no_failure(case: Path) -> None:
+def test_what_would_have_to_be_downloaded_is_said_and_is_no_failure(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "hub_answers", lambda: True)
     done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=somebody/some-model", "--json"])
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and not complaints(told["findings"])
     assert any("not downloaded" in one["found"] for one in told["findings"] if one["status"] == "skip")
+
+
+def test_quiet_names_what_was_not_checked(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "hub_answers", lambda: True)
+    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=somebody/some-model", "--quiet"])
+    line = next(line for line in done.stdout.splitlines() if line.startswith("skip  not checked: "))
+    assert {"tokenizer", "model", "tokens", "weights", "memory"} <= set(
+        line.removeprefix("skip  not checked: ").split(", ")
+    )
+
+
+@pytest.mark.parametrize("command", ["doctor", "train", "evaluate", "generate"])
+def test_without_a_network_a_model_that_is_not_here_fails_without_one_try_to_download_it(
+    case: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda s: pytest.fail("it tries again"))
+    name = "somebody/some-model"
+    arguments = {
+        "doctor": ["recipe.yaml", f"model.path={name}"],
+        "train": ["recipe.yaml", f"model.path={name}"],
+        "evaluate": [name, "--data", "heldout.jsonl"],
+        "generate": [name, "1+1="],
+    }[command]
+    done = CliRunner().invoke(app, [command, *arguments])
+    assert done.exit_code == 1, done.output
+    assert "the hub cannot be reached" in done.output and name in done.output
+
+
+REFUSED = [
+    *("a chat without a template", "an end that is no token", "a GPU that is not there", "an adapter"),
+    *("a run folder that exists", "only prompts that are too long", "another name of the answer"),
+]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_training_ends_with_the_same_exit_code(case: Path, what: str) -> None:
+    MISTAKES[what].plant(case)
+    codes = [
+        CliRunner().invoke(app, [command, "recipe.yaml", "model.path=./model"]).exit_code
+        for command in ("doctor", "train")
+    ]
+    assert codes[0] == codes[1] != 0
+
+
+def test_rows_that_cannot_be_scored_are_a_fault_of_the_data(case: Path) -> None:
+    class Refuses:
+        async def examine(self, prompts: Any) -> Any:
+            return [Doubt(0, "has no tests", unusable=True)]
+
+    config = load_config("recipe.yaml", ["model.path=./model"])
+    found = asyncio.run(rewards.verify(config, Refuses(), [Prompt(0, "1+1=", (), "2")]))  # type: ignore[arg-type]
+    assert [(one.area, one.status) for one in found] == [("data", "fail")]
 
 
 @pytest.mark.parametrize("name", ["cpu-demo", "cpu-smollm2"])

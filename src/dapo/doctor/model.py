@@ -19,6 +19,7 @@ from dapo.inputs import (
     set_threads,
 )
 from dapo.model.adapters import find_adapter
+from dapo.model.hub import from_where, hub_answers
 from dapo.model.loading import check_supported, context_limit, load_model, load_tokenizer, stop_token_ids
 from dapo.progress import QuietListener
 
@@ -39,7 +40,8 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
     name = config.model.tokenizer or config.model.path
     absent = _absent(patient, "tokenizer", name, "tokenizer_config.json")
     if absent:
-        yield absent
+        if absent.status == "skip" or config.model.tokenizer is not None:  # else the model's own line says it
+            yield absent
         return
     try:
         patient.tokenizer = load_tokenizer(name, config.model.trust_remote_code)
@@ -86,7 +88,7 @@ def check_architecture(patient: Patient) -> Iterator[Finding]:
                 "merge it into its base (merge_and_unload) and name that folder",
             )
             return
-        found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code, **from_where(name))
     except (ModelError, OSError, ValueError, KeyError) as error:
         yield Finding("model", "model", "fail", f"model.path: {name}: {first_line(error)}", fix)
         return
@@ -106,6 +108,9 @@ def _absent(patient: Patient, what: str, name: str, file: str) -> Finding | None
     if patient.demo and "/" in name and not Path(name).exists() and name.startswith("runs/"):
         return Finding("model", what, "skip", f"{name} is made by `{patient.demo}`")
     if not on_this_machine(name, file):
+        if not patient.demo and not hub_answers():
+            text = f"{name} is neither a folder nor in the cache of downloads, and the hub cannot be reached from here"
+            return Finding("model", what, "fail", text, "model.path=FOLDER that holds it, or a network")
         return Finding("model", what, "skip", f"{name} is not on this machine and is not downloaded for a check")
     return None
 
@@ -195,7 +200,7 @@ def _with_generation_config(shape: Any, path: str) -> Any:
     from transformers import GenerationConfig
 
     try:
-        shape.generation_config = GenerationConfig.from_pretrained(path)
+        shape.generation_config = GenerationConfig.from_pretrained(path, **from_where(path))
     except (OSError, ValueError):  # there need not be one
         return shape
     return shape

@@ -13,6 +13,7 @@ import torch
 from dapo.errors import ModelError, first_line
 from dapo.model.adapters import check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
+from dapo.model.hub import from_where, hub_answers
 
 # Architectures whose attention goes through the interface and whose tokens and log-probabilities are compared with
 # Transformers' own in tests/rollout. What is not here is refused: a model that runs is not yet a model that is right.
@@ -92,8 +93,9 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, device: torch.device | str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    where = from_where(path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_explain("model", path, error)) from None
     check_supported(config)
@@ -104,6 +106,7 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **where,
             **_straight_to(device),
         )
     except torch.OutOfMemoryError:
@@ -150,7 +153,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         path = adapter.base
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **from_where(path))
     except Exception as error:
         raise ModelError(_explain("tokenizer", path, error)) from None
     # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
@@ -164,6 +167,11 @@ def _explain(what: str, path: str, error: Exception) -> str:
     if local.exists() or path.startswith((".", "/", "~")):
         state = "exists but cannot be loaded" if local.exists() else "no such folder"
         return f"{what} {path}: {state}: {first_line(error)}"
+    if not hub_answers():
+        return (
+            f"{what} {path}: neither a folder nor in the cache of downloads, and the hub cannot be reached from here "
+            "(no network, or HF_HUB_OFFLINE is set); name a folder that holds it"
+        )
     return f"{what} {path}: neither a local folder nor found on the hub: {first_line(error)}"
 
 
