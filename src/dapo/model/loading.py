@@ -13,7 +13,7 @@ import torch
 from dapo.errors import ModelError, first_line
 from dapo.model.adapters import check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
-from dapo.model.hub import from_where, hub_answers
+from dapo.model.hub import from_where, hub_answers, unreachable
 
 # Architectures whose attention goes through the interface and whose tokens and log-probabilities are compared with
 # Transformers' own in tests/rollout. What is not here is refused: a model that runs is not yet a model that is right.
@@ -168,10 +168,7 @@ def _explain(what: str, path: str, error: Exception) -> str:
         state = "exists but cannot be loaded" if local.exists() else "no such folder"
         return f"{what} {path}: {state}: {first_line(error)}"
     if not hub_answers():
-        return (
-            f"{what} {path}: neither a folder nor in the cache of downloads, and the hub cannot be reached from here "
-            "(no network, or HF_HUB_OFFLINE is set); name a folder that holds it"
-        )
+        return unreachable(what, path)
     return f"{what} {path}: neither a local folder nor found on the hub: {first_line(error)}"
 
 
