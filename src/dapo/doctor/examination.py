@@ -40,7 +40,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All checks, what others need first. Loads torch."""
-    from dapo.doctor import memory, model, rewards, rows, sampling, settings
+    from dapo.doctor import host, memory, model, rewards, rows, sampling, settings
 
     return [
         Entry("settings", "recipe", settings.check_settings),
@@ -56,6 +56,7 @@ def entries() -> list[Entry]:
         Entry("context", "model", model.check_context),
         Entry("disk", "machine", settings.check_disk),
         Entry("memory", "machine", memory.check_memory),
+        Entry("snapshot", "machine", host.check_snapshot),
         Entry("weights", "model", model.check_weights, 300.0),
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
@@ -163,7 +164,7 @@ async def brief(
     """
     import asyncio
 
-    from dapo.doctor import memory, rewards, rows, settings
+    from dapo.doctor import host, memory, rewards, rows, settings
     from dapo.doctor import model as models
 
     patient = Patient(
@@ -186,6 +187,7 @@ async def brief(
     ]
     if device.type != "cuda":  # there the engine has taken what is free by now
         checks.append(Entry("memory", "machine", memory.check_memory, 5.0))
+    checks.append(Entry("snapshot", "machine", host.check_snapshot, 5.0))
     found = await asyncio.to_thread(lambda: list(run_checks(patient, checks)))
     if scorer is not None and config.reward.kind in ("math", "exact", "code", "function"):
         prompts = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
