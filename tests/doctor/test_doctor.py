@@ -21,11 +21,13 @@ from dapo.doctor import memory, model, rewards, sampling, settings
 from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
 from dapo.doctor.finding import Finding, exit_code
 from dapo.doctor.patient import Patient
+from dapo.doctor.reading import as_batch
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import Doubt
+from dapo.training.policy import Policy
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,28 @@ def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pyte
     copy = sampling.copy_model
     monkeypatch.setattr(sampling, "copy_model", stale)
     assert set(complaints(doctor(code=0))) == {"agreement"}
+
+
+def test_a_model_that_learned_other_ids_is_told_by_what_it_cannot_read(case: Path) -> None:
+    """The model is taught to read the very prompts; then its tokenizer's letters change places."""
+    tokenizer, taught = load_tokenizer("./model"), load_model("./model")
+    texts = [tokenizer(row["prompt"] + "#" + row["answer"])["input_ids"] for row in rows(0, 6)]
+    policy = Policy(taught, 1.0, 4096, torch.float32)
+    optimizer = torch.optim.Adam(taught.parameters(), lr=0.01)
+    batch = as_batch([(text[:1], text[1:]) for text in texts], policy.device)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (-policy.evaluate(batch)[0].mean()).backward()
+        optimizer.step()
+    taught.save_pretrained("model")
+    assert not complaints(doctor())
+    file = case / "model/tokenizer.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    letters = {token: number for token, number in found["model"]["vocab"].items() if not token.startswith("<")}
+    numbers = [*letters.values()]
+    found["model"]["vocab"] |= dict(zip(letters, numbers[1:] + numbers[:1], strict=True))
+    file.write_text(json.dumps(found), encoding="utf-8")
+    assert set(complaints(doctor(code=0))) == {"reading"}
 
 
 def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All checks, what others need first. Loads torch."""
-    from dapo.doctor import host, memory, model, rewards, rows, sampling, settings
+    from dapo.doctor import host, memory, model, reading, rewards, rows, sampling, settings
 
     return [
         Entry("settings", "recipe", settings.check_settings),
@@ -60,6 +60,7 @@ def entries() -> list[Entry]:
         Entry("weights", "model", model.check_weights, 300.0),
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
+        Entry("reading", "model", reading.check_reading, 120.0),
         Entry("agreement", "model", sampling.check_agreement, 120.0),
         Entry("probe", "data", sampling.check_probe, sampling.PROBE_SECONDS + 30.0),
     ]
