@@ -294,7 +294,36 @@ MISTAKES: dict[str, Mistake] = {
         'removeprefix("#### ")',
         also=frozenset({"answer-format"}),
     ),
+    "lists of answers": Mistake(
+        "bad-rows", "fail", _rows(lambda all_: [{**r, "answer": [r["answer"]]} for r in all_]), "one answer in each row"
+    ),
+    "a table of commas": Mistake(
+        "bad-rows", "fail", lambda f: (f / "train.jsonl").write_text("prompt,answer\n1+1=,2\n"), "such as CSV"
+    ),
+    "another encoding": Mistake(
+        "bad-rows",
+        "fail",
+        lambda f: (f / "train.jsonl").write_text((f / "train.jsonl").read_text(), encoding="utf-16"),
+        "as UTF-8",
+    ),
+    "one prompt in all rows": Mistake(
+        "conflicts", "warn", _rows(lambda all_: [{**r, "prompt": "0+0="} for r in all_]), "the key of the question"
+    ),
+    "prompts and answers that were swapped": Mistake(
+        "answers",
+        "warn",
+        _rows(lambda all_: [{"prompt": f"{k}", "answer": f"{r['prompt']}{k}"} for k, r in enumerate(all_)]),
+        "were they swapped",
+    ),
+    "prompts that end in a space": Mistake(
+        "prompt-end", "warn", _rows(lambda all_: [{**r, "prompt": r["prompt"] + " "} for r in all_]), "60 of 60"
+    ),
+    "a stop before the answer": Mistake("settings", "warn", _recipe(rollout__stop=["#"]), "rollout.stop=[]"),
+    "a KL that outweighs the reward": Mistake(
+        "settings", "warn", _recipe(algorithm__kl={"mode": "loss", "coef": 100.0}), "algorithm.kl.coef=0.001"
+    ),
     # model and tokenizer
+    "a file for a model": Mistake("model", "fail", _recipe(model__path="model/config.json"), "is a file"),
     "a model that is not there": Mistake("model", "fail", _recipe(model__path="./modell"), "no such folder"),
     "an adapter": Mistake("model", "fail", _adapter, "merge_and_unload"),
     "an architecture that is not computed here": Mistake(

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
@@ -17,13 +18,13 @@ from dapo.cli import app
 from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
-from dapo.doctor import memory, model, rewards, sampling, settings
+from dapo.doctor import host, memory, model, rewards, sampling, settings
 from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
 from dapo.doctor.finding import Finding, exit_code
 from dapo.doctor.patient import Patient
 from dapo.doctor.reading import as_batch
 from dapo.model.loading import load_model, load_tokenizer
-from dapo.records import Prompt
+from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import Doubt
@@ -80,7 +81,7 @@ def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
 def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what: str) -> None:
     mistake = MISTAKES[what]
     mistake.plant(case)
-    arguments = [] if what == "a model that is not there" else ["model.path=./model"]
+    arguments = [] if what in ("a model that is not there", "a file for a model") else ["model.path=./model"]
     done = CliRunner().invoke(app, ["doctor", "recipe.yaml", *arguments, "--json", *mistake.options])
     told = json.loads(done.stdout)
     found = complaints(told["findings"])
@@ -157,6 +158,45 @@ def test_a_model_that_learned_other_ids_is_told_by_what_it_cannot_read(case: Pat
     found["model"]["vocab"] |= dict(zip(letters, numbers[1:] + numbers[:1], strict=True))
     file.write_text(json.dumps(found), encoding="utf-8")
     assert set(complaints(doctor(code=0))) == {"reading"}
+
+
+@pytest.mark.parametrize(
+    ("extracted", "status", "says"),
+    [((None, None), "warn", "data.instruction=' Write # and"), ((None, "3"), "pass", "1 hold an answer")],
+)
+def test_a_probe_tells_whether_answers_can_be_read(
+    case: Path, extracted: tuple[str | None, ...], status: str, says: str
+) -> None:
+    config = load_config("recipe.yaml", ["model.path=./model"])
+    ids, zeros = np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32)
+    samples = tuple(
+        Sample(0, k, ids, zeros, ids, "stop", reward=Reward(False, -1.0, {"answer_found": float(text is not None)}))
+        for k, text in enumerate(extracted)
+    )
+    found = {one.name: one for one in sampling.judged(config, [Group(0, Prompt(0, "1+1=", (1,), "2"), samples)])}
+    one = found["probe-format"]
+    assert one.status == status and says in one.found + one.fix
+    assert "0 are right, 0 were cut" in one.found
+
+
+def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = load_model("./model")
+    parameters = sum(p.numel() for p in shape.parameters())
+    run = memory.predict_memory(load_config("recipe.yaml", ["model.path=./model"]), shape).total(on_gpu=False)
+    monkeypatch.setattr(host, "free_memory", lambda: run + 11 * parameters)
+    found = complaints(doctor(code=1))
+    assert set(found) == {"snapshot"}
+    monkeypatch.setattr(host, "free_memory", lambda: run + 12 * parameters)
+    assert not complaints(doctor(code=0))
+
+
+def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = load_model("./model")
+    parameters = sum(p.numel() for p in shape.parameters())
+    patient = Patient(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
+    for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
+        monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
+        assert [one.status for one in host.check_snapshot(patient)] == [status]
 
 
 def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,18 @@ def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding
             f"{(long[0].answer or '')[-60:]!r}; reward.kind={reward.kind} compares with the final answer alone",
             f"keep only the final answer in the rows{cut}, or name the key that holds it (data.answer_key)",
         )
+        return
+    said = [p for p in prompts if p.answer is not None]
+    longer = sum(len(p.answer or "") > len(p.text) for p in said)
+    if longer > 0.9 * len(said) and len(said) > 3:
+        yield Finding(
+            "data",
+            "answers",
+            "warn",
+            f"{longer} of {len(said)} answers are longer than their prompts, such as row {said[0].row + 1}: prompt "
+            f"{said[0].text[:40]!r}, answer {(said[0].answer or '')[:40]!r}",
+            f"data.prompt_key, now {config.data.prompt_key!r}, data.answer_key, now {key!r}: were they swapped?",
+        )
 
 
 # --- given away ---------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
     try:
         patient.tokenizer = load_tokenizer(name, config.model.trust_remote_code)
     except ModelError as error:
-        if config.model.tokenizer is not None or Path(name).exists():  # else the model's own line says it
+        if config.model.tokenizer is not None or Path(name).is_dir():  # else the model's own line says it
             yield Finding("model", "tokenizer", "fail", str(error), "model.tokenizer=FOLDER, or a name on the hub")
         return
     try:

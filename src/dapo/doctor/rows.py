@@ -99,9 +99,7 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         "bad-rows",
         bad,
         f"data.train: {bad:,} of {rows:,} rows cannot be used, such as {_first_fault(train)}",
-        "mend them, or set the keys as the file has them (data.prompt_key, data.answer_key)"
-        if bad == rows
-        else "mend them, or data.on_bad_row=skip",
+        _mend_rows(_first_fault(train), every=bad == rows),
         fails,
     )
     bad_held_out = sum(report.bad for report in held_out)
@@ -135,7 +133,9 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         "conflicts",
         conflicts,
         f"{conflicts:,} rows repeat the prompt of an earlier row with another answer{example}",
-        "keep one row of each; dapo data check lists them",
+        "keep one row of each; dapo data check lists them"
+        if conflicts < rows / 2
+        else f"data.prompt_key, now {data.prompt_key!r}: is it the key of the question?",
     )
     repeated = sum(r.duplicates for r in train) + sum(pair.exact for pair in found.between) - conflicts
     yield _Trouble(
@@ -152,6 +152,19 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         f"{exact:,} rows to train on hold a prompt that is evaluated on, such as {example}",
         "take them out of data.train: what the evaluation says of them is memory",
     )
+
+
+def _mend_rows(fault: str, every: bool) -> str:
+    """What to do about bad rows, of which ``fault`` is the first; ``every``: there are no others."""
+    if "not UTF-8" in fault:
+        return "save the file as UTF-8"
+    if every and "not valid JSON" in fault:
+        return "give one JSON object a line, a JSON array or Parquet; no other format (such as CSV) is read"
+    if every and "must be text or a number" in fault:
+        return "keep one answer in each row, as text or a number; or data.answer_key=KEY of such a one"
+    if every:
+        return "mend them, or set the keys as the file has them (data.prompt_key, data.answer_key)"
+    return "mend them, or data.on_bad_row=skip"
 
 
 def _first_fault(reports: Sequence[FileReport]) -> str:
@@ -236,6 +249,16 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             f"{rows} of {len(prompts)} rows hold special tokens as text, such as {text!r} in row {prompt.row + 1}: "
             "they were put through a template before",
             "take them out of the rows, or data.template=plain",
+        )
+    blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
+    if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
+        yield Finding(
+            "data",
+            "prompt-end",
+            "warn",
+            f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
+            f"{blank[0].text[-30:]!r}; most tokenizers put a space in front of the next word, so the model has not seen such an end",
+            "take the space off the end of the rows",
         )
     lost = [(p, letters) for p in prompts if (letters := _lost_letters(p, tokenizer))]
     if lost:
