@@ -257,7 +257,8 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             "prompt-end",
             "warn",
             f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
-            f"{blank[0].text[-30:]!r}; most tokenizers put a space in front of the next word, so the model has not seen such an end",
+            f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
+            " front of the next word, so the model has not seen such an end",
             "take the space off the end of the rows",
         )
     lost = [(p, letters) for p in prompts if (letters := _lost_letters(p, tokenizer))]
