@@ -61,7 +61,7 @@ def check_reading(patient: Patient) -> Iterator[Finding]:
     )
 
 
-def _texts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[list[Pair]]:
+def _texts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Sequence[Pair]]:
     """The rows' prompts as text, then what may stand behind them: worked solutions, and answers in each form."""
 
     def ids_of(text: str) -> list[int]:
@@ -70,11 +70,15 @@ def _texts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[list[Pair]]:
     rows = [ids for p in prompts if len(ids := ids_of(p.text)) > 1]
     if sum(map(len, rows)) >= _ENOUGH:
         yield [(ids[:1], ids[1:]) for ids in rows]
-    solution = ("solution", lambda p: text if isinstance(text := p.meta.get("solution"), str) else None)
-    for _, write in (solution, *forms_of(patient.config.reward)):
+    for write in (_solution, *(write for _, write in forms_of(patient.config.reward))):
         pairs = [(p.token_ids, ids) for p in prompts if (text := write(p)) is not None and (ids := ids_of(text))]
         if pairs:
             yield pairs
+
+
+def _solution(prompt: Prompt) -> str | None:
+    text = prompt.meta.get("solution")
+    return text if isinstance(text, str) else None
 
 
 def log_loss(policy: Policy, pairs: Sequence[Pair]) -> float:

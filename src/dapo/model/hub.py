@@ -24,8 +24,7 @@ def from_where(name: str) -> dict[str, Any]:
 
 def hub_answers() -> bool:
     """Ask it once, through the client that would download, so that proxies and mirrors count."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
