@@ -232,9 +232,9 @@ def test_what_would_change_the_logits_is_refused_by_name_and_says_why(message: M
 
 def test_refused_names_are_keys_nowhere_and_belong_to_sampling_only(message: Message) -> None:
     """Elsewhere such a name is an unknown key like another."""
-    from dapo.config.messages import _PROCESSORS, _TRUNCATIONS
+    from dapo.config.processors import PROCESSORS, TRUNCATIONS
 
-    assert not {key.rpartition(".")[2] for key in all_keys()} & (_PROCESSORS | _TRUNCATIONS)
+    assert not {key.rpartition(".")[2] for key in all_keys()} & (PROCESSORS | TRUNCATIONS)
     assert "is refused" in message(RECIPE + "repetition_penalty: 1.1\n")
     assert "data.min_length: unknown key" in message(RECIPE, "data.min_length=3")
     assert "evaluation.min_p is a key" in message(RECIPE, "rollout.min_p=0.1")

@@ -29,3 +29,9 @@ class StarvedError(UserError):
 
 class NumericalError(UserError):
     """Loss or gradient were not finite several times in a row."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says: where its first line only announces it, the next one too."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

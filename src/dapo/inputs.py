@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from dapo.config import Config
+from dapo.config.processors import GENERATION_CONFIG
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
-from dapo.model.adapters import has_adapter
-from dapo.model.loading import context_limit, copy_model, load_model
+from dapo.model.loading import context_limit, copy_model
 from dapo.process import keep_freed_memory
 from dapo.progress import Listener
 from dapo.records import Prompt
@@ -26,6 +26,7 @@ from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
+from dapo.training.lora import load_trainable
 
 _SHOWN_DOUBTS = 3
 SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
@@ -223,22 +224,11 @@ def check_vocabulary(model: Any, tokenizer: Any, stop_ids: Sequence[int], listen
         listener.warning("neither model nor tokenizer names a stop token: every response will run to its limit")
 
 
-_PROCESSORS: Mapping[str, Any] = {
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
-    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), None),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
-    "watermarking_config": None,
-}
-"""Settings of a generation config that change the logits, each with the value that does nothing."""
-
-
 def notice_generation_config(model: Any, listener: Listener) -> None:
     """Say what a model's generation config asks for and does not get: a change of the logits before sampling."""
     wanted = getattr(model, "generation_config", None)
-    values = {name: getattr(wanted, name, None) for name in _PROCESSORS}
-    asked = [f"{name} {value}" for name, value in values.items() if value and value != _PROCESSORS[name]]
+    values = {name: getattr(wanted, name, None) for name in GENERATION_CONFIG}
+    asked = [f"{name} {value}" for name, value in values.items() if value and value != GENERATION_CONFIG[name]]
     if asked:
         listener.warning(
             f"the model's generation_config.json asks for {', '.join(asked)}; not applied, because the "

@@ -95,6 +95,11 @@ def _rows(make: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> Calla
     return lambda folder: write_rows(folder, make(rows(0, 6)))
 
 
+def _with_solution(row: dict[str, Any], shown: bool = False) -> dict[str, Any]:
+    solution = f"{row['prompt']}{'1+' * 8}0={row['answer']}"
+    return {**row, "solution": solution, "prompt": solution + row["prompt"] if shown else row["prompt"]}
+
+
 def _function(body: str) -> Callable[[Path], object]:
     def plant(folder: Path) -> None:
         (folder / "checker.py").write_text(f"def score(response, answer):\n    return {body}\n", encoding="utf-8")
@@ -166,6 +171,7 @@ def _slow(folder: Path) -> None:
 
 def _run_folder(folder: Path) -> None:
     (folder / "runs/recipe").mkdir(parents=True)
+    (folder / "runs/recipe/metrics.jsonl").touch()
 
 
 def _unreadable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -233,7 +239,91 @@ MISTAKES: dict[str, Mistake] = {
         _rows(lambda all_: [{"prompt": f"{1000 + k}=", "answer": str(1000 + k)} for k in range(60)]),
         "data.prompt_key",
     ),
+    "prompts that end in their answer": Mistake(
+        "answer-shown",
+        "warn",
+        _rows(lambda all_: [{**r, "prompt": r["prompt"] + r["answer"] * (k == 4)} for k, r in enumerate(all_)]),
+        "row 5 ends in",
+    ),
+    "prompts that hold the solution": Mistake(
+        "answer-shown",
+        "warn",
+        lambda f: (
+            write_rows(f, [_with_solution(r, shown=k < 7) for k, r in enumerate(rows(0, 6))]),
+            write_recipe(f, {"data.max_prompt_length": 40, "rollout.max_response_length": 30}),
+        ),
+        "7 of",
+    ),
+    "no room for the solutions": Mistake(
+        "answer-length",
+        "warn",
+        lambda f: (
+            write_rows(f, [_with_solution(r) for r in rows(0, 6)]),
+            write_recipe(f, {"data.max_prompt_length": 10, "training.tokens_per_micro_batch": 31}),
+        ),
+        "rollout.max_response_length=29 training.tokens_per_micro_batch=39",
+    ),
+    "no room for the answers": Mistake(
+        "answer-length",
+        "warn",
+        _rows(lambda all_: [{**r, "answer": r["answer"] * 30} if k == 7 else r for k, r in enumerate(all_)]),
+        "1 of 60 answers",
+    ),
+    "answers with their marker": Mistake(
+        "gold-is-right",
+        "fail",
+        _rows(lambda all_: [{**r, "answer": "#" + r["answer"]} for r in all_]),
+        'removeprefix("#")',
+    ),
+    "answers with their marker, for a reward without one": Mistake(
+        "answers",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "answer": f"#### {r['answer']}"} for r in rows(0, 6)]),
+            write_recipe(f, {"reward": {"kind": "exact"}}),
+        ),
+        "reward.after='####'",
+    ),
+    "answers with their marker, as mathematics": Mistake(
+        "gold-readable",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "answer": f"#### {r['answer']}"} for r in rows(0, 6)]),
+            write_recipe(f, {"reward": {"kind": "math", "workers": 1}}),
+        ),
+        'removeprefix("#### ")',
+        also=frozenset({"answer-format"}),
+    ),
+    "lists of answers": Mistake(
+        "bad-rows", "fail", _rows(lambda all_: [{**r, "answer": [r["answer"]]} for r in all_]), "one answer in each row"
+    ),
+    "a table of commas": Mistake(
+        "bad-rows", "fail", lambda f: (f / "train.jsonl").write_text("prompt,answer\n1+1=,2\n"), "such as CSV"
+    ),
+    "another encoding": Mistake(
+        "bad-rows",
+        "fail",
+        lambda f: (f / "train.jsonl").write_text((f / "train.jsonl").read_text(), encoding="utf-16"),
+        "as UTF-8",
+    ),
+    "one prompt in all rows": Mistake(
+        "conflicts", "warn", _rows(lambda all_: [{**r, "prompt": "0+0="} for r in all_]), "the key of the question"
+    ),
+    "prompts and answers that were swapped": Mistake(
+        "answers",
+        "warn",
+        _rows(lambda all_: [{"prompt": f"{k}", "answer": f"{r['prompt']}{k}"} for k, r in enumerate(all_)]),
+        "were they swapped",
+    ),
+    "prompts that end in a space": Mistake(
+        "prompt-end", "warn", _rows(lambda all_: [{**r, "prompt": r["prompt"] + " "} for r in all_]), "60 of 60"
+    ),
+    "a stop before the answer": Mistake("settings", "warn", _recipe(rollout__stop=["#"]), "rollout.stop=[]"),
+    "a KL that outweighs the reward": Mistake(
+        "settings", "warn", _recipe(algorithm__kl={"mode": "loss", "coef": 100.0}), "algorithm.kl.coef=0.001"
+    ),
     # model and tokenizer
+    "a file for a model": Mistake("model", "fail", _recipe(model__path="model/config.json"), "is a file"),
     "a model that is not there": Mistake("model", "fail", _recipe(model__path="./modell"), "no such folder"),
     "an adapter whose base is no model": Mistake("model", "fail", _adapter, "model.path=FOLDER"),
     "an architecture that is not computed here": Mistake(

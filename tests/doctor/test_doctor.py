@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
@@ -17,13 +18,17 @@ from dapo.cli import app
 from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
-from dapo.doctor import memory, model, rewards, sampling, settings
+from dapo.doctor import host, memory, model, rewards, sampling, settings
 from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
 from dapo.doctor.finding import Finding, exit_code
 from dapo.doctor.patient import Patient
+from dapo.doctor.reading import as_batch
 from dapo.model.loading import load_model, load_tokenizer
+from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
+from dapo.reward.contract import Doubt
+from dapo.training.policy import Policy
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +81,7 @@ def test_a_good_recipe_has_every_check_pass(case: Path) -> None:
 def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what: str) -> None:
     mistake = MISTAKES[what]
     mistake.plant(case)
-    arguments = [] if what == "a model that is not there" else ["model.path=./model"]
+    arguments = [] if what in ("a model that is not there", "a file for a model") else ["model.path=./model"]
     done = CliRunner().invoke(app, ["doctor", "recipe.yaml", *arguments, "--json", *mistake.options])
     told = json.loads(done.stdout)
     found = complaints(told["findings"])
@@ -133,17 +138,137 @@ def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pyte
     assert set(complaints(doctor(code=0))) == {"agreement"}
 
 
+def test_a_model_that_learned_other_ids_is_told_by_what_it_cannot_read(case: Path) -> None:
+    """The model is taught to read the very prompts; then its tokenizer's letters change places."""
+    tokenizer, taught = load_tokenizer("./model"), load_model("./model")
+    texts = [tokenizer(row["prompt"] + "#" + row["answer"])["input_ids"] for row in rows(0, 6)]
+    policy = Policy(taught, 1.0, 4096, torch.float32)
+    optimizer = torch.optim.Adam(taught.parameters(), lr=0.01)
+    batch = as_batch([(text[:1], text[1:]) for text in texts], policy.device)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (-policy.evaluate(batch)[0].mean()).backward()
+        optimizer.step()
+    taught.save_pretrained("model")
+    assert not complaints(doctor())
+    file = case / "model/tokenizer.json"
+    found = json.loads(file.read_text(encoding="utf-8"))
+    letters = {token: number for token, number in found["model"]["vocab"].items() if not token.startswith("<")}
+    numbers = [*letters.values()]
+    found["model"]["vocab"] |= dict(zip(letters, numbers[1:] + numbers[:1], strict=True))
+    file.write_text(json.dumps(found), encoding="utf-8")
+    assert set(complaints(doctor(code=0))) == {"reading"}
+
+
+@pytest.mark.parametrize(
+    ("extracted", "status", "says"),
+    [((None, None), "warn", "data.instruction=' Write # and"), ((None, "3"), "pass", "1 hold an answer")],
+)
+def test_a_probe_tells_whether_answers_can_be_read(
+    case: Path, extracted: tuple[str | None, ...], status: str, says: str
+) -> None:
+    config = load_config("recipe.yaml", ["model.path=./model"])
+    ids, zeros = np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32)
+    samples = tuple(
+        Sample(0, k, ids, zeros, ids, "stop", reward=Reward(False, -1.0, {"answer_found": float(text is not None)}))
+        for k, text in enumerate(extracted)
+    )
+    found = {one.name: one for one in sampling.judged(config, [Group(0, Prompt(0, "1+1=", (1,), "2"), samples)])}
+    one = found["probe-format"]
+    assert one.status == status and says in one.found + one.fix
+    assert "0 are right, 0 were cut" in one.found
+
+
+def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = load_model("./model")
+    parameters = sum(p.numel() for p in shape.parameters())
+    run = memory.predict_memory(load_config("recipe.yaml", ["model.path=./model"]), shape).total(on_gpu=False)
+    monkeypatch.setattr(host, "free_memory", lambda: run + 11 * parameters)
+    found = complaints(doctor(code=1))
+    assert set(found) == {"snapshot"}
+    monkeypatch.setattr(host, "free_memory", lambda: run + 12 * parameters)
+    assert not complaints(doctor(code=0))
+
+
+def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = load_model("./model")
+    parameters = sum(p.numel() for p in shape.parameters())
+    patient = Patient(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
+    for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
+        monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
+        assert [one.status for one in host.check_snapshot(patient)] == [status]
+
+
 def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "stop_token_ids", lambda *owners: ())
     found = complaints(doctor(code=0))
     assert set(found) == {"stop-tokens"} and "rollout.stop_token_ids" in found["stop-tokens"]["fix"]
 
 
-def test_what_would_have_to_be_downloaded_is_said_and_is_no_failure(case: Path) -> None:
+def test_what_would_have_to_be_downloaded_is_said_and_is_no_failure(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "hub_answers", lambda: True)
     done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=somebody/some-model", "--json"])
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and not complaints(told["findings"])
     assert any("not downloaded" in one["found"] for one in told["findings"] if one["status"] == "skip")
+
+
+def test_quiet_names_what_was_not_checked(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "hub_answers", lambda: True)
+    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=somebody/some-model", "--quiet"])
+    line = next(line for line in done.stdout.splitlines() if line.startswith("skip  not checked: "))
+    assert {"tokenizer", "model", "tokens", "weights", "memory"} <= set(
+        line.removeprefix("skip  not checked: ").split(", ")
+    )
+
+
+@pytest.mark.parametrize("command", ["doctor", "train", "evaluate", "generate"])
+def test_without_a_network_a_model_that_is_not_here_fails_without_one_try_to_download_it(
+    case: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda s: pytest.fail("it tries again"))
+    name = "somebody/some-model"
+    arguments = {
+        "doctor": ["recipe.yaml", f"model.path={name}"],
+        "train": ["recipe.yaml", f"model.path={name}"],
+        "evaluate": [name, "--data", "heldout.jsonl"],
+        "generate": [name, "1+1="],
+    }[command]
+    done = CliRunner().invoke(app, [command, *arguments])
+    assert done.exit_code == 1, done.output
+    assert "the hub cannot be reached" in done.output and name in done.output
+
+
+REFUSED = [
+    *("a chat without a template", "an end that is no token", "a GPU that is not there", "an adapter"),
+    *("a run folder that exists", "only prompts that are too long", "another name of the answer"),
+]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_training_ends_with_the_same_exit_code(case: Path, what: str) -> None:
+    MISTAKES[what].plant(case)
+    codes = [
+        CliRunner().invoke(app, [command, "recipe.yaml", "model.path=./model"]).exit_code
+        for command in ("doctor", "train")
+    ]
+    assert codes[0] == codes[1] != 0
+
+
+def test_rows_that_cannot_be_scored_are_a_fault_of_the_data(case: Path) -> None:
+    class Refuses:
+        async def examine(self, prompts: Any) -> Any:
+            return [Doubt(0, "has no tests", unusable=True)]
+
+    config = load_config("recipe.yaml", ["model.path=./model"])
+    found = asyncio.run(rewards.verify(config, Refuses(), [Prompt(0, "1+1=", (), "2")]))  # type: ignore[arg-type]
+    assert [(one.area, one.status) for one in found] == [("data", "fail")]
 
 
 @pytest.mark.parametrize("name", ["cpu-demo", "cpu-smollm2"])

@@ -34,7 +34,10 @@ def doctor(
         ),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs, as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and failures only.")] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
@@ -45,7 +48,7 @@ def doctor(
     with errors_for_people(debug):
         from dapo.doctor.examination import examine
         from dapo.doctor.finding import as_json as told
-        from dapo.doctor.finding import exit_code, summary
+        from dapo.doctor.finding import exit_code, not_checked, summary
 
         console = Terminal()
         table = console.is_terminal and not as_json
@@ -65,7 +68,9 @@ def doctor(
         else:
             if table:
                 _print_table(console, [finding for finding in findings if _is_shown(finding, quiet)])
-            console.print(summary(findings), markup=False, highlight=False)
+            for line in (not_checked(findings) if quiet else "", summary(findings)):
+                if line:
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
         code = exit_code(findings)
         if code:
             raise typer.Exit(code)

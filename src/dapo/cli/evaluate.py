@@ -75,10 +75,12 @@ def evaluate(
     with errors_for_people(debug):
         from dapo.evaluation.benchmarks import benchmark_named
         from dapo.inference import find_model, inference_config
+        from dapo.model.hub import require_at_hand
 
         files, overrides = _sorted_out(data, words)
         preset = benchmark_named(benchmark) if benchmark else None
         found = find_model(model)
+        require_at_hand("model", found.path)
         given = {
             "--samples": ("evaluation.samples_per_prompt", samples),
             "--temperature": ("evaluation.temperature", temperature),

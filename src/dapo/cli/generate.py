@@ -85,6 +85,7 @@ def generate(
     """
     with errors_for_people(debug):
         from dapo.inference import find_model, inference_config
+        from dapo.model.hub import require_at_hand
         from dapo.plan import missing_files
         from dapo.progress import make_listener
 
@@ -92,6 +93,7 @@ def generate(
             raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
         found = find_model(model)
+        require_at_hand("model", found.path)
         given = {
             "--samples": ("evaluation.samples_per_prompt", samples),
             "--temperature": ("evaluation.temperature", temperature),

@@ -168,6 +168,7 @@ def _predicted_memory(config: Config) -> str:
 
 def _require_data(config: Config, recipe: Path) -> None:
     """What can be told before torch is loaded."""
+    from dapo.model.hub import require_at_hand
     from dapo.observe.trackers import check_trackers
     from dapo.plan import missing_files
 
@@ -177,3 +178,4 @@ def _require_data(config: Config, recipe: Path) -> None:
     missing = missing_files(config)
     if missing:
         raise DataError("\n".join(missing))
+    require_at_hand("model.path:", config.model.path)

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from dapo.config.processors import PROCESSORS, TRUNCATIONS
 from dapo.config.reward import REWARD_KINDS
 from dapo.config.section import Problems, _section_types
 from dapo.config.tree import Config
@@ -48,35 +49,14 @@ def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
         yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}, got {_shown(item['input'])}{hint}"
 
 
-_PROCESSORS = frozenset(
-    {
-        *("repetition_penalty", "encoder_repetition_penalty", "presence_penalty", "frequency_penalty", "logits_bias"),
-        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "logit_bias", "sequence_bias", "allowed_token_ids"),
-        *("logits_processor", "logits_processors", "bad_words", "bad_words_ids", "suppress_tokens", "guidance_scale"),
-        *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
-        *("min_new_tokens", "min_tokens", "min_length"),
-        *("guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar", "watermarking_config"),
-    }
-)
-"""Settings of other programs that change the logits, by what came before or by the user's wish."""
-
-_TRUNCATIONS = frozenset(
-    {
-        *("typical_p", "epsilon_cutoff", "eta_cutoff", "tfs", "tfs_z", "top_a", "top_n_sigma", "xtc_threshold"),
-        *("xtc_probability", "mirostat", "mirostat_tau", "mirostat_eta", "mirostat_mode", "dynatemp_range"),
-    }
-)
-"""Settings of other programs that leave tokens out, or change the temperature, as a response goes."""
-
-
 def _refusal(path: Sequence[str]) -> str | None:
     """Why there is no such key, where that is on purpose; None: nothing is known of it."""
     if len(path) > 1 and path[0] not in ("rollout", "evaluation"):
         return None
     why = "the log-probabilities recorded would not be those of the policy"
-    if path[-1] in _PROCESSORS:
+    if path[-1] in PROCESSORS:
         return f"is refused: it changes the logits that tokens are sampled from, so that {why}; leave it out"
-    if path[-1] in _TRUNCATIONS:
+    if path[-1] in TRUNCATIONS:
         has = "an evaluation may have top_k, top_p and min_p" if path[0] == "evaluation" else "leave it out"
         return f"is refused: it changes the distribution that tokens are sampled from, so that {why}; {has}"
     if list(path) == ["rollout", "min_p"]:

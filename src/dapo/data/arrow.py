@@ -11,7 +11,7 @@ from typing import Any
 from dapo.data.cache import cache_folder, cached, file_key
 from dapo.data.rows import BadRow
 from dapo.data.tables import Table
-from dapo.errors import DataError
+from dapo.errors import DataError, first_line
 
 
 class ArrowTable(Table):
@@ -35,7 +35,7 @@ class ArrowTable(Table):
         try:
             return self._data[number]
         except Exception as error:  # decoders of images and sound raise their own kinds
-            raise BadRow(f"cannot be read: {_first_line(error)}") from None
+            raise BadRow(f"cannot be read: {first_line(error.__cause__ or error)}") from None
 
     def place(self, number: int) -> str:
         return f"{self.name}:row {number + 1}"
@@ -58,7 +58,7 @@ def open_parquet(path: Path, name: str) -> ArrowTable:
         with _quiet(datasets), _place_to_write(str(facts["sha256"])) as folder:
             rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
     except Exception as error:  # of pyarrow, of datasets, of the file system: what matters is which file it was
-        raise DataError(f"{name}: cannot be read as Parquet: {_first_line(error)}") from None
+        raise DataError(f"{name}: cannot be read as Parquet: {first_line(error.__cause__ or error)}") from None
     if not len(rows):
         raise DataError(f"{name}: the file has no rows")
     return ArrowTable(name, rows, str(facts["sha256"]))
@@ -85,7 +85,7 @@ def open_dataset(path: str, config: str | None, split: str | None, name: str) ->
             else:
                 found = datasets.load_dataset(path, config)
     except Exception as error:  # of the hub, of the network, of the files
-        raise DataError(f"{name}: the data set cannot be loaded: {_first_line(error)}") from None
+        raise DataError(f"{name}: the data set cannot be loaded: {first_line(error.__cause__ or error)}") from None
     rows = _split_of(found, split, name)
     if not len(rows):
         raise DataError(f"{name}: the data set has no rows")
@@ -146,9 +146,3 @@ def _place_to_write(content: str) -> Iterator[str | None]:
 def _hash_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    """The message of what went wrong first."""
-    cause = error.__cause__ or error
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.doctor.finding import Area, Finding
+from dapo.doctor.finding import Area, Finding, area_of
 from dapo.doctor.patient import NotAtHand, Patient, demo_of
 from dapo.errors import ConfigError, UserError
 
@@ -40,7 +40,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All checks, what others need first. Loads torch."""
-    from dapo.doctor import memory, model, rewards, rows, sampling, settings
+    from dapo.doctor import host, memory, model, reading, rewards, rows, sampling, settings
 
     return [
         Entry("settings", "recipe", settings.check_settings),
@@ -56,9 +56,11 @@ def entries() -> list[Entry]:
         Entry("context", "model", model.check_context),
         Entry("disk", "machine", settings.check_disk),
         Entry("memory", "machine", memory.check_memory),
+        Entry("snapshot", "machine", host.check_snapshot),
         Entry("weights", "model", model.check_weights, 300.0),
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
+        Entry("reading", "model", reading.check_reading, 120.0),
         Entry("agreement", "model", sampling.check_agreement, 120.0),
         Entry("probe", "data", sampling.check_probe, sampling.PROBE_SECONDS + 30.0),
     ]
@@ -120,7 +122,7 @@ def run_check(patient: Patient, entry: Entry) -> tuple[list[Finding], str | None
         except NotAtHand as absent:
             missing.append(absent.what)
         except UserError as error:
-            findings.append(Finding(entry.area, entry.name, "fail", str(error)))
+            findings.append(Finding(area_of(error, entry.area), entry.name, "fail", str(error)))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"the check itself failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
@@ -163,7 +165,7 @@ async def brief(
     """
     import asyncio
 
-    from dapo.doctor import memory, rewards, rows, settings
+    from dapo.doctor import host, memory, rewards, rows, settings
     from dapo.doctor import model as models
 
     patient = Patient(
@@ -186,6 +188,7 @@ async def brief(
     ]
     if device.type != "cuda":  # there the engine has taken what is free by now
         checks.append(Entry("memory", "machine", memory.check_memory, 5.0))
+    checks.append(Entry("snapshot", "machine", host.check_snapshot, 5.0))
     found = await asyncio.to_thread(lambda: list(run_checks(patient, checks)))
     if scorer is not None and config.reward.kind in ("math", "exact", "code", "function"):
         prompts = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dapo.errors import ConfigError, DataError, ModelError, RewardError, UserError
 from dapo.terminal import visible
 
 Status = Literal["pass", "warn", "fail", "skip"]
@@ -32,6 +33,14 @@ class Finding:
         return visible(f"{self.status:<4}  {self.name}: {self.found}" + (f"; to do: {self.fix}" if self.fix else ""))
 
 
+def area_of(error: UserError, otherwise: Area) -> Area:
+    """What an error is about, so that the exit code is that of the command that would have met it."""
+    kinds: tuple[tuple[type[UserError], Area], ...] = (
+        *((ConfigError, "recipe"), (DataError, "data"), (ModelError, "model"), (RewardError, "reward")),
+    )
+    return next((area for kind, area in kinds if isinstance(error, kind)), otherwise)
+
+
 def exit_code(findings: Iterable[Finding]) -> int:
     """0 without a failure; else as of the command that would have met it: 2 for recipe and data, 1 for the rest."""
     failed = {finding.area for finding in findings if finding.status == "fail"}
@@ -45,6 +54,16 @@ def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
     listed = list(findings)
     counts = {status: sum(one.status == status for one in listed) for status in ("pass", "warn", "fail", "skip")}
     return {"counts": counts, "exit_code": exit_code(listed), "findings": [asdict(one) for one in listed]}
+
+
+def not_checked(findings: Iterable[Finding]) -> str:
+    """The names of what was skipped, in one line; empty: nothing was."""
+    skipped: dict[str, None] = {}
+    for one in findings:
+        if one.status == "skip":
+            names = one.found.partition(":")[0].split(", ") if one.name == "not-checked" else [one.name]
+            skipped |= dict.fromkeys(names)
+    return f"skip  not checked: {', '.join(skipped)}" if skipped else ""
 
 
 def summary(findings: Iterable[Finding]) -> str:

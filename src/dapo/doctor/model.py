@@ -10,7 +10,7 @@ from dapo.config import Config
 from dapo.data.template import PromptTemplate
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient, is_path, on_this_machine
-from dapo.errors import ConfigError, DataError, ModelError
+from dapo.errors import ConfigError, DataError, ModelError, first_line
 from dapo.inputs import (
     check_lengths,
     check_vocabulary,
@@ -19,6 +19,7 @@ from dapo.inputs import (
     set_threads,
 )
 from dapo.model.adapters import adapter_parameters, find_adapter
+from dapo.model.hub import from_where, hub_answers
 from dapo.model.loading import check_supported, context_limit, load_tokenizer, stop_token_ids
 from dapo.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
@@ -29,7 +30,7 @@ def check_device(patient: Patient) -> Iterator[Finding]:
     try:
         patient.device = device_of(patient.config, training=True)
     except ConfigError as error:
-        yield Finding("machine", "device", "fail", str(error), "runtime.device=auto")
+        yield Finding("recipe", "device", "fail", str(error), "runtime.device=auto")
         return
     yield Finding("machine", "device", "pass", f"training runs on {patient.device}")
 
@@ -40,18 +41,19 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
     name = config.model.tokenizer or config.model.path
     absent = _absent(patient, "tokenizer", name, "tokenizer_config.json")
     if absent:
-        yield absent
+        if absent.status == "skip" or config.model.tokenizer is not None:  # else the model's own line says it
+            yield absent
         return
     try:
         patient.tokenizer = load_tokenizer(name, config.model.trust_remote_code)
     except ModelError as error:
-        if config.model.tokenizer is not None or Path(name).exists():  # else the model's own line says it
+        if config.model.tokenizer is not None or Path(name).is_dir():  # else the model's own line says it
             yield Finding("model", "tokenizer", "fail", str(error), "model.tokenizer=FOLDER, or a name on the hub")
         return
     try:
         patient.template = PromptTemplate(config.data, patient.tokenizer)
     except ConfigError as error:
-        yield Finding("model", "chat-template", "fail", str(error), "data.template=plain")
+        yield Finding("recipe", "chat-template", "fail", str(error), "data.template=plain")
         return
     has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
     yield Finding(
@@ -83,9 +85,9 @@ def check_architecture(patient: Patient) -> Iterator[Finding]:
         if absent:
             yield absent
             return
-        found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code, **from_where(name))
     except (ModelError, OSError, ValueError, KeyError) as error:
-        yield Finding("model", "model", "fail", f"model.path: {name}: {_first_line(error)}", fix)
+        yield Finding("model", "model", "fail", f"model.path: {name}: {first_line(error)}", fix)
         return
     try:
         check_supported(found)
@@ -109,12 +111,11 @@ def _absent(patient: Patient, what: str, name: str, file: str) -> Finding | None
     if patient.demo and "/" in name and not Path(name).exists() and name.startswith("runs/"):
         return Finding("model", what, "skip", f"{name} is made by `{patient.demo}`")
     if not on_this_machine(name, file):
+        if not patient.demo and not hub_answers():
+            text = f"{name} is neither a folder nor in the cache of downloads, and the hub cannot be reached from here"
+            return Finding("model", what, "fail", text, "model.path=FOLDER that holds it, or a network")
         return Finding("model", what, "skip", f"{name} is not on this machine and is not downloaded for a check")
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def check_context(patient: Patient) -> Iterator[Finding]:
@@ -160,7 +161,7 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
         text = str(error)
         if not set(config.rollout.stop_token_ids).intersection(stop_ids):
             text = text.replace("rollout.stop_token_ids", "eos_token_id of model or tokenizer")
-        yield Finding("model", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
+        yield Finding("recipe", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
     others = _of_another_model(patient, rows)
@@ -202,7 +203,7 @@ def _with_generation_config(shape: Any, path: str) -> Any:
     from transformers import GenerationConfig
 
     try:
-        shape.generation_config = GenerationConfig.from_pretrained(path)
+        shape.generation_config = GenerationConfig.from_pretrained(path, **from_where(path))
     except (OSError, ValueError):  # there need not be one
         return shape
     return shape

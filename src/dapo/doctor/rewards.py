@@ -16,6 +16,7 @@ from typing import Any
 
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
 from dapo.config.reward import RemoteReward, plain_rewards
+from dapo.doctor.answers import marker_of, strip_marker
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.doctor.rows import spread_prompts
@@ -184,15 +185,18 @@ async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> l
     unusable = [doubt for doubt in doubts if doubt.unusable]
     if doubts:
         first = (unusable or list(doubts))[0]
+        marker = marker_of(prompts[first.position].answer)
+        mend = "mend or remove them; dapo data check shows where rows stand"
+        mend = strip_marker(config, marker) if marker else mend
         found.append(
             Finding(
-                "reward",
+                "data",
                 "gold-readable",
                 "fail" if unusable else "warn",
                 f"{len(unusable or doubts)} of {min(len(prompts), EXAMINED)} rows "
                 f"{'cannot be scored' if unusable else 'are in doubt'}, such as row {prompts[first.position].row + 1}: "
                 f"{first.text}",
-                "mend or remove them; dapo data check shows where rows stand",
+                mend,
             )
         )
         if unusable:
@@ -292,7 +296,7 @@ async def _with_verdicts(
             f"{text[:80]!r}{said}"
         )
         status: Any = "fail" if known and right <= count / 2 else "warn"
-        found = [Finding("reward", "gold-is-right", status, told, _mend_gold(config))]
+        found = [Finding("reward", "gold-is-right", status, told, _mend_gold(config, prompt))]
         if not right:  # a reward that calls nothing right says nothing by calling others wrong
             return found
     else:
@@ -321,8 +325,10 @@ async def _with_verdicts(
     return [*found, Finding("reward", "empty-is-wrong", "pass", "an empty response is not right")]
 
 
-def _mend_gold(config: Config) -> str:
-    reward = config.reward
+def _mend_gold(config: Config, prompt: Prompt) -> str:
+    reward, marker = config.reward, marker_of(prompt.answer)
+    if marker:
+        return strip_marker(config, marker)
     if reward.kind == "exact":
         return "reward.kind=math for answers that are written in several ways, or clean the answers"
     if reward.kind == "code":

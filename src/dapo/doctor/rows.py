@@ -14,14 +14,18 @@ from dapo.config import Config
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
+from dapo.doctor.answers import check_content, check_given_away, check_room
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import DataError
+from dapo.model.loading import context_limit
 from dapo.records import Prompt
 from dapo.reward.build import needs_answer
 
 LOOKED_AT = 200
 """Rows that are looked at for what takes a look at each of them."""
+READ = 5000
+"""Rows whose text alone is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +99,7 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         "bad-rows",
         bad,
         f"data.train: {bad:,} of {rows:,} rows cannot be used, such as {_first_fault(train)}",
-        "mend them, or set the keys as the file has them (data.prompt_key, data.answer_key)"
-        if bad == rows
-        else "mend them, or data.on_bad_row=skip",
+        _mend_rows(_first_fault(train), every=bad == rows),
         fails,
     )
     bad_held_out = sum(report.bad for report in held_out)
@@ -131,7 +133,9 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         "conflicts",
         conflicts,
         f"{conflicts:,} rows repeat the prompt of an earlier row with another answer{example}",
-        "keep one row of each; dapo data check lists them",
+        "keep one row of each; dapo data check lists them"
+        if conflicts < rows / 2
+        else f"data.prompt_key, now {data.prompt_key!r}: is it the key of the question?",
     )
     repeated = sum(r.duplicates for r in train) + sum(pair.exact for pair in found.between) - conflicts
     yield _Trouble(
@@ -148,6 +152,19 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         f"{exact:,} rows to train on hold a prompt that is evaluated on, such as {example}",
         "take them out of data.train: what the evaluation says of them is memory",
     )
+
+
+def _mend_rows(fault: str, every: bool) -> str:
+    """What to do about bad rows, of which ``fault`` is the first; ``every``: there are no others."""
+    if "not UTF-8" in fault:
+        return "save the file as UTF-8"
+    if every and "not valid JSON" in fault:
+        return "give one JSON object a line, a JSON array or Parquet; no other format (such as CSV) is read"
+    if every and "must be text or a number" in fault:
+        return "keep one answer in each row, as text or a number; or data.answer_key=KEY of such a one"
+    if every:
+        return "mend them, or set the keys as the file has them (data.prompt_key, data.answer_key)"
+    return "mend them, or data.on_bad_row=skip"
 
 
 def _first_fault(reports: Sequence[FileReport]) -> str:
@@ -233,6 +250,17 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             "they were put through a template before",
             "take them out of the rows, or data.template=plain",
         )
+    blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
+    if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
+        yield Finding(
+            "data",
+            "prompt-end",
+            "warn",
+            f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
+            f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
+            " front of the next word, so the model has not seen such an end",
+            "take the space off the end of the rows",
+        )
     lost = [(p, letters) for p in prompts if (letters := _lost_letters(p, tokenizer))]
     if lost:
         prompt, letters = lost[0]
@@ -244,26 +272,11 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             f"{''.join(letters)!r} in row {prompt.row + 1}",
             "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows",
         )
-    answers = {p.answer.strip() for p in prompts if p.answer is not None}
-    if len(answers) == 1 and len(prompts) > 3 and config.reward.kind != "code":
-        yield Finding(
-            "data",
-            "answers",
-            "warn",
-            f"all of {len(prompts)} rows looked at have the same answer, {answers.pop()[:60]!r}",
-            f"data.answer_key, now {config.data.answer_key!r}: is it the key of the answer?",
-        )
-    long = [p for p in prompts if p.answer is not None and (len(p.answer) > 100 or "####" in p.answer)]
-    if len(long) > len(prompts) / 2 and config.reward.kind in ("math", "exact"):
-        yield Finding(
-            "data",
-            "answers",
-            "warn",
-            f"{len(long)} of {len(prompts)} answers are whole solutions, such as row {long[0].row + 1}: "
-            f"{(long[0].answer or '')[-60:]!r}; reward.kind={config.reward.kind} compares with the final answer alone",
-            "keep only the final answer in the rows, or name the key that holds it (data.answer_key)",
-        )
-    yield from _answer_in_prompt(prompts)
+    yield from check_content(config, prompts)
+    positions = None if patient.shape is None else context_limit(patient.shape)
+    yield from check_room(config, prompts, tokenizer, positions)
+    everything = list(patient.need(patient.source, "data").untokenized())
+    yield from check_given_away(config, spread_prompts(everything, READ))
     yield from _answer_format(patient, prompts)
 
 
@@ -273,20 +286,6 @@ def _lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
     seen = tokenizer.decode(list(prompt.token_ids))
     there, here = (set(unicodedata.normalize("NFKC", text).casefold()) for text in (said, seen))
     return sorted(letter for letter in there - here if letter.isprintable() and not letter.isspace())[:20]
-
-
-def _answer_in_prompt(prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Answers long enough to be in a prompt by no accident."""
-    telling = [p for p in prompts if p.answer is not None and len(p.answer.strip()) >= 4]
-    shown = [p for p in telling if (p.answer or "").strip() in p.text]
-    if len(shown) > len(telling) / 2 and len(shown) > 3:
-        yield Finding(
-            "data",
-            "answer-shown",
-            "warn",
-            f"{len(shown)} of {len(telling)} prompts hold their own answer, such as row {shown[0].row + 1}",
-            "data.prompt_key: is it the key of the question alone?",
-        )
 
 
 def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:

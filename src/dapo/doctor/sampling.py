@@ -160,6 +160,7 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
     parts = ", ".join(f"{counts[verdict]} {verdict.value.replace('_', ' ')}" for verdict in Verdict if counts[verdict])
     text = f"of {total} prompts at G={samples}: {parts}"
     yield from _cut(config, groups)
+    yield from _answers(config, groups)
     if not filters.enable:
         status: Any = "pass" if mixed else "warn"
         yield Finding("data", "probe", status, f"{text}; dynamic sampling is off", "" if mixed else _advice(counts))
@@ -190,6 +191,37 @@ def _cut(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
             f"rollout.max_response_length={2 * config.rollout.max_response_length}, or look whether the model ever "
             "stops (dapo generate)",
         )
+
+
+def _answers(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
+    """How many responses hold an answer that the reward can read (where it tells that), are right, were cut."""
+    samples = [s for g in groups for s in g.scored]
+    if not samples:
+        return
+    verdicts = [s.verdict for s in samples]
+    told = any("answer_found" in v.parts or v.extracted is not None for v in verdicts)
+    found = sum(bool(v.parts.get("answer_found", v.extracted is not None)) for v in verdicts)
+    right, cut = sum(v.correct is True for v in verdicts), sum(s.truncated for s in samples)
+    text = f"of {len(samples)} responses " + (f"{found} hold an answer that the reward can read, " if told else "")
+    text += f"{right} are right, {cut} were cut"
+    if told and not found:
+        yield Finding("data", "probe-format", "warn", text, _ask_for_format(config, cut / len(samples)))
+    else:
+        yield Finding("data", "probe-format", "pass", text)
+
+
+def _ask_for_format(config: Config, cut: float) -> str:
+    """What makes a model write its answer where the reward looks for it."""
+    if cut > 0.5:
+        return f"rollout.max_response_length={2 * config.rollout.max_response_length}: most are cut before they answer"
+    reward = config.reward
+    if reward.kind == "math" and "boxed" not in reward.extract:
+        return "data.template=dapo, which asks for a line with the answer"
+    if reward.kind == "math":
+        return r"data.instruction=' Put the final answer in \boxed{}.'"
+    if reward.kind == "exact" and reward.after:
+        return f"data.instruction=' Write {reward.after} and the final answer at the end.'"
+    return "ask for the form that the reward reads (data.instruction), or read the form that the model writes"
 
 
 def _advice(counts: Counter[Verdict]) -> str:

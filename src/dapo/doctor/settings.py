@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dapo.config import CodeReward, Config, warnings_for
+from dapo.config import CodeReward, Config, ExactReward, warnings_for
 from dapo.config.reward import plain_rewards
 from dapo.doctor.finding import Finding
 from dapo.doctor.memory import GIB, checkpoint_bytes, gib, trained_of
@@ -39,6 +39,12 @@ def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
     yield from _doubtful_schedule(config)
     yield from _doubtful_sampling(config)
     yield from _doubtful_reward(config)
+    kl = config.algorithm.kl
+    if kl.mode != "off" and kl.coef > 1:
+        yield (
+            f"algorithm.kl.coef={kl.coef:g} outweighs every reward: the model will stay what it is",
+            "algorithm.kl.coef=0.001",
+        )
     if config.data.shuffle_answers:
         yield (
             "data.shuffle_answers=true: the answers are permuted over the rows, so that nothing can be learned",
@@ -115,6 +121,12 @@ def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
                 "reward.max_error_rate=1: the run goes on even if every score fails",
                 "reward.max_error_rate=0.2",
             )
+        after = reward.after if isinstance(reward, ExactReward) else None
+        if after and any(text in after for text in config.rollout.stop):
+            yield (
+                f"rollout.stop ends a response at reward.after={after!r}, before there is an answer",
+                "rollout.stop=[]",
+            )
         if isinstance(reward, CodeReward) and reward.sandbox == "none":
             yield (
                 "reward.sandbox=none: programs that the model writes run with your rights",
@@ -151,7 +163,12 @@ def check_run_folder(patient: Patient) -> Iterator[Finding]:
     """Whether the run folder can be made and written to. Leaves nothing behind."""
     run = patient.config.run
     folder = Path(run.dir or "runs/run")
-    if folder.exists() and run.if_exists == "fail":
+    taken = folder.is_dir() and any(folder.iterdir())
+    if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
+        text = f"{folder} holds files that are not a run's, and is not renamed"
+        yield Finding("machine", "run-folder", "fail", text, f"run.dir={folder}-2")
+        return
+    if taken and run.if_exists == "fail":
         yield Finding(
             "machine",
             "run-folder",
@@ -175,7 +192,7 @@ def check_run_folder(patient: Patient) -> Iterator[Finding]:
             "machine", "run-folder", "fail", f"cannot write to {parent}: {reason}", "run.dir=FOLDER on another disk"
         )
         return
-    note = " (the one there is kept under another name)" if folder.exists() else ""
+    note = " (the one there is kept under another name)" if taken else ""
     yield Finding("machine", "run-folder", "pass", f"{folder} can be written{note}")
 
 

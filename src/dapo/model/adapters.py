@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dapo.errors import ModelError
+from dapo.errors import ModelError, first_line
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -140,7 +140,7 @@ def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None, read:
         # nothing is initialized: the weights are read right after
         model = _injected(model, lora_config(**{**known, "init_lora_weights": False}), adapter.base, dtype)
     except Exception as error:  # layers that are not there: each raises its own
-        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {_first_line(error)}") from None
+        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {first_line(error)}") from None
     if read:
         read_weights(model, adapter)
     check_ends(model)
@@ -166,7 +166,7 @@ def new_adapter(model: Any, rank: int, alpha: float, target_modules: list[str] |
         try:
             model = _injected(model, config, str(Path(base).resolve()) if Path(base).is_dir() else base, torch.float32)
         except ValueError as error:
-            raise ModelError(f"model.lora.target_modules: {_first_line(error)}") from None
+            raise ModelError(f"model.lora.target_modules: {first_line(error)}") from None
     check_ends(model)
     return model
 
@@ -213,7 +213,7 @@ def read_weights(model: Any, adapter: Adapter) -> None:
     except ModelError:
         raise
     except Exception as error:  # shapes that differ, a damaged file: each raises its own
-        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {_first_line(error)}") from None
+        raise ModelError(f"adapter {adapter.folder}: does not fit {adapter.base}: {first_line(error)}") from None
     missing = [name for name in report.missing_keys if "lora_" in name]
     for what, names in (("missing", missing), ("unexpected", list(report.unexpected_keys))):
         if names:
@@ -257,9 +257,3 @@ def check_ends(model: Any) -> None:
                 f"the adapter changes the {name}; served are adapters on the linear layers between embedding and "
                 "output head. Merge it into its model instead"
             )
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says: where the first line only announces it, the next one too."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

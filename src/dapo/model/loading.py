@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from dapo.errors import ModelError
+from dapo.errors import ModelError, first_line
 from dapo.model.adapters import adapter_parameters, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
+from dapo.model.hub import from_where, hub_answers, unreachable
 
 # Architectures whose attention goes through the interface and whose tokens and log-probabilities are compared with
 # Transformers' own in tests/rollout. What is not here is refused: a model that runs is not yet a model that is right.
@@ -95,8 +96,9 @@ def _cast(model: Any, dtype: torch.dtype, adapter_dtype: torch.dtype | None = No
 def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, device: torch.device | str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    where = from_where(path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(_explain("model", path, error)) from None
     check_supported(config)
@@ -107,6 +109,7 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **where,
             **_straight_to(device),
         )
     except torch.OutOfMemoryError:
@@ -153,7 +156,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         path = adapter.base
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **from_where(path))
     except Exception as error:
         raise ModelError(_explain("tokenizer", path, error)) from None
     # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
@@ -166,13 +169,10 @@ def _explain(what: str, path: str, error: Exception) -> str:
     local = Path(path).expanduser()
     if local.exists() or path.startswith((".", "/", "~")):
         state = "exists but cannot be loaded" if local.exists() else "no such folder"
-        return f"{what} {path}: {state}: {_first_line(error)}"
-    return f"{what} {path}: neither a local folder nor found on the hub: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        return f"{what} {path}: {state}: {first_line(error)}"
+    if not hub_answers():
+        return unreachable(what, path)
+    return f"{what} {path}: neither a local folder nor found on the hub: {first_line(error)}"
 
 
 def check_supported(config: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from dapo.config import ModelReward
 from dapo.errors import RewardError
+from dapo.model.hub import from_where
 from dapo.reward.model.text import Encoded, PairText
 from dapo.reward.model.value_head import FILE, load_value_head
 
@@ -174,7 +175,7 @@ def _settings(name: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **from_where(name))
     except (OSError, ValueError, KeyError) as error:
         raise RewardError(_explain("model", name, error)) from None
     if getattr(settings, "is_encoder_decoder", False):
@@ -187,7 +188,7 @@ def _tokenizer(config: ModelReward) -> Any:
 
     name = config.tokenizer or config.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, **from_where(name))
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise RewardError(_explain("tokenizer", name, error)) from None
     # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
@@ -257,6 +258,7 @@ def _from_pretrained(config: ModelReward, kind: str) -> Any:
                 dtype=getattr(torch, config.compute_dtype),
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **from_where(config.path),
             )
     except Exception as error:  # a damaged weight file raises whatever its reader raises
         raise RewardError(_explain("model", config.path, error)) from None

@@ -1,0 +1,61 @@
+"""Whether the hub can be asked at all. Without a network its client tries for 23 seconds, for each file anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dapo.errors import ModelError
+
+CONNECT_WITHIN_S = 3.0
+
+
+def from_where(name: str) -> dict[str, Any]:
+    """Arguments for ``from_pretrained`` with which a model that is not on this machine is given up at once where the
+    hub cannot be reached. One that is, a folder or in the cache, is loaded without asking then.
+
+    Raises:
+        ModelError: it is a file, which would be asked for on the hub.
+    """
+    if Path(name).expanduser().is_file():
+        raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
+    return {} if Path(name).expanduser().is_dir() or hub_answers() else {"local_files_only": True}
+
+
+def hub_answers() -> bool:
+    """Ask it once, through the client that would download, so that proxies and mirrors count."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=CONNECT_WITHIN_S)
+    except Exception:  # no route, no name, no certificate: the kinds are those of its HTTP library, which has changed
+        return False
+    return True
+
+
+def require_at_hand(what: str, name: str) -> None:
+    """Tell of a model that can be had from nowhere before any library is loaded for it.
+
+    Raises:
+        ModelError: ``name`` is no folder, nothing of it has been downloaded, and the hub cannot be reached.
+    """
+    from huggingface_hub import constants
+
+    cached = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    if is_name(name) and not Path(name).expanduser().exists() and not cached.exists() and not hub_answers():
+        raise ModelError(unreachable(what, name))
+
+
+def is_name(name: str) -> bool:
+    """Whether ``name`` may be one on the hub: ``owner/name``, or a name alone."""
+    return bool(name) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+
+
+def unreachable(what: str, name: str) -> str:
+    """Why a name on the hub that is not in the cache cannot be loaded."""
+    return (
+        f"{what} {name}: neither a folder nor in the cache of downloads, and the hub cannot be reached from here (no "
+        "network, or HF_HUB_OFFLINE is set); name a folder that holds it"
+    )
