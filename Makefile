@@ -42,7 +42,7 @@ test-shared: $(STAMP)  ## tests over the shared cases and data in ../shared
 test-gpu: $(STAMP)  ## tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
 
-test-faults: $(STAMP)  ## some fifty faults done to runs, and who survived; ARGS=SIGTERM for those named so
+test-faults: $(STAMP)  ## some sixty faults done to runs, and who survived; ARGS=SIGTERM for those named so
 	@$(TEST_ENV) PYTHONPATH=tests $(PY) tests/faults/fault_table.py $(ARGS)
 
 nightly: $(STAMP)  ## tests too slow for CI

@@ -289,11 +289,16 @@ COUNTS = [100, pytest.param(2000, marks=pytest.mark.nightly)]
 """Accidents in all, over all kinds of them."""
 
 
-def mutants(mutation: Mutation, in_all: int) -> list[Mutant]:
-    """This mutation's share of so many, the same ones each time."""
-    rng = random.Random(mutation.__name__)
+def originals(in_all: int) -> list[str]:
+    """The recipes that one mutation's share of so many is done to."""
     each = -(-in_all // len(EVERYTHING))
-    return [mutation(RECIPES[n % len(RECIPES)].read_text(encoding="utf-8"), rng) for n in range(each)]
+    return [RECIPES[n % len(RECIPES)].read_text(encoding="utf-8") for n in range(each)]
+
+
+def mutants(mutation: Mutation, in_all: int) -> list[Mutant]:
+    """What comes of them, the same each time."""
+    rng = random.Random(mutation.__name__)
+    return [mutation(text, rng) for text in originals(in_all)]
 
 
 def load(folder: Path, mutant: Mutant) -> Config:
@@ -320,7 +325,7 @@ WHOLE_FILE = re.compile(
 
 NO_KEY = re.compile(
     r"not valid YAML|the recipe is empty|a recipe is a mapping|not a text file|given twice|not a section|"
-    r"expected section\.key=value|unknown key"
+    r"expected section\.key=value|unknown key|: [^:]+: YAML reads this key as"
 )
 """Messages about something that is no key of the tree; they quote it."""
 
@@ -336,16 +341,35 @@ def assert_says_where(error: ConfigError, text: str | bytes) -> None:
             assert any(re.search(rf": {re.escape(key)}(\.\d+)?: ", line) for key in all_keys()), line
 
 
+def assert_names_what_was_done(error: ConfigError, mutant: Mutant, original: str) -> None:
+    """The override, or a line that is not what it was, is among the places named."""
+    text, overrides = mutant
+    if overrides:
+        key = repr(overrides[0].partition("=")[0][:40])[1:-1]
+        assert any(line.startswith("override ") and key in line for line in str(error).splitlines()), error
+        return
+    before, after = original.splitlines(), str(text).splitlines()
+    changed = {n for n, line in enumerate(after, start=1) if n > len(before) or line != before[n - 1]}
+    named = {int(n) for n in re.findall(r"recipe\.yaml:(\d+): ", str(error))}
+    assert named & changed, (error, sorted(changed))
+
+
 @pytest.mark.parametrize("in_all", COUNTS)
 @pytest.mark.parametrize("mutation", REFUSED, ids=lambda m: m.__name__)
 def test_what_is_wrong_is_refused_with_place_and_key(mutation: Mutation, in_all: int, tmp_path: Path) -> None:
-    for mutant in mutants(mutation, in_all):
+    for mutant, original in zip(mutants(mutation, in_all), originals(in_all), strict=True):
         try:
             load(tmp_path, mutant)
         except ConfigError as error:
             assert_says_where(error, mutant[0])
+            assert_names_what_was_done(error, mutant, original)
         else:
             pytest.fail(f"accepted: {mutant}")
+
+
+def test_there_are_as_many_accidents_as_are_told_of() -> None:
+    for in_all in (100, 2000):
+        assert len(originals(in_all)) * len(EVERYTHING) >= in_all
 
 
 @pytest.mark.parametrize("in_all", COUNTS)

@@ -47,6 +47,27 @@ class Batch:
     mismatch: Mismatch | None
 
 
+def shape(group: Group, config: Config) -> Group:
+    """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
+    algorithm = config.algorithm
+    buffer = algorithm.overlong_buffer
+    shaped = shape_rewards(
+        group,
+        max_response_length=config.rollout.max_response_length,
+        soft=buffer.enable,
+        buffer_len=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+        hard=algorithm.overlong_hard_punishment,
+        filter_truncated=algorithm.overlong_filtering,
+    )
+    return _advantages(shaped, config)
+
+
+def _advantages(group: Group, config: Config) -> Group:
+    advantage = config.algorithm.advantage
+    return with_advantages(group, kind=advantage.kind, epsilon=advantage.epsilon)
+
+
 class Preparer:
     """The algorithm as one recipe configures it."""
 
@@ -100,7 +121,7 @@ class Preparer:
             groups: as admitted.
             version: of the policy's weights, which tokens must have been sampled under to count in the mismatch.
         """
-        shaped = [self._advantages(self._shape(group)) for group in groups]
+        shaped = [shape(group, self._config) for group in groups]
         packed = pack(shaped, self._policy.device)
         mismatch = None
         if self._config.proximal == "recompute":
@@ -109,7 +130,7 @@ class Preparer:
         if self._reference is not None:
             packed = replace(packed, reference_logprobs=self._reference.logprobs(packed))
         if self._config.algorithm.kl.mode == "reward":
-            shaped = [self._advantages(group) for group in self._take_kl_off(shaped, packed)]
+            shaped = [_advantages(group, self._config) for group in self._take_kl_off(shaped, packed)]
             packed = replace(packed, advantages=pack(shaped, self._policy.device).advantages)
         return Batch(shaped, packed, mismatch)
 
@@ -140,23 +161,6 @@ class Preparer:
             self._adaptive.load_state(state)
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _shape(self, group: Group) -> Group:
-        algorithm = self._config.algorithm
-        buffer = algorithm.overlong_buffer
-        return shape_rewards(
-            group,
-            max_response_length=self._config.rollout.max_response_length,
-            soft=buffer.enable,
-            buffer_len=buffer.len,
-            penalty_factor=buffer.penalty_factor,
-            hard=algorithm.overlong_hard_punishment,
-            filter_truncated=algorithm.overlong_filtering,
-        )
-
-    def _advantages(self, group: Group) -> Group:
-        advantage = self._config.algorithm.advantage
-        return with_advantages(group, kind=advantage.kind, epsilon=advantage.epsilon)
 
     def _take_kl_off(self, groups: Sequence[Group], packed: PackedBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""

@@ -11,11 +11,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from fault_harness import Ended, Fault, Kept, Stage
+from fault_harness import STEPS, Ended, Fault, Kept, Stage
 from fault_inside import Strike
 
 from dapo.observe.metrics import read_metrics
@@ -34,25 +35,38 @@ def struck(point: str, what: str, *changes: str, **details: object) -> Callable[
     return lambda stage: stage.start(*changes, strikes=[strike]).end()
 
 
-def killed_at(seed: int) -> Callable[[Stage], Ended]:
-    """SIGKILL at a moment that nobody chose, between the first and the last step."""
+SEED = int(os.environ.get("DAPO_FAULT_SEED") or time.time_ns() % 10**6)
+"""Of the moments that nobody chose; the table says it, so that they can be had again."""
+KILLS, DRAWS = 10, 5
+
+
+def killed_at(number: int) -> Callable[[Stage], Ended]:
+    """SIGKILL at a random moment between the first and the last step. A run that was done before it came was not
+    tried: another moment is drawn."""
 
     def do(stage: Stage) -> Ended:
-        rng = random.Random(f"{time.time()}-{seed}")
-        line, pause = rng.randint(1, 8), rng.uniform(0, 0.25)
-        running = stage.start()
-        running.until(lambda: stage.lines() >= line)
-        time.sleep(pause)
-        running.send(signal.SIGKILL)
-        return running.end(since=time.monotonic())
+        rng = random.Random(f"{SEED}-{number}")
+        for late in range(DRAWS):  # noqa: B007 - how many came too late is told below
+            line, pause = rng.randint(1, 8), rng.uniform(0, 0.25)
+            running = stage.start()
+            running.until(lambda line=line: stage.lines() >= line)  # type: ignore[misc]
+            time.sleep(pause)
+            if running.poll() is None:
+                running.send(signal.SIGKILL)
+            ended = running.end(since=time.monotonic())
+            if ended.code != 0:
+                break
+            shutil.rmtree(stage.run)
+        too_late = f", {late} not tried (done before)" if late else ""
+        return replace(ended, note=f"seed {SEED}: {pause:.3f} s after line {line}{too_late}")
 
     return do
 
 
 KILLED = [
     *(
-        Fault(f"kill -9 at a random moment ({n})", killed_at(n), (*SIGKILLED, 0), Kept.RESUMED, seconds=5)
-        for n in range(6)
+        Fault(f"kill -9 at a random moment ({n})", killed_at(n), SIGKILLED, Kept.RESUMED, seconds=5)
+        for n in range(KILLS)
     ),
     *(
         Fault(
@@ -134,14 +148,14 @@ def mounted(folder: Path, size: str) -> bool:
         return False
 
 
-def disk_full(stage: Stage) -> Ended:
-    """A tmpfs that fills up between two steps; where none can be mounted, a limit on the size of files."""
+def disk_full(stage: Stage, point: str, lines: int, call: int = 1) -> Ended:
+    """A tmpfs that fills up just before something is written; where none can be mounted, that write fails so."""
     disk = stage.folder / "disk"
     if not mounted(disk, "64m"):
-        return stage.start(strikes=[Strike("metrics", "files end at", lines=4, target="2000")]).end()
+        return stage.start(strikes=[Strike(point, "no space", lines, call, always=True)]).end()
     stage.clean_up.callback(subprocess.run, ["umount", "-l", str(disk)], check=False)
     stage.run = disk / "run"
-    return stage.start(strikes=[Strike("metrics", "fill the disk", lines=4, target=str(disk / "ballast"))]).end()
+    return stage.start(strikes=[Strike(point, "fill the disk", lines, call, target=str(disk / "ballast"))]).end()
 
 
 def make_room(stage: Stage) -> None:
@@ -201,14 +215,26 @@ def unwritable_cache(stage: Stage) -> Ended:
 
 
 DISK = [
-    Fault(
-        "disk full",
-        disk_full,
-        (ERROR,),
-        Kept.RESUMED,
-        ("No space left", "checkpoint"),
-        seconds=20,
-        mend=make_room,
+    *(
+        Fault(
+            f"disk full while {what} is written",
+            partial(disk_full, point=point, lines=lines, call=call),
+            (ERROR,),
+            Kept.RESUMED,
+            ("No space left", *names),
+            seconds=20,
+            mend=make_room,
+        )
+        for what, point, lines, call, names in (
+            ("a line of metrics", "metrics file", 4, 1, ("metrics", "checkpoint")),
+            ("the file of a step's tokens", "samples", 4, 1, ("samples", "checkpoint")),
+            ("the file of a step's texts", "samples", 4, 2, ("samples", "checkpoint")),
+            ("a checkpoint's model", "model", 4, 1, ("checkpoint",)),
+            ("a checkpoint's tokenizer", "tokenizer", 4, 1, ("checkpoint",)),
+            ("a checkpoint's optimizer", "optimizer", 4, 1, ("checkpoint",)),
+            ("the model after the run", "model", STEPS + 1, 2, ("model-after",)),
+            ("the tokenizer after the run", "tokenizer", STEPS + 1, 2, ("model-after",)),
+        )
     ),
     Fault("run folder cannot be written to", read_only, (ERROR,), Kept.NOTHING_BEGUN, ("run.dir",), seconds=30),
     *(

@@ -73,6 +73,8 @@ class Ended:
     output: str
     left: tuple[str, ...] = ()
     """Processes that it left behind."""
+    note: str = ""
+    """What was left to chance, and how it fell."""
 
 
 @dataclass(frozen=True)
@@ -319,13 +321,14 @@ def try_fault(fault: Fault, scene: Scene) -> Verdict:
     stage = scene.stage("".join(c if c.isalnum() else "-" for c in fault.name))
     with stage.clean_up:
         ended = fault.do(stage)
-        lost = list(_differences(fault, ended))
+        lost = list(differences(fault, ended))
         fault.mend(stage)
         lost += [what for what in (_not_kept(fault.kept, stage), fault.also(stage)) if what]
     return Verdict(fault, ended, tuple(lost))
 
 
-def _differences(fault: Fault, ended: Ended) -> Iterator[str]:
+def differences(fault: Fault, ended: Ended) -> Iterator[str]:
+    """What is not as declared about the end of the process."""
     if ended.code is None:
         yield f"did not end within {LIMIT_S:g} s"
     elif ended.code not in fault.exit:

@@ -6,6 +6,7 @@ a point of the program until the run has come far enough, and is noted in a file
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -25,6 +26,11 @@ POINTS = {
     "prepare": "dapo.prepare:Preparer.batch",
     "update": "dapo.training.trainer:Trainer.update",
     "evaluation": "dapo.experiment:evaluate",
+    "metrics file": "dapo.observe.metrics:json_line",
+    "samples": "dapo.observe.samples:write_atomic",
+    "model": "dapo.training.trainer:save_model",
+    "tokenizer": "transformers:PreTrainedTokenizerBase.save_pretrained",
+    "optimizer": "dapo.training.trainer:save_tensors",
 }
 """Calls of the program that a fault can wait for, beside "save": a file opened in ``checkpoints/``, whoever does it."""
 
@@ -158,9 +164,8 @@ def _strike(strike: Strike, of: Any) -> None:
         torch.empty(2**40, dtype=torch.uint8)
     elif strike.what == "fill the disk":
         _fill(Path(target))
-    elif strike.what == "files end at":  # what stands for a full disk where none can be mounted
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(target), int(target)))
+    elif strike.what == "no space":  # what stands for a full disk where none can be mounted
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     elif strike.what == "clock":
         now, jump = time.time, float(target)
         time.time = lambda: now() + jump

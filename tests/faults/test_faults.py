@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_cases import FAULTS
-from fault_harness import Ended, Fault, Kept, Scene, Stage, make_scene, try_fault
+from fault_cases import DRAWS, FAULTS, SEED, killed_at
+from fault_harness import Ended, Fault, Kept, Scene, Stage, differences, make_scene, try_fault
 from fault_table import try_all
 from rich.console import Console
 
@@ -30,11 +30,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 )
 def test_a_run_survives(fault: Fault, scene: Scene) -> None:
     verdict = try_fault(fault, scene)
-    assert not verdict.lost, f"{verdict.lost}\n{verdict.ended.output}"
+    assert not verdict.lost, f"{verdict.lost}\n{verdict.ended.note}\n{verdict.ended.output}"
 
 
 def test_there_are_enough_faults_and_each_declares_what_is_demanded() -> None:
     assert len(FAULTS) >= 25 and len(CI) == 8
+    assert sum(fault.name.startswith("kill -9 at a random moment") for fault in FAULTS) == 10
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert all(fault.exit and 0 < fault.seconds <= 60 for fault in FAULTS)
     unheard = [fault.name for fault in FAULTS if set(fault.exit) & {1, 2, 3} and not fault.says]
@@ -113,6 +114,43 @@ def test_the_table_says_who_was_lost_and_counts(scene: Scene) -> None:
     assert any("planted" in line and "LOST" in line for line in lines)
     assert try_all([good], scene, Console(file=text, width=180))
     assert text.getvalue().splitlines()[-1] == "1 of 1 survived"
+
+
+class LateStage:
+    """Runs that end with these codes, whatever is sent to them."""
+
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.run, self._codes, self.sent = folder / "run", codes, 0
+
+    def start(self) -> LateStage:
+        self.run.mkdir()
+        return self
+
+    def lines(self) -> int:
+        return 9
+
+    def until(self, there: Callable[[], bool]) -> None:
+        assert there()
+
+    def poll(self) -> int | None:
+        return self._codes[0] or None
+
+    def send(self, number: int) -> None:
+        self.sent += 1
+
+    def end(self, since: float) -> Ended:
+        return Ended(self._codes.pop(0), 0.0, "")
+
+
+def test_a_kill_that_comes_after_the_end_is_not_tried_and_another_moment_is_drawn(tmp_path: Path) -> None:
+    ended = killed_at(3)(LateStage(tmp_path, [0, 0, -9]))  # type: ignore[arg-type]
+    assert ended.code == -9 and f"seed {SEED}: " in ended.note and "2 not tried" in ended.note
+
+
+def test_a_kill_that_never_comes_in_time_is_lost(tmp_path: Path) -> None:
+    ended = killed_at(3)(LateStage(tmp_path, [0] * DRAWS))  # type: ignore[arg-type]
+    fault = next(fault for fault in FAULTS if fault.name == "kill -9 at a random moment (3)")
+    assert list(differences(fault, ended)) == ["exit code 0, declared -9"]
 
 
 @pytest.mark.nightly

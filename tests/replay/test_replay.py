@@ -236,6 +236,65 @@ def test_changed_weights_are_seen(copied_run: Path) -> None:
     assert ("step 1: loss", 0) in {(d.what, d.update) for d in replay(copied_run, 1, gradients=0).differences}
 
 
+# --- a file that no run writes so ---------------------------------------------------------------------------------
+
+ODD = [math.nan, math.inf, -math.inf, "text", [], {"a": 1}, 10**400]
+
+
+@pytest.mark.parametrize("key", ["reward", "shaped_reward", "advantage", "draw", "length", "parts"])
+def test_a_stored_sample_with_something_else_for_a_number_is_refused_with_file_line_and_key(
+    copied_run: Path, key: str
+) -> None:
+    path = copied_run / "samples/step-00001.jsonl"
+    whole = path.read_text()
+    for value in [one for one in ODD if key != "parts" or one != {"a": 1}]:
+        path.write_text(whole)
+        change_lines(copied_run, 1, lambda lines, value=value: lines[2].update({key: value}))
+        with pytest.raises(UserError, match=rf"step-00001\.jsonl:3: {key}: expected .*, found "):
+            replay(copied_run, 1, gradients=0, rewards=False)
+
+
+def test_a_sample_in_the_loss_without_its_advantage_is_refused(copied_run: Path) -> None:
+    place, _ = trained(copied_run, 1)
+    change_lines(copied_run, 1, lambda lines: lines[place].update(advantage=None))
+    with pytest.raises(UserError, match=rf":{place + 1}: advantage: expected a finite number, .* found null"):
+        replay(copied_run, 1)
+
+
+@pytest.mark.parametrize("key", ["loss", "loss_tokens", "statistics", "statistics.ratio", "mismatch.tokens"])
+def test_a_stored_report_with_something_else_for_a_number_is_refused_with_update_and_key(
+    copied_run: Path, key: str
+) -> None:
+    path = updates_path(RunFolder(copied_run).samples, 1)
+    whole = path.read_text()
+    for value in ODD:
+        reports = json.loads(whole)
+        *section, last = key.split(".")
+        of = reports[1][section[0]] if section else reports[1]
+        of[last] = value
+        path.write_text(json.dumps(reports))
+        with pytest.raises(UserError, match=rf"updates\.json: update 1: {key}[.\w]*: expected .*, found "):
+            replay(copied_run, 1, gradients=0, rewards=False)
+
+
+def test_a_metric_that_is_no_number_is_refused_with_line_and_key(copied_run: Path) -> None:
+    path = RunFolder(copied_run).metrics
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    place = next(n for n, entry in enumerate(entries) if entry["step"] == 2)
+    for value in ODD:
+        entries[place]["loss"] = value
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        with pytest.raises(UserError, match=rf"metrics\.jsonl:{place + 1}: loss: expected a finite number or null"):
+            replay(copied_run, 2, gradients=0, rewards=False)
+
+
+@pytest.mark.parametrize("value", [{"packages": "text"}, {"resumed": "text"}, {"resumed": [3]}, {"cores": [1]}])
+def test_an_environment_that_says_nothing_is_no_obstacle(copied_run: Path, value: dict[str, Any]) -> None:
+    path = RunFolder(copied_run).environment
+    path.write_text(json.dumps(json.loads(path.read_text()) | value))
+    assert told(replay(copied_run, 1, gradients=0, rewards=False)) == []
+
+
 # --- something is not there ---------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,47 @@ def test_what_differs_is_named_and_is_exit_code_1(kept_run: Path, tmp_path: Path
     assert row.endswith("differs")
 
 
+def test_one_early_change_does_not_flood_the_output(kept_run: Path, tmp_path: Path) -> None:
+    """Other weights at the start: each number of each update differs, and of all samples none."""
+    from safetensors.numpy import load_file, save_file
+
+    root = Path(shutil.copytree(kept_run, tmp_path / "copy"))
+    file = root / "model-before/model.safetensors"
+    save_file({name: w * 1.01 for name, w in load_file(file).items()}, file, metadata={"format": "pt"})
+    arguments = (root, "--step", 1, "--samples", 0, "--no-rewards")
+    everything = json.loads(dapo_replay(*arguments, "--json").stdout)["differences"]
+    of_first = [one for one in everything if one.get("update") == 0]
+    later = [one for one in everything if one.get("update")]
+    lines = dapo_replay(*arguments).stdout.splitlines()
+    assert [line.startswith("differs: step 1, update 0: ") for line in lines].count(True) == 4
+    assert f"and {len(of_first) - 4} more of update 0 (--json shows them)" in lines
+    assert f"and {len(later)} numbers of updates after update 0, whose weights follow from it" in "\n".join(lines)
+    assert sum(line.startswith(("differs: ", "and ")) for line in lines) <= 11 < len(everything)
+    assert lines[-1] == f"{len(everything)} differences"
+
+
+def test_a_change_of_every_reward_is_told_by_its_kind(kept_run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(kept_run, tmp_path / "copy"))
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            line["advantage"] = None if line["advantage"] is None else line["advantage"] + 1
+
+    change_lines(root, 1, change)
+    result = dapo_replay(root, "--step", 1, "--samples", 0, "--no-rewards")
+    shown = [line for line in result.stdout.splitlines() if line.startswith("differs: sample ")]
+    assert len(shown) == 4 and all(": advantage: recorded " in line for line in shown)
+    assert "more that differ so: advantage (--json shows them)" in result.stdout
+
+
+def test_a_spoilt_number_is_an_error_of_the_file_and_not_of_the_program(kept_run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(kept_run, tmp_path / "copy"))
+    change_lines(root, 1, lambda lines: lines[0].update(reward=float("nan")))
+    result = dapo_replay(root, "--step", 1)
+    assert result.exit_code == 1
+    assert "step-00001.jsonl:1: reward: expected a finite number or null, found NaN" in flat(result.stderr)
+
+
 def test_the_tokens_of_a_sample_are_a_table(kept_run: Path) -> None:
     result = dapo_replay(kept_run, "--step", 1, "--sample", "0:0", "--no-rewards", "--samples", 0)
     assert result.exit_code == 0, result.output

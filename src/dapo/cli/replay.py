@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dapo.replay.recompute import Difference
     from dapo.replay.replay import Replay
 
-_SHOWN = 20
-"""So many differences are printed one by one; --json has all of them."""
+_SHOWN = 4
+"""So many differences of one cause are printed one by one; --json has all of them."""
 
 
 def replay(
@@ -115,9 +115,7 @@ def report(found: Replay) -> Iterator[str]:
         yield from (f"{title}: {visible(text)}" for text in texts)
     if found.differences:
         yield ""
-        yield from (difference(one) for one in found.differences[:_SHOWN])
-        if len(found.differences) > _SHOWN:
-            yield f"... and {len(found.differences) - _SHOWN} more (--json shows them)"
+        yield from _summary(found.differences)
 
 
 _HEADER = ("update", "groups", "loss tokens", "token weight", "loss", "clip low", "clip high", "grad norm", "recorded")
@@ -154,6 +152,31 @@ def _norms(updates: list[dict[str, Any]]) -> Iterator[str]:
 
 def _number(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, int | float) else "-"
+
+
+def _summary(differences: Sequence[Difference]) -> Iterator[str]:
+    """The first few of each cause and how many there are. What differs after the first update that does is its
+    consequence: the weights are others then."""
+    first = next((one.update for one in differences if one.update is not None), None)
+    causes: dict[str, list[Difference]] = {}
+    for one in differences:
+        causes.setdefault(_cause(one, first), []).append(one)
+    for cause, members in causes.items():
+        shown = 0 if cause == _LATER else _SHOWN
+        yield from (difference(one) for one in members[:shown])
+        if cause == _LATER:
+            yield f"and {len(members)} numbers {cause} update {first}, whose weights follow from it (--json shows them)"
+        elif len(members) > shown:
+            yield f"and {len(members) - shown} more {cause} (--json shows them)"
+
+
+_LATER = "of updates after"
+
+
+def _cause(one: Difference, first: int | None) -> str:
+    if one.update is not None:
+        return f"of update {first}" if one.update == first else _LATER
+    return "of metrics.jsonl" if one.what.startswith("metrics.jsonl: ") else f"that differ so: {one.what}"
 
 
 def difference(one: Difference) -> str:

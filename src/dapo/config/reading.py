@@ -179,6 +179,17 @@ def _file_beside(name: str, folder: Path) -> str:
 class _Loader(yaml.SafeLoader):
     """YAML as a recipe means it: dates and endless numbers stay text; a value that cannot be read has a line."""
 
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "nested too deeply", mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
@@ -252,7 +263,8 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], source: 
         key, line = str(key_node.value), key_node.start_mark.line + 1
         kind = key_node.tag.rpartition(":")[2]
         if kind not in ("str", "merge") and (kind == "null" or not prefix):
-            raise ConfigError(f"{source}:{line}: {prefix}{key}: YAML reads this key as {kind}; a key is a name")
+            shown = f"{prefix}{key}" if key else f"{prefix}(nothing before the colon)"
+            raise ConfigError(f"{source}:{line}: {shown}: YAML reads this key as {kind}; a key is a name")
         if key in seen and key != "<<":
             raise ConfigError(f"{source}:{line}: {prefix}{key}: given twice (first in line {seen[key]})")
         seen[key] = line

@@ -1,4 +1,4 @@
-"""Dynamic sampling, shaping and advantages of a stored step, made again by the functions that training uses."""
+"""Dynamic sampling, shaping and advantages of a stored step against what the functions of training make of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dapo.algorithm.admission import Verdict, judge
-from dapo.algorithm.advantage import with_advantages
 from dapo.algorithm.objective import token_weights
-from dapo.algorithm.shaping import overlong_penalty, shape_rewards
+from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
 from dapo.records import Group, Sample
 from dapo.replay.stored import StoredStep
@@ -38,22 +37,6 @@ class Difference:
         place = {"draw": self.draw, "index": self.index, "update": self.update}
         known = {name: value for name, value in place.items() if value is not None}
         return {"what": self.what, **known, "recorded": self.recorded, "recomputed": self.recomputed}
-
-
-def shaped_again(group: Group, config: Config) -> Group:
-    """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
-    algorithm = config.algorithm
-    buffer = algorithm.overlong_buffer
-    shaped = shape_rewards(
-        group,
-        max_response_length=config.rollout.max_response_length,
-        soft=buffer.enable,
-        buffer_len=buffer.len,
-        penalty_factor=buffer.penalty_factor,
-        hard=algorithm.overlong_hard_punishment,
-        filter_truncated=algorithm.overlong_filtering,
-    )
-    return with_advantages(shaped, kind=algorithm.advantage.kind, epsilon=algorithm.advantage.epsilon)
 
 
 def compare_groups(recorded: Sequence[Group], again: Sequence[Group]) -> Iterator[Difference]:

@@ -26,8 +26,9 @@ from dapo.inputs import device_of
 from dapo.model.loading import load_tokenizer
 from dapo.observe.run_view import RunView
 from dapo.observe.step import statistic
-from dapo.prepare import Update
+from dapo.prepare import Update, shape
 from dapo.records import Group, Sample
+from dapo.replay.checks import check_numbers
 from dapo.replay.recompute import (
     Difference,
     compare_decisions,
@@ -35,7 +36,6 @@ from dapo.replay.recompute import (
     planned_updates,
     reports_differ,
     sample_as_json,
-    shaped_again,
 )
 from dapo.replay.stored import StoredStep, differing_texts, read_step
 from dapo.replay.tokens import gradient_norms, place_in, stored_tokens, traced_tokens
@@ -109,7 +109,7 @@ def replay(
     _require_step(view, step)
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
-    again = [shaped_again(group, config) for group in stored.trained]
+    again = [shape(group, config) for group in stored.trained]
     planned = planned_updates(stored.trained, config)
     if update is not None and not 0 <= update < len(planned):
         there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
@@ -368,13 +368,16 @@ def _other_threads(view: RunView, config: Config) -> list[str]:
     """Why the order of additions may be another one: as many threads as cores, and there are others."""
     if config.runtime.threads is not None or torch.get_num_threads() == 1:
         return []
-    cores: set[Any] = {one.get("cores") for one in _environments(view)} - {None, os.cpu_count()}
+    known = [one.get("cores") for one in _environments(view)]
+    cores = {count for count in known if isinstance(count, int)} - {os.cpu_count()}
     return [f"the run had {', '.join(map(str, sorted(cores)))} cores, here are {os.cpu_count()}"] if cores else []
 
 
 def _environments(view: RunView) -> list[Mapping[str, Any]]:
     """What the run was made on, once for each time that it was started."""
-    return [view.environment, *view.environment.get("resumed", [])]
+    resumed = view.environment.get("resumed")
+    found = [view.environment, *(resumed if isinstance(resumed, list) else [])]
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("packages") or {}, dict)]
 
 
 _MEANS = {
@@ -391,7 +394,7 @@ _MEANS = {
 
 def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports: Sequence[UpdateReport]) -> None:
     """The means over all updates of the step with its line in metrics.jsonl."""
-    recorded = next((entry for entry in view.metrics if entry.get("step") == found.step), None)
+    line, recorded = next(((n, e) for n, e in enumerate(view.metrics, start=1) if e["step"] == found.step), (0, None))
     done = [report for report in reports if report.skipped is None]
     if recorded is None:
         found.missing.append(f"metrics: metrics.jsonl has no line of step {found.step}")
@@ -407,6 +410,7 @@ def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports:
     mismatch = sum((report.mismatch for report in reports), Mismatch())
     if mismatch.tokens and config.proximal == "engine":
         means |= {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum}
+    check_numbers(recorded, means, f"{view.folder.metrics}:{line}")
     found.differences += [
         Difference(f"metrics.jsonl: {d.what}", d.recorded, d.recomputed)
         for d in reports_differ(recorded, means, found.tolerance, None)

@@ -16,7 +16,6 @@ import numpy as np
 
 from dapo.errors import UserError
 from dapo.observe.samples import (
-    STATUSES,
     TokenArrays,
     checksum,
     read_samples,
@@ -25,6 +24,7 @@ from dapo.observe.samples import (
     updates_path,
 )
 from dapo.records import Group, Prompt, Reward, Sample
+from dapo.replay.checks import check_report, check_sample
 from dapo.run_folder import RunFolder
 
 
@@ -55,7 +55,7 @@ def read_step(folder: RunFolder, step: int) -> StoredStep:
     path = samples_path(folder.samples, step)
     lines = read_samples(path)
     for number, line in enumerate(lines, start=1):
-        _check(line, f"{path}:{number}")
+        check_sample(line, f"{path}:{number}")
     file, arrays, reason = tokens_path(folder.samples, step), None, None
     if file.is_file():
         arrays = TokenArrays.read(file)
@@ -87,43 +87,9 @@ def _reports(folder: RunFolder, step: int) -> list[dict[str, Any]] | None:
             raise ValueError("expected a list of reports")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not the reports of a step's updates: {error}") from None
+    for number, report in enumerate(found):
+        check_report(report, f"{path}: update {number}")
     return found
-
-
-_NUMBER = (int, float, type(None))
-_FIELDS: Mapping[str, tuple[type, ...]] = {
-    "draw": (int,),
-    "row": (int,),
-    "index": (int,),
-    "length": (int,),
-    "prompt": (str,),
-    "response": (str,),
-    "status": (str,),
-    "finish_reason": (str,),
-    "gold": (str, type(None)),
-    "error": (str, type(None)),
-    "extracted": (str, type(None)),
-    "correct": (bool, type(None)),
-    "reward": _NUMBER,
-    "shaped_reward": _NUMBER,
-    "advantage": _NUMBER,
-    "in_loss": (bool,),
-    "parts": (dict,),
-}
-
-
-def _check(line: Mapping[str, Any], place: str) -> None:
-    bad = [key for key, kinds in _FIELDS.items() if key not in line or type(line[key]) not in kinds]
-    if not bad:
-        wrong = {
-            "length": line["length"] < 0,
-            "status": line["status"] not in STATUSES,
-            "finish_reason": line["finish_reason"] not in ("stop", "length"),
-            "reward": line["error"] is None and line["reward"] is None,
-        }
-        bad = [key for key, is_wrong in wrong.items() if is_wrong]
-    if bad:
-        raise UserError(f"{place}: not a sample of a run: {', '.join(bad)} missing or not what it should be")
 
 
 def _groups(
