@@ -35,6 +35,7 @@ from dapo.inputs import (
     native_engine,
     notice_generation_config,
     policy_model,
+    set_determinism,
     set_threads,
     training_prompts,
     try_check,
@@ -89,7 +90,8 @@ class Experiment:
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
-        self.device = device_of(config, training=True)
+        self.device = device_of(config)
+        set_determinism(config, self.device)
         model = policy_model(config, inputs, self.device)
         self.fingerprint = fingerprint(
             config, model, self.tokenizer, self.source.fingerprint, self.heldout, inputs.reward

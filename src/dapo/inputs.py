@@ -294,8 +294,8 @@ def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) ->
     )
 
 
-def device_of(config: Config, training: bool = False) -> torch.device:
-    """The device of the engine, and with ``training`` that of engine and trainer.
+def device_of(config: Config) -> torch.device:
+    """The device of engine and trainer.
 
     Raises:
         ConfigError: a GPU was asked for and there is none.
@@ -304,13 +304,23 @@ def device_of(config: Config, training: bool = False) -> torch.device:
     if config.runtime.device == "cuda" and not found:
         built = "no GPU was found" if torch.version.cuda else "this PyTorch was built for CPUs only"
         raise ConfigError(f"runtime.device: cuda, but {built} (torch {torch.__version__}); auto or cpu will run here")
-    wanted = ("cuda",) if training else ("cuda", "auto")
-    return torch.device("cuda" if found and config.runtime.device in wanted else "cpu")
+    return torch.device("cuda" if found and config.runtime.device != "cpu" else "cpu")
 
 
 def cache_bytes(config: Config) -> int | None:
     """What the engine may take for keys and values; None: what is free."""
     return None if config.rollout.cache_gib is None else int(config.rollout.cache_gib * 2**30)
+
+
+def set_determinism(config: Config, device: torch.device) -> None:
+    """With ``runtime.deterministic``, let a GPU use only operations whose result has the same bits each time.
+
+    To be called before the first product on it: its libraries read their setting once.
+    """
+    if config.runtime.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
 
 
 def set_threads(config: Config, model: Any) -> None:

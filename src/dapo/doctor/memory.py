@@ -170,7 +170,7 @@ def _head_dim(text: Any) -> int:
 
 def _pairs(text: Any) -> int:
     """Numbers of keys and values for a token in a layer."""
-    return 2 * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * _head_dim(text)
+    return 2 * int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * _head_dim(text)
 
 
 def _casts(config: Config, shape: Any) -> int:

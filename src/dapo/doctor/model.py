@@ -28,7 +28,7 @@ from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 def check_device(patient: Patient) -> Iterator[Finding]:
     """Whether the device that the recipe names is there."""
     try:
-        patient.device = device_of(patient.config, training=True)
+        patient.device = device_of(patient.config)
     except ConfigError as error:
         yield Finding("recipe", "device", "fail", str(error), "runtime.device=auto")
         return

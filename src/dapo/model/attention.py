@@ -157,7 +157,7 @@ def opaque_packed_attention(
     context surrounds; so the number of the layout is among the results: ``(out [1, T, H, D], what the backward pass
     needs, number [] on the CPU)``.
     """
-    layout = _current_context()
+    layout = current_context()
     assert isinstance(layout, PackedAttention), "only packed sequences are trained on"
     out, saved = layout.forward(AttentionSpec(-1, scaling, window, softcap), query, key, value)
     return out, saved, torch.tensor(layout.number)

@@ -349,7 +349,7 @@ def _device(view: RunView, config: Config) -> tuple[torch.device, list[str]]:
     """Where to compute, and why that cannot be exact: to the bit it is only on what the run was made on."""
     reasons = []
     try:
-        device = device_of(config, training=True)
+        device = device_of(config)
     except ConfigError:
         device = torch.device("cpu")
         reasons.append("the run was on a GPU, of which there is none here")
