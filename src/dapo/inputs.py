@@ -320,7 +320,8 @@ def set_determinism(config: Config, device: torch.device) -> None:
     if config.runtime.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads any
+        settings: Any = torch.utils.deterministic  # its stub lacks the setting
+        settings.fill_uninitialized_memory = False  # nothing here reads any
 
 
 def set_threads(config: Config, model: Any) -> None:
