@@ -7,6 +7,7 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -52,8 +53,14 @@ def plain_gradient(model: Any, batch: PackedBatch, inputs: TokenInputs) -> torch
         for row, (prompt, length) in enumerate(zip(batch.prompt_lengths, batch.lengths, strict=True))
     ]
     loss, _ = DapoObjective()(torch.cat(found), torch.zeros_like(inputs.weights), inputs)
+    model.zero_grad()
     loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def alone(batch: PackedBatch) -> PackedBatch:
+    """Each sample a group of its own."""
+    return replace(batch, draws=np.arange(batch.num_samples))
 
 
 def near_policy(trainer: Any, batch: PackedBatch) -> TokenInputs:
@@ -61,10 +68,12 @@ def near_policy(trainer: Any, batch: PackedBatch) -> TokenInputs:
     return make_inputs(replace(batch, behaviour_logprobs=trainer.logprobs(batch)))
 
 
+@pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_flash_attention_is_attention(head_dim: int, window: int | None) -> None:
+def test_flash_attention_is_attention(head_dim: int, window: int | None, sharing: bool) -> None:
     batch = packed()
+    batch = batch if sharing else alone(batch)
     shared = batch.shared_prompts()
     layouts = [
         PackedAttention(batch.lengths.tolist(), "cuda", shared.place, shared.shared.tolist()),
@@ -77,7 +86,7 @@ def test_flash_attention_is_attention(head_dim: int, window: int | None) -> None
     grad = torch.randn(1, tokens, 4, head_dim, device="cuda", dtype=torch.bfloat16)
     results = []
     for layout, dtype in zip(layouts, (torch.bfloat16, torch.float32), strict=True):  # float32 is padded
-        leaves = [x.to(dtype).requires_grad_() for x in row]
+        leaves = [x.clone().to(dtype).requires_grad_() for x in row]
         out = layout.attend(spec, *leaves)
         out.backward(grad.to(dtype))
         results.append([out, *(x.grad for x in leaves)])
@@ -115,7 +124,9 @@ def test_the_gradient_is_that_of_a_padded_float32_reference() -> None:
     inputs = near_policy(exact, batch)
     want = plain_gradient(model, batch, inputs)
     assert distance(gradient(exact, batch, inputs), want) < 1e-4
-    assert distance(gradient(narrow, batch, inputs), want) < 0.05
+    with torch.autocast("cuda", torch.bfloat16):
+        noise = distance(plain_gradient(model, batch, inputs), want)
+    assert distance(gradient(narrow, batch, inputs), want) < 1.2 * noise < 0.2
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
@@ -137,8 +148,8 @@ def test_sharing_prompts_does_not_change_the_gradient() -> None:
     trainer = trainer_on_gpu()
     inputs = near_policy(trainer, batch)
     shared = gradient(trainer, batch, inputs)
-    apart = replace(batch, draws=batch.draws * 0 + range(batch.num_samples))  # each sample a group of its own
-    assert apart.num_computed_tokens > 1.3 * batch.num_computed_tokens
+    apart = alone(batch)
+    assert apart.num_computed_tokens > 1.25 * batch.num_computed_tokens
     assert distance(gradient(trainer, apart, inputs), shared) < 0.02
 
 
