@@ -63,3 +63,14 @@ def test_a_row_of_another_length_is_refused() -> None:
     spec = AttentionSpec(0, 1.0)
     with pytest.raises(ValueError, match="expected one row of 5 tokens"):
         packed.attend(spec, *(torch.zeros(1, 1, 7, DIM) for _ in range(3)))
+
+
+def test_padding_beyond_a_window_leaves_gradients_finite() -> None:
+    """Two sequences of one block: a long shared prompt with one token of its own, a short one with nine."""
+    first = range(10)
+    place = [*first, 10, *first, 11, 12, 13, 12, *range(14, 23)]
+    packed = PackedAttention([11, 11, 2, 10], place=torch.tensor(place), shared=[0, 10, 0, 1])
+    generator = torch.Generator().manual_seed(0)
+    row = [torch.randn(1, n, 23, DIM, generator=generator, requires_grad=True) for n in (HEADS, KV_HEADS, KV_HEADS)]
+    packed.attend(AttentionSpec(0, 1.0, window=3), *row).sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in row)

@@ -150,7 +150,9 @@ def test_sharing_prompts_does_not_change_the_gradient() -> None:
     shared = gradient(trainer, batch, inputs)
     apart = alone(batch)
     assert apart.num_computed_tokens > 1.25 * batch.num_computed_tokens
-    assert distance(gradient(trainer, apart, inputs), shared) < 0.02
+    assert (
+        distance(gradient(trainer, apart, inputs), shared) < 0.02
+    )  # in bfloat16; in float32 it is exact: test_packing
 
 
 def test_nothing_is_compiled_again_and_memory_does_not_grow() -> None:

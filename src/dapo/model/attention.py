@@ -433,7 +433,10 @@ class _Block:
         self._keys = _Padded(start, length, place)
         tails = bool(shared.any())
         self._queries = _Padded(start + shared, length - shared, place) if tails else self._keys
-        self._position = shared[:, None] + self._queries.column if tails else None
+        # padding asks from the place of the last real query: further on, a window might show it no key at all, and the
+        # gradient of a softmax over nothing is NaN even where nobody asks for it
+        column = torch.minimum(self._queries.column, (length - shared)[:, None] - 1)
+        self._position = shared[:, None] + column if tails else None
         self.places = self._queries.places
 
     def attend(self, spec: AttentionSpec, *row: torch.Tensor) -> torch.Tensor:

@@ -40,16 +40,9 @@ class FlashLayout:
         """
         own = [length - first for length, first in zip(lengths, shared, strict=True)]
         borders = [list(itertools.accumulate(counts, initial=0)) for counts in (own, lengths)]
-        queries, keys = _to(device, torch.tensor(borders, dtype=torch.int32))
-        longest = max(lengths, default=0)
-        self._borders = (queries, keys, max(own, default=0), longest)
-        self._borders_of_all = (keys, keys, longest, longest)
-        self._place, self._own = None, None
-        if any(shared):
-            starts = itertools.accumulate(lengths, initial=0)
-            first = [start + skipped for start, skipped in zip(starts, shared, strict=False)]
-            self._place = place
-            self._own = _to(device, torch.cat([torch.arange(a, a + n) for a, n in zip(first, own, strict=True)]))
+        queries, keys = torch.tensor(borders, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+        self._borders = (queries, keys, max(own, default=0), max(lengths, default=0))
+        self._place = place if any(shared) else None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
@@ -73,12 +66,9 @@ class FlashLayout:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`attend` without gradient, and the logarithm of each softmax's divisor ``[H, T]``, float32."""
-        rows, borders, own = self._laid_out(window, query, key, value)
         out, divisors, *_ = torch.ops.aten._flash_attention_forward(
-            *rows, *borders, 0.0, True, False, scale=scaling, **_left(window)
+            *self._rows(query, key, value), *self._borders, 0.0, True, False, scale=scaling, **_left(window)
         )
-        if own is not None:
-            out, divisors = out.index_select(0, own), divisors.index_select(1, own)
         return out.unsqueeze(0), divisors
 
     def backward(
@@ -93,35 +83,30 @@ class FlashLayout:
         window: int | None,
     ) -> tuple[torch.Tensor, ...]:
         """Gradients of query, key and value, shaped as these, from that of ``out``."""
-        rows, borders, own = self._laid_out(window, query, key, value)
-        grad, out = grad[0].contiguous(), out[0]
-        if own is not None:  # the copies of queries are not looked at, so nothing comes back from them
-            grad, out, divisors = (
-                _spread(x, own, dim, len(rows[0])) for x, dim in ((grad, 0), (out, 0), (divisors, 1))
-            )
         unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # the state of a dropout that there is not
-        of_query, *of_copies = torch.ops.aten._flash_attention_backward(
-            grad, *rows, out, divisors, *borders, 0.0, True, unused, unused, scale=scaling, **_left(window)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad[0].contiguous(),
+            *self._rows(query, key, value),
+            out[0],
+            divisors,
+            *self._borders,
+            0.0,
+            True,
+            unused,
+            unused,
+            scale=scaling,
+            **_left(window),
         )
-        if own is not None:
-            of_query = of_query.index_select(0, own)
-        found = [of_query, *(self._add_up(g, key.shape[2]) for g in of_copies)]
-        return tuple(g.transpose(0, 1).unsqueeze(0) for g in found)
+        of_query, *of_copies = grads
+        tokens = key.shape[2]
+        return tuple(g.transpose(0, 1).unsqueeze(0) for g in (of_query, *(self._add_up(g, tokens) for g in of_copies)))
 
-    def _laid_out(
-        self, window: int | None, *row: torch.Tensor
-    ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, int, int], torch.Tensor | None]:
-        """Query, key and value as ``[tokens, heads, D]``, with a copy of keys and values for each sequence that shares
-        them; where the sequences begin; and which of the queries are the row's own, where they are copied too.
-
-        With a window they are: for fewer queries than keys the kernels' backward pass then gives NaN (PyTorch 2.11).
-        """
-        across = [x[0].transpose(0, 1) for x in row]
-        if self._place is None:
-            return across, self._borders, None
-        copied = 1 if window is None else 0
-        across[copied:] = [x.index_select(0, self._place) for x in across[copied:]]
-        return (across, self._borders, None) if window is None else (across, self._borders_of_all, self._own)
+    def _rows(self, query: torch.Tensor, *pairs: torch.Tensor) -> list[torch.Tensor]:
+        """``[tokens, heads, D]`` each, keys and values with a copy for each sequence that shares them."""
+        across = [x[0].transpose(0, 1) for x in (query, *pairs)]
+        if self._place is not None:
+            across[1:] = [x.index_select(0, self._place) for x in across[1:]]
+        return across
 
     def _add_up(self, grad: torch.Tensor, tokens: int) -> torch.Tensor:
         """From the gradient of the copies that of the ``tokens`` of the row."""
@@ -129,17 +114,6 @@ class FlashLayout:
             return grad
         total = torch.zeros(tokens, *grad.shape[1:], dtype=torch.float32, device=grad.device)
         return total.index_add_(0, self._place, grad.float()).to(grad.dtype)
-
-
-def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _spread(tensor: torch.Tensor, index: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """``tensor`` with its entries at ``index`` of a dimension of ``size``, and 0 elsewhere."""
-    shape = list(tensor.shape)
-    shape[dim] = size
-    return tensor.new_zeros(shape).index_copy_(dim, index, tensor)
 
 
 def _left(window: int | None) -> dict[str, int]:

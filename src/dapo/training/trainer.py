@@ -252,6 +252,7 @@ class Trainer:
             self._unpublished = False
         return self.version, ((name, p.detach()) for name, p in changing_parameters(self.policy.model).items())
 
+    @torch.no_grad()
     def check_finite(self) -> None:
         """To be called before the weights go anywhere: into an engine or a checkpoint, neither of which could use them.
 
