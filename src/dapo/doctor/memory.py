@@ -52,7 +52,6 @@ _HOLES = 1.25
 _TIGHT = 0.85
 """Share of the free memory from which on it may become tight."""
 
-
 _KEPT_ON_GPU = 1.0
 """Of what the formula counts, what compiled layers keep for the backward pass."""
 
