@@ -1,7 +1,7 @@
 """GSM8K on one GPU: the data, the sweep that fixes learning rate and batch, the runs, and their curves.
 
 usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-data]
-       python bench/gsm8k.py run --setting NAME --minutes N --split judge|test [--model FOLDER] [KEY=VALUE ...]
+       python bench/gsm8k.py run --split judge|test [--setting NAME] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
        python bench/gsm8k.py report RUN ... [--minute 10] [--out FOLDER]
 
 ``data`` writes train.jsonl and test.jsonl for ``recipes/gsm8k-1gpu.yaml``, and cuts 512 rows out of the training set
@@ -43,10 +43,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "training.learning_rate": float(rate),
         "rollout.prompts_per_step": prompts,
         "training.groups_per_update": prompts // 4,
+        "training.steps": 12 * 128 // prompts,
     }
-    for rate, prompts in (("5e-6", 128), ("1e-5", 128), ("2e-5", 128), ("1e-5", 64))
+    for rate, prompts in (("1e-5", 128), ("2e-5", 128), ("1e-5", 64), ("2e-5", 64))
 }
-"""The sweep: learning rate and prompts of a rollout step, which has four updates in each."""
+"""The sweep: learning rate and prompts of a rollout step, which has four updates; the same number of prompts in all."""
 console = Console(width=140)
 
 
@@ -67,7 +68,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     one = commands.add_parser("run")
     one.add_argument("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
     one.add_argument("--split", choices=["judge", "test"], required=True)
-    one.add_argument("--minutes", type=float, required=True, help="of rollout steps")
+    one.add_argument("--minutes", type=float, help="of rollout steps; by default as the recipe says")
     one.add_argument("--seed", type=int, default=1)
     one.add_argument("--model", help="folder, in place of the recipe's")
     one.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"))
@@ -136,11 +137,11 @@ def overrides(options: argparse.Namespace) -> list[str]:
     values: dict[str, Any] = {
         "data.train": options.data / f"{train}.jsonl",
         "evaluation.data": options.data / f"{options.split}.jsonl",
-        "training.minutes": options.minutes,
         "seed": options.seed,
         "run.dir": options.out / f"gsm8k-{options.split}-{options.setting or 'recipe'}-seed{options.seed}",
     }
     values |= {"model.path": options.model} if options.model else {}
+    values |= {} if options.minutes is None else {"training.minutes": options.minutes}
     values |= SETTINGS[options.setting] if options.setting else {}
     return [*(f"{key}={value}" for key, value in values.items()), *options.overrides]
 
