@@ -142,7 +142,7 @@ def random_model(job: dict[str, Any]) -> tuple[Any, Any]:
 
 def give_lengths(task: Task) -> None:
     """Have each group of a rollout sampled up to the length of a real response, a different one for each."""
-    import dapo.experiment
+    import dapo.inputs
     from dapo.rollout.native.engine import NativeEngine
 
     lengths = [min(length, task.limit) for _, length in drawn_lengths(task.prompts)]
@@ -153,7 +153,7 @@ def give_lengths(task: Task) -> None:
                 [replace(r, sampling=replace(r.sampling, max_tokens=lengths[r.id % len(lengths)])) for r in requests]
             )
 
-    dapo.experiment.NativeEngine = Measured  # type: ignore[misc]
+    dapo.inputs.NativeEngine = Measured  # type: ignore[misc]
 
 
 def peak_bytes() -> int:

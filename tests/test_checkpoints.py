@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from dapo import checkpoints as module
+from dapo.budget import Budget
 from dapo.checkpoints import MANIFEST, Checkpoints, CheckpointWriter, Place, Snapshot, damages
 from dapo.config import EvaluationConfig
 from dapo.errors import UserError
@@ -338,8 +339,9 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     count = sum(p.numel() for p in trainer.policy.model.parameters())
     assert expected_bytes(trainer) == 12 * count  # before the first update too
     folder, best = RunFolder(tmp_path), Best(EvaluationConfig())
-    config = config_for(tmp_path, {"run.stop_within_s": 100}).run
-    keeper = Keeper(folder, config, RunState(), best, {}, trainer, TOKENIZER, Stopping(), print)
+    config = config_for(tmp_path, {"run.stop_within_s": 100})
+    at = RunState(Budget(config.training))
+    keeper = Keeper(folder, config.run, at, best, {}, trainer, TOKENIZER, Stopping(), print)
     assert keeper.seconds_to_save == pytest.approx(3 * 12 * count / 100e6 + 2)
     keeper._writer.longest_s = 7.0
     assert keeper.seconds_to_save == 23

@@ -54,6 +54,7 @@ def replace_run(monkeypatch: pytest.MonkeyPatch, effect: Any) -> list[Any]:
             raise effect
         return effect
 
+    Path(RECIPE["model"]["path"]).mkdir(parents=True, exist_ok=True)  # a training asks first whether it can be had
     for name, function in (("dapo.launch", "run_experiment"), ("dapo.demo", "run_demo")):
         module = ModuleType(name)
         setattr(module, function, stand_in)

@@ -265,7 +265,8 @@ def aliases(text: str, rng: random.Random) -> Mutant:
     shared = {"temperature": rng.choice([0.5, 1.0])}
     tree["evaluation"] = {**tree.get("evaluation", {}), **shared}
     rollout = yaml.safe_dump(tree.pop("rollout", {}), default_flow_style=True, width=10**6).strip()
-    return f"rollout: &r {rollout}\n{yaml.safe_dump(tree)}runtime: &t {{threads: 2}}\n", []
+    runtime = yaml.safe_dump({**tree.pop("runtime", {}), "threads": 2}, default_flow_style=True).strip()
+    return f"rollout: &r {rollout}\n{yaml.safe_dump(tree)}runtime: &t {runtime}\n", []
 
 
 def any_text_for_text(text: str, rng: random.Random) -> Mutant:

@@ -246,8 +246,9 @@ def test_without_a_network_a_model_that_is_not_here_fails_without_one_try_to_dow
 
 
 REFUSED = [
-    *("a chat without a template", "an end that is no token", "a GPU that is not there", "an adapter"),
-    *("a run folder that exists", "only prompts that are too long", "another name of the answer"),
+    *("a chat without a template", "an end that is no token", "a GPU that is not there"),
+    *("an adapter whose base is no model", "a run folder that exists"),
+    *("only prompts that are too long", "another name of the answer"),
 ]
 
 

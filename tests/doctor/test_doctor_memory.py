@@ -144,12 +144,18 @@ def test_what_offloading_and_checkpointing_save() -> None:
     assert again.activations == pytest.approx(plain.activations * 2 / 5 + 2048 * 4 * 4 * 256)
 
 
-def test_the_forecast_names_its_parts_or_says_why_there_is_none(tmp_path: Path) -> None:
+def test_the_forecast_names_its_parts_or_says_why_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     random_model("qwen2", **SHAPE).save_pretrained(tmp_path / "model")
     path = str(tmp_path / "model")
     text = predicted_from(config(model__path=path))
     assert text.startswith("0.7 GiB of RAM (weights 0.02, gradients 0.02, adam 0.04, ") and "logits 0.09" in text
     gpu = predicted_from(config(model__path=path, runtime__device="cuda", training__offload_optimizer=True))
     assert " of GPU memory (" in gpu and "in the host's memory 4" in gpu
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert " of GPU memory (" in predicted_from(config(model__path=path)), "auto: where there is one"
+    assert " of RAM (" in predicted_from(config(model__path=path, runtime__device="cpu"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert "not predicted: model architecture 'bert'" in predicted_from(config(model__path=str(tmp_path)))

@@ -240,7 +240,7 @@ class Scene:
     recipe: Path = field(init=False)
     whole: dict[str, Any] = field(init=False)
     stopped: Path = field(init=False)
-    """A run that was killed in its seventh step, with checkpoints of steps 4 and 6, for stages to copy."""
+    """A run that was killed in its eighth step, with checkpoints of steps 4 and 6, for stages to copy."""
 
     def __post_init__(self) -> None:
         self.recipe = write_scene(self.folder)
@@ -249,7 +249,11 @@ class Scene:
         assert ended.code == 0, ended.output
         self.whole = outcome(whole.run)
         killed = self.stage("killed")
-        ended = killed.start(strikes=[Strike("update", "signal", lines=7, target="SIGKILL")]).end()
+        never, newest = killed.folder / "never", RunFolder(killed.run).checkpoints / "step-00006"
+        running = killed.start(strikes=[Strike("update", "wait", lines=7, target=str(never))])
+        running.until(lambda: newest.exists() and Path(f"{never}.waiting").exists())  # it is written meanwhile
+        running.send(signal.SIGKILL)
+        ended = running.end()
         assert ended.code == -signal.SIGKILL, ended.output
         self.stopped = killed.run
 

@@ -144,7 +144,6 @@ def test_another_device_is_named_to_transformers_where_it_can_load_to_it(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_model_is_loaded_onto_the_gpu(tmp_path: Path) -> None:
     random_model("gemma3_text").save_pretrained(tmp_path)
     model = load_model(tmp_path, torch.bfloat16, device="cuda")

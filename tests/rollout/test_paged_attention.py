@@ -344,15 +344,11 @@ def test_splits_fill_the_card_and_no_more(rows, kv_heads, tokens, splits) -> Non
     assert paged.choose_splits(rows, kv_heads, tokens, processors=132) == splits
 
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 def random_lengths(rows: int, most: int) -> list[int]:
     return torch.randint(-1, most + 1, (rows,), generator=torch.Generator().manual_seed(rows)).tolist()
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize(
     ("rows", "most", "group", "kv_heads", "dim", "window", "softcap"),
     [
@@ -377,7 +373,6 @@ def test_large_batches_on_a_gpu(by_kernel, rows, most, group, kv_heads, dim, win
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_a_captured_graph_follows_the_pool() -> None:
     rows = make_rows(random_lengths(32, 500), 7, 2, 64, 16, BF16)
     expected, _ = by_reference(rows)

@@ -327,7 +327,6 @@ def test_the_most_likely_tokens_are_those_of_the_sampler_lowest_id_first() -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("truncate", [False, True])
 def test_a_whole_step_agrees_with_the_reference_on_the_gpu(truncate: bool) -> None:
     """Tokens may differ where the uniform number is within 3e-6 of every border between them, and there alone."""
@@ -364,7 +363,6 @@ def _mass_up_to(token: int, logits: torch.Tensor, one: Sampling, truncate: bool)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_a_cuda_graph_holds_a_draw_and_follows_its_buffers() -> None:
     settings = EVERY_KIND * 3
     rows = RowSettings.of(settings, DEVICE)

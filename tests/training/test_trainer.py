@@ -191,6 +191,19 @@ def test_bfloat16_compute_is_close_and_masters_stay_float32():
     assert all(tensor.dtype == torch.float32 for _, tensor in narrow.publish()[1])
 
 
+def test_activation_checkpointing_computes_layers_twice_and_the_same_gradient():
+    batch = pack(random_groups(SHAPE))
+    plain, checkpointed = make_trainer(), make_trainer(activation_checkpointing=True)
+    gradients, calls = [], []
+    for trainer in (plain, checkpointed):
+        seen = []
+        trainer.policy.model.model.layers[0].self_attn.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        gradients.append(gradient(trainer, batch, make_inputs(batch)))
+        calls.append(len(seen))
+    assert torch.equal(*gradients)
+    assert calls[1] == 2 * calls[0] > 0
+
+
 def test_frozen_reference_stays_where_it_was():
     trainer = make_trainer()
     batch = pack(random_groups(SHAPE))

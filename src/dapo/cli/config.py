@@ -126,6 +126,10 @@ def _document(values: Mapping[str, Any], reference: Mapping[str, Key], docs: boo
             continue
         if docs and not prefix:
             yield ""
+        plain = not docs and prefix and all(f"{full}.{key}" in reference for key in value)
+        if plain and not any(_remark(each, reference[f"{full}.{key}"], docs) for key, each in value.items()):
+            yield f"{indent}{name}: {_yaml(value)}"  # nothing to say of any of its keys
+            continue
         yield f"{indent}{name}:"
         yield from _document(value, reference, docs, f"{full}.")
 

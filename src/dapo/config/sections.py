@@ -300,7 +300,8 @@ class TrainingConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient clipping by global norm."""
     tokens_per_micro_batch: int = Field(32768, ge=1)
-    """Strict token budget of one forward and backward pass: responses, and each group's prompt once."""
+    """Strict token budget of one forward and backward pass: responses, and each group's prompt once. A group is divided
+    only if it is above the budget by itself."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass, and compute the layer once more there: far less memory
     for about a third more time."""
@@ -366,7 +367,7 @@ class RuntimeConfig(Section):
     kind: Literal["local"] = "local"
     """Placement: one process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device: one GPU, or the CPU. auto: a GPU, if PyTorch finds one."""
+    """Device of engine and trainer: one GPU, or the CPU. auto: a GPU, if PyTorch finds one."""
     threads: int | None = Field(None, ge=1, le=1024)
     """Threads for tensor work; by default 1 for small models (whose operations are too short to share) and all cores
     for others."""

@@ -18,7 +18,8 @@ activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backw
                GPU, compiled: t (L + 1) (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b
                if the embedding is frozen, else 4); the one more is the layer at work.
                With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
-logits         in the output head, c = min(t, 1024) rows at a time: 3 x 4 V c, on a GPU in bfloat16 6 V c + 2 V h
+logits         in the output head, c = min(t, 1024) rows at a time, on a GPU min(t, 4096): 3 x 4 V c, there in
+               bfloat16 6 V c + 2 V h
 decoding       2 x 4 V s in a step of the rollout
 =============  ====================================================================================================
 
@@ -51,7 +52,6 @@ _HOLES = 1.25
 """Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
 _TIGHT = 0.85
 """Share of the free memory from which on it may become tight."""
-
 
 _KEPT_ON_GPU = 1.0
 """Of what the formula counts, what compiled layers keep for the backward pass."""
@@ -199,6 +199,7 @@ def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
 
 def predicted_from(config: Config) -> str:
     """The prediction in words, from the config of a model and without its weights; or why there is none."""
+    import torch
     from transformers import AutoConfig
 
     name = config.model.path
@@ -210,7 +211,8 @@ def predicted_from(config: Config) -> str:
         shape = trainable_shape(config.model, found)
     except (UserError, OSError, ValueError, KeyError) as error:
         return f"not predicted: {next(iter(str(error).splitlines()), type(error).__name__)}"
-    on_gpu = config.runtime.device == "cuda"
+    asked = config.runtime.device  # of a GPU that is asked for it is told where there is none, too
+    on_gpu = asked == "cuda" or (asked == "auto" and torch.cuda.is_available())
     memory = predict_memory(config, shape, on_gpu)
     return f"{gib(memory.total(on_gpu))} of {'GPU memory' if on_gpu else 'RAM'} ({memory.told()})"
 

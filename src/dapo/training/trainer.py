@@ -11,10 +11,8 @@ mini-batch before it is cut. Nothing here divides again, so the cut into micro-b
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -40,6 +38,7 @@ from dapo.training.mismatch import Mismatch, measure_mismatch
 from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.packing import PackedBatch, select_tokens
 from dapo.training.policy import Policy
+from dapo.training.totals import PhaseClock, Totals
 
 NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
 
@@ -205,8 +204,8 @@ class Trainer:
             NumericalError: it was skipped so ``max_skipped_updates`` times in a row; says why and what to try.
         """
         loss_tokens = int(torch.count_nonzero(inputs.weights))
-        totals = _Totals(torch.zeros((), dtype=torch.float64, device=self.device))
-        clock = _Clock(self.device)
+        totals = Totals(torch.zeros((), dtype=torch.float64, device=self.device))
+        clock = PhaseClock(self.device)
         norm: float = 0.0
         skipped: str | None = NO_LOSS_TOKENS
         if loss_tokens:
@@ -341,7 +340,7 @@ class Trainer:
     # --- one update -----------------------------------------------------------------------------------------------
 
     def _accumulate(
-        self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], totals: _Totals, clock: _Clock
+        self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], totals: Totals, clock: PhaseClock
     ) -> None:
         """Add up gradient, loss and statistics over micro-batches."""
         for part in batch.micro_batches(self.policy.tokens_per_micro_batch):
@@ -371,7 +370,7 @@ class Trainer:
             if not self._unpublished:  # later a difference is what was learned, and no mismatch
                 totals.mismatch += measure_mismatch(part.batch, torch.cat(found), self.version)
 
-    def _apply(self, totals: _Totals) -> tuple[float, bool]:
+    def _apply(self, totals: Totals) -> tuple[float, bool]:
         """Clip and step, unless something is not finite: ``(norm before clipping, whether the step was made)``."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(gradients)
@@ -429,63 +428,3 @@ class Trainer:
         self.skipped_updates += 1
         self._skipped_in_row = in_row
         return f"not finite: {reason}"
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Sums over the micro-batches of one update, in float64 and left on the device until the end."""
-
-    loss: torch.Tensor
-    statistics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    mismatch: Mismatch = field(default_factory=Mismatch)
-    micro_batches: int = 0
-    computed_tokens: int = 0
-    bad_logprobs: torch.Tensor | int = 0
-    """Loss tokens whose log-probability is not finite."""
-
-    def add(
-        self,
-        loss: torch.Tensor,
-        statistics: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        bad_logprobs: torch.Tensor,
-    ) -> None:
-        self.loss = self.loss + loss.double()
-        self.bad_logprobs = self.bad_logprobs + bad_logprobs
-        for name, (total, count) in statistics.items():
-            old_total, old_count = self.statistics.get(name, (0.0, 0.0))
-            self.statistics[name] = (old_total + total, old_count + count)
-
-
-class _Clock:
-    """Seconds by phase. CUDA works behind the program's back: there they are the GPU's, which puts marks in its queue.
-
-    Waiting for it at each border would leave it idle until it is given work again.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._host = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._device = device
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        if self._device.type == "cuda":
-            event: Any = torch.cuda.Event  # untyped in torch
-            first, last = event(enable_timing=True), event(enable_timing=True)
-            first.record(torch.cuda.current_stream(self._device))
-            yield
-            last.record(torch.cuda.current_stream(self._device))
-            self._marks.append((phase, first, last))
-        else:
-            start = time.perf_counter()
-            yield
-            self._host[phase] += time.perf_counter() - start
-
-    def seconds(self) -> dict[str, float]:
-        """What is measured so far, waited for."""
-        found = dict(self._host)
-        if self._marks:
-            torch.cuda.synchronize(self._device)
-        for phase, first, last in self._marks:
-            found[phase] += first.elapsed_time(last) / 1000
-        return found
