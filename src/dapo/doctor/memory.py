@@ -35,6 +35,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dapo.config import Config
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
@@ -42,7 +44,7 @@ from dapo.errors import UserError
 from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
-from dapo.model.head import CHUNK_TOKENS
+from dapo.model.head import chunk_rows
 from dapo.model.loading import check_supported
 from dapo.training.lora import trainable_shape
 from dapo.training.offload import GROUP_NUMBERS
@@ -130,7 +132,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
         cache = min(cache, int(rollout.cache_gib * GIB))
     update = training.groups_per_update * rollout.samples_per_prompt * longest
     tokens = min(training.tokens_per_micro_batch, update)
-    chunk = min(tokens, CHUNK_TOKENS["cuda" if on_gpu else "cpu"]) * text.vocab_size
+    chunk = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
     narrow = on_gpu and width == 2
     offloaded = on_gpu and training.offload_optimizer
     largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
@@ -247,8 +249,6 @@ def _left_in_containers() -> Iterator[int]:
 
 def check_memory(patient: Patient) -> Iterator[Finding]:
     """What the run will take of the device it runs on, and whether that is free."""
-    import torch
-
     shape, config = patient.need(patient.shape, "model"), patient.config
     on_gpu = patient.need(patient.device, "device").type == "cuda"
     memory = predict_memory(config, shape, on_gpu)

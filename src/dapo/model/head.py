@@ -22,9 +22,21 @@ from torch.autograd.function import once_differentiable
 
 from dapo.model.forward import Head, products_of
 
-CHUNK_TOKENS = {"cpu": 1024, "cuda": 4096}
-"""Rows at a time, by device: at a vocabulary of 150k one buffer is 0.6 or 2.5 GB, at a tiny one it stays in a
-processor's cache. On CUDA each chunk adds to the weights' gradient, which takes as long as 800 rows of products."""
+CPU_CHUNK = 1024
+CUDA_CHUNK_LOGITS = 2**30
+"""Rows at a time on a CPU, and logits at a time on CUDA, 4.3 GB of them: see :func:`chunk_rows`."""
+
+
+def chunk_rows(device: torch.device, vocabulary: int) -> int:
+    """Rows whose logits are made at a time.
+
+    On a CPU a buffer at a vocabulary of 150k is 0.6 GB then, and at a tiny one it stays in the processor's cache. On
+    CUDA each chunk adds to the gradient of the weights, which takes as long as the products of 800 rows: 7,040 rows at
+    150k keep that near a tenth.
+    """
+    if device.type == "cpu":
+        return CPU_CHUNK
+    return min(8192, max(128, CUDA_CHUNK_LOGITS // vocabulary // 128 * 128))
 
 
 def token_logprobs(
@@ -57,7 +69,9 @@ def token_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    if chunk_tokens is not None and chunk_tokens < 1:
+    if chunk_tokens is None:
+        chunk_tokens = chunk_rows(hidden.device, head.weight.shape[0])
+    if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -73,7 +87,7 @@ class _Settings(NamedTuple):
     scale: float
     softcap: float | None
     temperature: float
-    chunk_tokens: int | None
+    chunk_tokens: int
     product_dtype: torch.dtype
 
 
@@ -90,19 +104,19 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.settings, ctx.kept = settings, None
+        ctx.settings, ctx.kept = settings, (None, None)
         ctx.set_materialize_grads(False)
         dtype = _compute_dtype(hidden)
         logprobs = hidden.new_empty(len(targets), dtype=dtype)
         entropy, divisors = torch.empty_like(logprobs), torch.empty_like(logprobs)
         head = _inputs(weight, bias, dtype, settings)
-        parts = list(chunks(len(targets), hidden.device, settings.chunk_tokens))
+        parts = list(chunks(len(targets), settings.chunk_tokens))
         with torch.autocast(hidden.device.type, enabled=False), products_of(settings.product_dtype):
             for rows in parts:
                 logits = _logits(_input(hidden[rows], dtype, settings), *head, settings)
                 logprobs[rows], entropy[rows], divisors[rows] = _read(logits, targets[rows], settings)
         if len(parts) == 1 and any(ctx.needs_input_grad):
-            ctx.kept = logits
+            ctx.kept = (logits, head)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, divisors)
         return logprobs, entropy
 
@@ -113,16 +127,16 @@ class _TokenLogprobs(torch.autograd.Function):
             return (None,) * 5
         hidden, weight, bias, targets, entropy, divisors = ctx.saved_tensors
         dtype = _compute_dtype(hidden)
-        head = _inputs(weight, bias, dtype, ctx.settings)
+        (kept, head), ctx.kept = ctx.kept, (None, None)
+        wide_weight, wide_bias = head or _inputs(weight, bias, dtype, ctx.settings)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = grad_bias = None
-        kept, ctx.kept = ctx.kept, None
         with torch.autocast(hidden.device.type, enabled=False), products_of(ctx.settings.product_dtype):
-            for rows in chunks(len(targets), hidden.device, ctx.settings.chunk_tokens):
+            for rows in chunks(len(targets), ctx.settings.chunk_tokens):
                 chunk = _input(hidden[rows], dtype, ctx.settings)
                 grad = _grad_logits(
-                    _logits(chunk, *head, ctx.settings) if kept is None else kept,
+                    _logits(chunk, wide_weight, wide_bias, ctx.settings) if kept is None else kept,
                     targets[rows],
                     entropy[rows],
                     divisors[rows],
@@ -131,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     ctx.settings,
                 )
                 if grad_hidden is not None:
-                    grad_hidden[rows] = _product(grad, head[0])
+                    grad_hidden[rows] = _product(grad, wide_weight)
                 if need_weight:
                     grad_weight = _add(grad_weight, grad.T, chunk)
                 if need_bias and bias is not None:
@@ -187,9 +201,8 @@ def _as(grad: torch.Tensor | None, of: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(of) if grad is None else grad.to(of.dtype)
 
 
-def chunks(rows: int, device: torch.device, size: int | None = None) -> Iterator[slice]:
-    """``rows`` cut into chunks of at most ``size``; None: as suits the device."""
-    size = CHUNK_TOKENS.get(device.type, 1024) if size is None else size
+def chunks(rows: int, size: int) -> Iterator[slice]:
+    """``rows`` cut into chunks of at most ``size``."""
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 

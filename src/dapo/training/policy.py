@@ -9,7 +9,7 @@ import torch
 
 from dapo.model.attention import PackedAttention
 from dapo.model.forward import hidden_states, output_head
-from dapo.model.head import token_logprobs
+from dapo.model.head import chunk_rows, token_logprobs
 from dapo.model.loading import copy_model
 from dapo.training.packing import PackedBatch
 
@@ -52,6 +52,11 @@ class Policy:
             hidden = hidden_states(self.model, batch.token_ids[shared.kept], batch.position_ids[shared.kept], context)
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
         return hidden.index_select(0, shared.place[batch.predictors])
+
+    @property
+    def rows_at_once(self) -> int:
+        """For how many of the states :meth:`read` keeps the logits until the backward pass."""
+        return chunk_rows(self.device, output_head(self.model).weight.shape[0])
 
     def read(self, states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The second half, token by token: log-probs and entropies ``[r]`` of any ``[r, d]`` of the states."""

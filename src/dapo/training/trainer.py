@@ -352,7 +352,7 @@ class Trainer:
                 states, targets = self.policy.predicting_states(part.batch), part.batch.targets
             found, slopes = [], []
             # the loss is a sum over tokens: each chunk is done with while its logits are there
-            for rows in chunks(len(targets), self.device):
+            for rows in chunks(len(targets), self.policy.rows_at_once):
                 with clock("forward"):
                     leaf = states.detach()[rows].requires_grad_()
                     logprobs, entropy = self.policy.read(leaf, targets[rows])
