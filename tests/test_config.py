@@ -483,6 +483,11 @@ def test_there_are_fewer_than_180_keys() -> None:
     assert 60 < len(all_keys()) < 180
 
 
+def test_a_name_that_no_file_can_have_is_refused_by_its_key(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: is too long for a name: 256 bytes"):
+        load("model: {path: %s/b}\n" % ("ä" * 128))
+
+
 def test_a_dumped_config_reads_back_equal(load: Load, tmp_path: Path) -> None:
     config = load(RECIPE, "reward={kind: exact, after: 'A:'}", "algorithm.clip_ratio_c=null")
     again = tmp_path / "again.yaml"

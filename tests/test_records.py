@@ -1,4 +1,4 @@
-"""Samples: shapes that belong together, and what a checkpoint keeps of them."""
+"""Records: shapes that belong together, and what a checkpoint keeps of them, one of an older version too."""
 
 from __future__ import annotations
 
@@ -41,3 +41,13 @@ def test_a_checkpoint_brings_likeliest_tokens_back_and_an_older_one_has_none(tmp
         del record["top_ids"], record["top_logprobs"]
     (tmp_path / STATE).write_text(json.dumps(tree))
     assert [s.top_ids for s in read_state(tmp_path)["samples"]] == [None, None]
+
+
+def test_a_step_under_way_of_an_older_version_is_read(tmp_path: Path) -> None:
+    names = ("loss", "grad_norm", "learning_rate", "seconds_forward", "seconds_backward", "seconds_optimizer")
+    counts = ("tokens", "response_tokens", "loss_tokens", "micro_batches")
+    write_state(tmp_path, {"reports": []})
+    report = {"$record": "UpdateReport", **dict.fromkeys(names, 0.5), **dict.fromkeys(counts, 3), "skipped": None}
+    mismatch = {"$record": "Mismatch", "tokens": 0, "absolute_sum": 0.0, "maximum": 0.0, "k3_sum": 0.0}
+    (tmp_path / STATE).write_text(json.dumps({"reports": [{**report, "statistics": {}, "mismatch": mismatch}]}))
+    assert read_state(tmp_path)["reports"][0].loss_tokens == 3

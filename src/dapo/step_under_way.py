@@ -70,7 +70,8 @@ class StepUnderWay:
 
 
 def unless(out_of_time: Callable[[], bool], objective: Objective[TokenInputs]) -> Objective[TokenInputs]:
-    """``objective``, but an update that there is no time left for ends with it, between two micro-batches.
+    """``objective``, but an update that there is no time left for ends with it, between two
+    chunks of tokens.
 
     Weights and optimizer are those before that update then, which is made again when the run goes on.
     """

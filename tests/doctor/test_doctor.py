@@ -205,11 +205,12 @@ def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -
     assert set(found) == {"stop-tokens"} and "rollout.stop_token_ids" in found["stop-tokens"]["fix"]
 
 
+@pytest.mark.parametrize("name", ["somebody/some-model", "some-model-of-old"])
 def test_what_would_have_to_be_downloaded_is_said_and_is_no_failure(
-    case: Path, monkeypatch: pytest.MonkeyPatch
+    case: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "hub_answers", lambda: True)
-    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", "model.path=somebody/some-model", "--json"])
+    done = CliRunner().invoke(app, ["doctor", "recipe.yaml", f"model.path={name}", "--json"])
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and not complaints(told["findings"])
     assert any("not downloaded" in one["found"] for one in told["findings"] if one["status"] == "skip")

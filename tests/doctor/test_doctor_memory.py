@@ -159,3 +159,16 @@ def test_the_forecast_names_its_parts_or_says_why_there_is_none(
     assert " of RAM (" in predicted_from(config(model__path=path, runtime__device="cpu"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert "not predicted: model architecture 'bert'" in predicted_from(config(model__path=str(tmp_path)))
+
+
+def test_the_forecast_does_not_wait_for_a_hub_that_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def from_pretrained(name: str, **how: Any) -> Any:
+        asked.update(how)
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr("dapo.model.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
+    assert predicted_from(config(model__path="owner/name")) == "not predicted: not in the cache"
+    assert asked["local_files_only"]

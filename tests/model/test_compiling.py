@@ -89,3 +89,12 @@ def test_compiled_code_is_kept_where_the_next_process_finds_it(tmp_path: Path, m
     keep_compiled_code()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+
+
+def test_layers_that_cannot_be_traced_stay_as_they_are() -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=2, use_dora=True, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.inject_adapter_in_model(adapter, load_model(random_model("qwen2")))
+    compile_layers(model, backend="aot_eager")
+    hidden = hidden_states(model, torch.tensor([5, 6, 7]), torch.arange(3), PackedAttention([3]))
+    hidden.sum().backward()  # with one compiled layer it would be refused: training asks for whole graphs

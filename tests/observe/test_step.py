@@ -61,7 +61,7 @@ def make_report(loss_tokens: int, skipped: str | None = None, **fields: Any) -> 
     values = {"loss": 1.0, "grad_norm": 2.0, "statistics": {}, "mismatch": Mismatch()} | fields
     return UpdateReport(
         learning_rate=0.1, skipped=skipped, tokens=2 * loss_tokens, response_tokens=loss_tokens,
-        loss_tokens=loss_tokens, micro_batches=1, computed_tokens=2 * loss_tokens,
+        loss_tokens=loss_tokens, micro_batches=1,
         seconds_forward=0.0, seconds_backward=0.0, seconds_optimizer=0.0, **values,
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from dapo.resume import resume_config
 from dapo.run_folder import RunFolder
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.packing import pack
-from dapo.training.snapshot import snapshot, snapshot_bytes
+from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
 from helpers import random_model
 from run_cases import PROMPTS, TOKENIZER, Recorder, last_checkpoint, run, steps_of, text_sum, tiny_model, without_times
@@ -141,6 +141,7 @@ def test_a_snapshot_holds_the_adapter_and_goes_on_to_the_bit(wide: Path, tmp_pat
     frozen = snapshot(trainer)
     numbers = sum(p.numel() for p in adapter_parameters(trainer.policy.model).values())
     assert 12 * numbers <= snapshot_bytes(frozen) < 12 * numbers + 4096
+    assert expected_bytes(trainer) == 12 * numbers, "the base is not written"
     update(trainer)
     frozen.save(tmp_path / "model")
     frozen.save_state(tmp_path / "optimizer")

@@ -23,7 +23,9 @@ from training_cases import (
 
 from dapo.algorithm.objective import DapoObjective
 from dapo.errors import ConfigError, NumericalError, UserError
+from dapo.model.compiling import decoder_layers
 from dapo.training.packing import pack, pack_demonstrations, select_tokens
+from dapo.training.policy import Policy
 from dapo.training.trainer import NO_LOSS_TOKENS
 from helpers import VOCAB, random_model
 
@@ -214,6 +216,13 @@ def test_frozen_reference_stays_where_it_was():
     assert torch.equal(reference.logprobs(batch), before)
     assert not torch.equal(trainer.logprobs(batch), before)
     assert not any(p.requires_grad for p in reference.model.parameters())
+
+
+def test_the_reference_is_compiled_where_the_policy_is(monkeypatch):
+    policy = make_trainer(activation_checkpointing=True).policy
+    assert not any(layer._compiled_call_impl for layer in decoder_layers(policy.frozen_copy().model))
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    assert all(layer._compiled_call_impl for layer in decoder_layers(policy.frozen_copy().model))
 
 
 # --- learning rate and optimizer ----------------------------------------------------------------------------------

@@ -9,7 +9,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+LONGEST_NAME = 255
+"""Bytes between two slashes that file systems take."""
+
+
+def _short_enough(text: str) -> str:
+    longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
+    if longest > LONGEST_NAME:
+        raise ValueError(f"is too long for a name: {longest} bytes without a slash, and at most {LONGEST_NAME} can be")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_short_enough), AfterValidator(os.path.expanduser)]
 """Name of a file or folder, or of something on the hub. A leading ``~`` is the home folder."""
 
 

@@ -45,6 +45,7 @@ from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
+from dapo.model.hub import from_where
 from dapo.model.loading import check_supported
 from dapo.training.lora import trainable_shape
 from dapo.training.offload import GROUP_NUMBERS
@@ -54,9 +55,6 @@ _HOLES = 1.25
 """Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
 _TIGHT = 0.85
 """Share of the free memory from which on it may become tight."""
-
-_KEPT_ON_GPU = 1.0
-"""Of what the formula counts, what compiled layers keep for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,7 @@ def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
     residual = width if has_adapter(shape) else 4
     if on_gpu:
         numbers = 2 * hidden + 2 * heads * _head_dim(text) + _pairs(text) + 3 * mlp
-        layer = _KEPT_ON_GPU * (width * numbers + 2 * residual * hidden + 4 * heads)
+        layer = width * numbers + 2 * residual * hidden + 4 * heads
     else:
         written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
         layer = width * (10 * hidden + 5 * mlp + 3 * _pairs(text)) + written_out
@@ -208,7 +206,7 @@ def predicted_from(config: Config) -> str:
     try:
         adapter = find_adapter(name)
         base = adapter.base if adapter else name
-        found = AutoConfig.from_pretrained(base, trust_remote_code=config.model.trust_remote_code)
+        found = AutoConfig.from_pretrained(base, trust_remote_code=config.model.trust_remote_code, **from_where(base))
         check_supported(found)
         shape = trainable_shape(config.model, found)
     except (UserError, OSError, ValueError, KeyError) as error:

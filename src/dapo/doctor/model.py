@@ -9,7 +9,7 @@ from typing import Any
 from dapo.config import Config
 from dapo.data.template import PromptTemplate
 from dapo.doctor.finding import Finding
-from dapo.doctor.patient import Patient, is_path, on_this_machine
+from dapo.doctor.patient import Patient, on_this_machine
 from dapo.errors import ConfigError, DataError, ModelError, first_line
 from dapo.inputs import (
     check_lengths,
@@ -19,7 +19,7 @@ from dapo.inputs import (
     set_threads,
 )
 from dapo.model.adapters import adapter_parameters, find_adapter
-from dapo.model.hub import from_where, hub_answers
+from dapo.model.hub import from_where, hub_answers, is_name
 from dapo.model.loading import check_supported, context_limit, load_tokenizer, stop_token_ids
 from dapo.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
@@ -75,7 +75,7 @@ def check_architecture(patient: Patient) -> Iterator[Finding]:
         yield absent
         return
     fix = "model.path=FOLDER in Hugging Face layout, or a name on the hub"
-    if not Path(name).expanduser().exists() and is_path(name):
+    if not Path(name).expanduser().exists() and not is_name(name):
         yield Finding("model", "model", "fail", f"model.path: {name}: no such folder", fix)
         return
     try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo.errors import ConfigError
 from dapo.files import holds_model
+from dapo.model.hub import is_name
 from dapo.recipes import recipe_path
 
 if TYPE_CHECKING:
@@ -76,15 +77,10 @@ def demo_of(recipe: Path) -> str | None:
         return None
 
 
-def is_path(name: str) -> bool:
-    """Whether ``name`` can be no name on the hub, which is ``owner/name``."""
-    return name.startswith((".", "/", "~")) or name.count("/") != 1
-
-
 def config_at_hand(name: str) -> bool:
     """Whether the config of the model ``name``, a folder or a name on the hub, can be read without a download."""
     folder = Path(name).expanduser()
-    return holds_model(folder) or (not folder.exists() and not is_path(name) and on_this_machine(name, "config.json"))
+    return holds_model(folder) or (not folder.exists() and is_name(name) and on_this_machine(name, "config.json"))
 
 
 def on_this_machine(name: str, file: str) -> bool:
@@ -94,7 +90,7 @@ def on_this_machine(name: str, file: str) -> bool:
         name: as in the recipe.
         file: one that belongs to it.
     """
-    if Path(name).expanduser().exists() or is_path(name):
+    if Path(name).expanduser().exists() or not is_name(name):
         return True
     from huggingface_hub import try_to_load_from_cache
 

@@ -14,6 +14,7 @@ import torch._dynamo.config as dynamo
 from torch import nn
 
 from dapo.data.cache import cache_folder
+from dapo.model.adapters import can_be_compiled
 from dapo.model.attention import LAYER_NUMBER
 
 RECOMPILE_LIMIT = 512
@@ -24,12 +25,14 @@ def compile_layers(model: Any, **options: Any) -> None:
 
     Attention stays outside of the compiled code (:func:`dapo.model.attention.opaque_attention`). What a layer reads
     about itself becomes part of its code; its number must not, or every layer would be compiled anew, so it travels as
-    a tensor.
+    a tensor. Layers that cannot be traced, those with a DoRA adapter, stay as they are.
 
     Args:
         model: from :func:`dapo.model.loading.load_model`, where it is to stay.
         options: further ones of ``torch.compile``.
     """
+    if not can_be_compiled(model):
+        return
     keep_compiled_code()
     # Its limit counts all models of the process, and kinds of layers in each: GPT-2's may all differ.
     for name in ("recompile_limit", "accumulated_recompile_limit"):

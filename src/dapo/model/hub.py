@@ -8,6 +8,8 @@ from typing import Any
 from dapo.errors import ModelError
 
 CONNECT_WITHIN_S = 3.0
+LONGEST_NAME = 96
+"""Characters that the hub takes. File systems raise an error for names that are much longer."""
 
 
 def from_where(name: str) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def require_at_hand(what: str, name: str) -> None:
 
 def is_name(name: str) -> bool:
     """Whether ``name`` may be one on the hub: ``owner/name``, or a name alone."""
-    return bool(name) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+    return 0 < len(name) <= LONGEST_NAME and not name.startswith((".", "/", "~")) and name.count("/") <= 1
 
 
 def unreachable(what: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -40,16 +41,16 @@ def snapshot(trainer: Trainer) -> Trainer:
 
 
 def expected_bytes(trainer: Trainer) -> int:
-    """What the checkpoint of a trainer that has made updates takes: all weights, and two moments of those trained."""
-    weights = sum(p.numel() * p.element_size() for p in trainer.policy.model.parameters())
-    moments = 2 * sum(p.numel() * p.element_size() for p in trainer._parameters.values())
-    return int(weights + moments)
+    """What the checkpoint of a trainer that has made updates takes: weights, and two moments of those trained."""
+    moments = 2 * _bytes(trainer._parameters.values())
+    return _bytes(changing_parameters(trainer.policy.model).values()) + moments
 
 
 def snapshot_bytes(frozen: Trainer) -> int:
     """Size of the tensors of a snapshot, which is what its checkpoint will take on the disk, but for kilobytes."""
-    tensors: list[torch.Tensor] = [
-        *changing_parameters(frozen.policy.model).values()
-    ]  # a shared one comes once, here as in the file
-    tensors += [tensor for moments in frozen._optimizer.state.values() for tensor in moments.values()]
+    weights = changing_parameters(frozen.policy.model).values()  # a shared one comes once, here as in the file
+    return _bytes(weights) + sum(_bytes(moments.values()) for moments in frozen._optimizer.state.values())
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -71,7 +71,6 @@ class UpdateReport:
     """One optimizer step. ``skipped`` says why the weights were left alone; None: they were updated.
 
     ``loss``, ``grad_norm`` (before clipping) and ``statistics`` (name -> (sum, count)) are of the whole mini-batch.
-    Of its ``tokens`` those of a prompt that samples share are computed once: ``computed_tokens``.
     ``mismatch`` covers its tokens if it is the first update since the weights were published. Sizes are in tokens,
     times in seconds, on CUDA waited for.
     """
@@ -81,7 +80,6 @@ class UpdateReport:
     learning_rate: float
     skipped: str | None
     tokens: int
-    computed_tokens: int
     response_tokens: int
     loss_tokens: int
     micro_batches: int
@@ -223,7 +221,6 @@ class Trainer:
             learning_rate=self.learning_rate,
             skipped=skipped,
             tokens=batch.num_tokens,
-            computed_tokens=totals.computed_tokens,
             response_tokens=batch.num_response_tokens,
             loss_tokens=loss_tokens,
             micro_batches=totals.micro_batches,
@@ -347,7 +344,6 @@ class Trainer:
             if not part.batch.num_response_tokens:
                 continue
             totals.micro_batches += 1
-            totals.computed_tokens += part.batch.num_computed_tokens
             with clock("forward"):
                 states, targets = self.policy.predicting_states(part.batch), part.batch.targets
             found, slopes = [], []

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError
-from dapo.model.adapters import can_be_compiled
 from dapo.model.compiling import compile_layers
 from dapo.rollout.native.paged.attention import Pool, PoolShape
 from dapo.rollout.native.paged.decoder import PREFILL_TOKENS, STRETCH, PagedDecoder, minimum_pages
@@ -75,8 +74,7 @@ def paged_decoder(
     )
     runner.wake()
     if device.type == "cuda":
-        if can_be_compiled(model):  # as they are, steps are captured all the same
-            compile_layers(model)
+        compile_layers(model)
         runner.warm_up()
     return PagedDecoder(
         runner,
