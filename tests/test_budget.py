@@ -24,7 +24,7 @@ def test_no_step_begins_that_would_end_too_late() -> None:
         ends.append(budget.seconds)
     assert ends == [13, 26, 39, 52]
     assert budget.reason() == (
-        "the minutes are over: 4 steps took 0.9, and another one like the latest (13 s) would end after "
+        "the minutes are over: 4 steps took 0.9 minutes, and another one like the latest (13 s) would end after "
         "training.minutes=1"
     )
 

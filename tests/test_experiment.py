@@ -459,6 +459,12 @@ def test_a_missing_model_or_tokenizer_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_folder_in_place_of_a_model_is_told_where_its_model_is(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "first/model-after")
+    with pytest.raises(ModelError, match=r"its model is .*first/model-after$"):
+        run(tmp_path / "run", {"model.path": str(tmp_path / "first")}, model=None, tokenizer=None)
+
+
 def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)

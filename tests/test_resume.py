@@ -30,7 +30,7 @@ from dapo.inputs import Inputs
 from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
 from dapo.prepare import Preparer
-from dapo.resume import check_resumable
+from dapo.resume import check_resumable, resume_config
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
 from dapo.run_folder import RunFolder
@@ -104,6 +104,15 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, number: i
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, method, counted)
+
+
+def test_a_run_that_goes_on_in_another_folder_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    RunFolder(run).config.write_text("model: {path: ./model}\n")
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(ConfigError, match="a run goes on in its own folder"):
+        resume_config(run, None, [f"run.dir={elsewhere}"])
 
 
 # --- the same bits ------------------------------------------------------------------------------------------------

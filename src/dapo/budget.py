@@ -42,8 +42,8 @@ class Budget:
         if self.steps >= self.config.steps:
             return "all steps are done"
         return (
-            f"the minutes are over: {self.steps} steps took {self.seconds / 60:.1f}, and another one like the latest "
-            f"({self.last:.0f} s) would end after training.minutes={self.config.minutes:g}"
+            f"the minutes are over: {self.steps} steps took {self.seconds / 60:.1f} minutes, and another one like the "
+            f"latest ({self.last:.0f} s) would end after training.minutes={self.config.minutes:g}"
         )
 
     def how_to_go_on(self) -> str:

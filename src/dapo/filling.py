@@ -395,7 +395,7 @@ class Filling:
                 raise RewardError(
                     f"step {self._step + 1}: the reward of prompt row {group.prompt.row} does not say whether the "
                     "response is correct, which algorithm.filter_groups.metric=acc decides by; return a bool or "
-                    "Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
+                    "dapo.records.Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
                 )
             metric = "score"  # for the counts only
         return judge(group, metric=metric, tolerance=self._filter.tolerance)

@@ -165,7 +165,8 @@ async def try_reward(
     elif reward.correct is None and filters.enable and filters.metric == "acc":
         raise RewardError(
             "the reward does not say whether a response is correct, which algorithm.filter_groups.metric=acc decides "
-            "by; return a bool or Reward(correct=..., value=...), or use algorithm.filter_groups.metric=score"
+            "by; return a bool or dapo.records.Reward(correct=..., value=...), or use "
+            "algorithm.filter_groups.metric=score"
         )
 
 

@@ -57,11 +57,17 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     """The recipe of a run that goes on: its own, or ``recipe`` if that is the same but for keys that may change.
 
     Raises:
-        ConfigError: ``run`` is no run, or a key differs that may not.
+        ConfigError: ``run`` is no run, a key differs that may not, or ``run.dir`` is to be another folder.
     """
     folder = RunFolder(run)
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.strip() == "run.dir" and Path(value).resolve() != run.resolve():
+            raise ConfigError(
+                f"--resume {run}: {override}: a run goes on in its own folder; to keep both, copy it first"
+            )
     config = load_config(recipe or folder.config, [*overrides, f"run.dir={run}"])
     hidden = list(blanks(config.model_dump(mode="json")))
     if hidden:

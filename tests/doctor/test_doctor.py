@@ -6,7 +6,8 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from dapo.data.template import PromptTemplate
 from dapo.doctor import host, memory, model, rewards, sampling, settings
 from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
 from dapo.doctor.finding import Finding, exit_code
-from dapo.doctor.patient import Patient
+from dapo.doctor.patient import NotAtHand, Patient
 from dapo.doctor.reading import as_batch
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.records import Group, Prompt, Reward, Sample
@@ -177,6 +178,34 @@ def test_a_probe_tells_whether_answers_can_be_read(
     one = found["probe-format"]
     assert one.status == status and says in one.found + one.fix
     assert "0 are right, 0 were cut" in one.found
+
+
+def _open_group() -> Group:
+    ids, zeros = np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.float32)
+    rewards = (Reward(None, -1.0), Reward(None, 1.0))
+    samples = tuple(Sample(0, k, ids, zeros, ids, "stop", reward=reward) for k, reward in enumerate(rewards))
+    return Group(0, Prompt(0, "1+1=", (1,), "2"), samples)
+
+
+def test_a_probe_without_dynamic_sampling_counts_open_verdicts_by_their_spread(case: Path) -> None:
+    config = load_config("recipe.yaml", ["model.path=./model", "algorithm.filter_groups.enable=false"])
+    found = {one.name: one for one in sampling.judged(config, [_open_group()])}
+    assert found["probe"].status == "pass" and "1 mixed" in found["probe"].found
+
+
+def test_a_probe_of_a_reward_that_leaves_right_and_wrong_open_is_no_fault_of_dapos(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scored(*_: object) -> list[Group]:
+        return [_open_group()]
+
+    monkeypatch.setattr(sampling, "_scored", scored)
+    monkeypatch.setattr(sampling, "set_threads", lambda *_: None)
+    source = SimpleNamespace(draw=lambda: Prompt(0, "1+1=", (1,), "2"))
+    config = load_config("recipe.yaml", ["model.path=./model"])
+    patient = Patient(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
+    with pytest.raises(NotAtHand, match="right or wrong"):
+        list(sampling.check_probe(patient))
 
 
 def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

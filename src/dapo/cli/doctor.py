@@ -42,8 +42,9 @@ def doctor(
 ) -> None:
     """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
 
-    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Exit code 0 without a failure; 2
-    if recipe or data have one, 1 if only model, reward or machine do. Nothing is downloaded.
+    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded.
+
+    Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
     with errors_for_people(debug):
         from dapo.doctor.examination import examine

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 def evaluate(
     model: Annotated[
         str,
-        typer.Argument(help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
+        ),
     ],
     words: Annotated[
         list[str] | None,

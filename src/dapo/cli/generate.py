@@ -34,7 +34,10 @@ class Template(enum.StrEnum):
 def generate(
     model: Annotated[
         str,
-        typer.Argument(help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
+        ),
     ],
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; - reads one from standard input.")

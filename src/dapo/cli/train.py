@@ -139,7 +139,7 @@ def _dry_run(config: Config) -> None:
     console = Terminal()
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
     plan["memory"] = _predicted_memory(config)
-    plan["not looked into here"] = "weights, reward function, rows of the data (dapo data check)"
+    plan["not looked into here"] = "tokenizer, weights, reward function, rows of the data (dapo doctor)"
     notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
     if console.is_terminal:
         from rich.syntax import Syntax

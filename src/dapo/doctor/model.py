@@ -297,7 +297,7 @@ def _padding(patient: Patient, rows: int) -> Iterator[Finding]:
 
 def check_bos(patient: Patient) -> Iterator[Finding]:
     """Whether a prompt begins with one BOS token, where the model knows one."""
-    source = patient.need(patient.source, "data")
+    source = patient.need(patient.source, "tokenized data")
     tokenizer, template = patient.tokenizer, patient.need(patient.template, "template")
     bos = tokenizer.bos_token_id
     if bos is None:

@@ -48,8 +48,9 @@ class Patient:
     """The model without its numbers, on the meta device."""
     device: Any = None
     fits: bool | None = None
-    words_known: bool | None = None  # by the model: all ids of the tokenizer lie within it
     """Whether the predicted memory is free."""
+    words_known: bool | None = None
+    """Whether all ids of the tokenizer lie within the model."""
     model: Any = None
     reward_works: bool | None = None
     probe: int = 0

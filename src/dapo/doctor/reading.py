@@ -34,7 +34,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 def check_reading(patient: Patient) -> Iterator[Finding]:
     """Compare the log-loss of prompts, and of answers behind them, with that of a guess."""
-    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "data")
+    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "tokenized data")
     patient.need(patient.words_known, "vocabulary")
     config = patient.config
     set_threads(config, model)  # of the thread that works here

@@ -148,7 +148,7 @@ async def _started(patient: Patient, reward: RewardConfig) -> AsyncIterator[Find
 
 
 def _mended(reward: RewardConfig) -> str:
-    keys = {"function": "reward.function=FILE.py:NAME", "model": "reward.path=FOLDER"}
+    keys = {"function": "mend the function, or reward.function=FILE.py:NAME of another", "model": "reward.path=FOLDER"}
     if any(map(_is_costly, plain_rewards(reward))):
         return "start the server, or set reward.url to where it is"
     return keys.get(reward.kind, "mend the reward; dapo reward check RECIPE FILES tries it on labelled cases")
@@ -342,7 +342,8 @@ async def _without_verdicts(
     filters = config.algorithm.filter_groups
     if filters.enable and filters.metric == "acc":
         text = "the reward does not say whether a response is right, which dynamic sampling decides by"
-        return [Finding("reward", "scores", "fail", text, "algorithm.filter_groups.metric=score, or return a bool")]
+        advice = "return a bool or dapo.records.Reward(correct=..., value=...), or algorithm.filter_groups.metric=score"
+        return [Finding("reward", "scores", "fail", text, advice)]
     values = [reward.value for _, _, reward in scored]
     others = await scores(scorer, [*shuffled(scored), *((prompt, "") for prompt, _, _ in scored)])
     if len({*values, *(reward.value for reward in others)}) == 1:

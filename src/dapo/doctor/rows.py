@@ -213,7 +213,7 @@ def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def check_sample(patient: Patient) -> Iterator[Finding]:
     """A prompt as the model will see it, and what is odd about its tokens."""
-    source = patient.need(patient.source, "data")
+    source = patient.need(patient.source, "tokenized data")
     template = patient.need(patient.template, "template")
     tokenizer = patient.tokenizer
     prompts = spread_prompts(source.prompts, LOOKED_AT)
@@ -232,7 +232,7 @@ def check_sample(patient: Patient) -> Iterator[Finding]:
 
 def check_odd(patient: Patient) -> Iterator[Finding]:
     """The same without the prompt itself, which a training shows anyway."""
-    yield from _odd_prompts(patient, spread_prompts(patient.need(patient.source, "data").prompts, LOOKED_AT))
+    yield from _odd_prompts(patient, spread_prompts(patient.need(patient.source, "tokenized data").prompts, LOOKED_AT))
 
 
 def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -275,7 +275,7 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
     yield from check_content(config, prompts)
     positions = None if patient.shape is None else context_limit(patient.shape)
     yield from check_room(config, prompts, tokenizer, positions)
-    everything = list(patient.need(patient.source, "data").untokenized())
+    everything = list(patient.need(patient.source, "tokenized data").untokenized())
     yield from check_given_away(config, spread_prompts(everything, READ))
     yield from _answer_format(patient, prompts)
 

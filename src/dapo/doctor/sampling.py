@@ -15,7 +15,7 @@ import torch
 from dapo.algorithm.admission import Verdict, judge
 from dapo.config import Config
 from dapo.doctor.finding import Finding
-from dapo.doctor.patient import Patient
+from dapo.doctor.patient import NotAtHand, Patient
 from dapo.doctor.rewards import impatient, scores
 from dapo.doctor.rows import spread_prompts
 from dapo.inputs import cache_bytes, set_threads
@@ -41,7 +41,7 @@ PROBE_SECONDS = 600.0
 
 def check_agreement(patient: Patient) -> Iterator[Finding]:
     """Sample some tokens with the engine, and compute their log-probabilities again as the trainer does."""
-    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "data")
+    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "tokenized data")
     patient.need(patient.words_known, "vocabulary")
     config = patient.config
     set_threads(config, model)  # of the thread that works here
@@ -114,7 +114,7 @@ def check_probe(patient: Patient) -> Iterator[Finding]:
     """Sample and score whole groups: how many hold something to learn from."""
     if not patient.probe:
         return
-    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "data")
+    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "tokenized data")
     patient.need(patient.reward_works or None, "reward")
     config = patient.config
     set_threads(config, model)
@@ -125,7 +125,15 @@ def check_probe(patient: Patient) -> Iterator[Finding]:
         text = f"{len(prompts)} prompts were not sampled and scored within {PROBE_SECONDS:g} s"
         yield Finding("data", "probe", "warn", text, f"--probe {max(1, patient.probe // 4)}")
         return
+    filters = config.algorithm.filter_groups
+    if filters.enable and filters.metric == "acc" and _is_open(groups):
+        raise NotAtHand("verdict of right or wrong")
     yield from judged(config, groups)
+
+
+def _is_open(groups: Sequence[Group]) -> bool:
+    """Whether the reward leaves right and wrong open."""
+    return any(s.verdict.correct is None for g in groups for s in g.scored)
 
 
 async def _scored(patient: Patient, prompts: Sequence[Prompt]) -> list[Group]:
@@ -155,7 +163,8 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
     (Wilson, 95%) says so.
     """
     filters, samples = config.algorithm.filter_groups, config.rollout.samples_per_prompt
-    counts = Counter(judge(g, metric=filters.metric, tolerance=filters.tolerance) for g in groups)
+    metric = filters.metric if filters.enable or not _is_open(groups) else "score"  # as training judges
+    counts = Counter(judge(g, metric=metric, tolerance=filters.tolerance) for g in groups)
     mixed, total = counts[Verdict.MIXED], len(groups)
     parts = ", ".join(f"{counts[verdict]} {verdict.value.replace('_', ' ')}" for verdict in Verdict if counts[verdict])
     text = f"of {total} prompts at G={samples}: {parts}"

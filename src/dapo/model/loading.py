@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError, first_line
+from dapo.files import holds_model
 from dapo.model.adapters import adapter_parameters, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 from dapo.model.hub import from_where, hub_answers, unreachable
@@ -168,6 +169,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 def _explain(what: str, path: str, error: Exception) -> str:
     local = Path(path).expanduser()
     if local.exists() or path.startswith((".", "/", "~")):
+        inside = next((name for name in ("model-after", "model") if holds_model(local / name)), None)
+        if inside:
+            return f"{what} {path}: is a run or checkpoint of dapo, not a model; its model is {local / inside}"
         state = "exists but cannot be loaded" if local.exists() else "no such folder"
         return f"{what} {path}: {state}: {first_line(error)}"
     if not hub_answers():
