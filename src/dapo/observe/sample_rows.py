@@ -35,9 +35,6 @@ nats, NULL where they were not computed; ``gap_max``: the largest |engine - trai
 
 Row = dict[str, Any]
 
-MEASURES = ("prompt_length", "logprob_engine", "logprob_trainer", "entropy", "gap_max")
-"""What comes from the tokens."""
-
 
 def rows_of(folder: Path, step: int) -> list[Row]:
     """The rows of one step, in the order of its file. A last line that was cut off while being written is left out.
@@ -133,13 +130,20 @@ def _measures(path: Path, rows: list[Row]) -> list[Row]:
     changes = [a["draw"] != b["draw"] for a, b in pairwise(rows)]
     groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)]
     ends = np.cumsum(arrays.lengths)
+    per_token = arrays.logprobs, arrays.trainer_logprobs, arrays.entropy
     return [
         {
             "prompt_length": int(arrays.prompt_lengths[group]) if group < len(arrays.prompt_lengths) else None,
-            "logprob_engine": _mean(arrays.logprobs[end - length : end]),
+            **_token_means(*(values[end - length : end] for values in per_token)),
         }
         for group, length, end in zip(groups, arrays.lengths, ends, strict=True)
     ]
+
+
+def _token_means(engine: Any, trainer: Any, entropy: Any) -> Row:
+    gap = float(np.max(np.abs(engine - trainer), initial=-1.0))
+    means = {"logprob_engine": _mean(engine), "logprob_trainer": _mean(trainer), "entropy": _mean(entropy)}
+    return {**means, "gap_max": gap if 0 <= gap < math.inf else None}
 
 
 def _mean(values: Any) -> float | None:
