@@ -19,13 +19,14 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from dapo.checkpoints import MANIFEST, Checkpoints, Place
+from dapo.checkpoints import MANIFEST, Checkpoints, Place, _describe
 from dapo.cli import app
 from dapo.errors import ConfigError, StarvedError, UserError
 from dapo.evaluation.best import Best
-from dapo.files import json_line
+from dapo.files import json_line, write_json
 from dapo.inputs import Inputs
 from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
@@ -347,6 +348,16 @@ def test_a_setting_that_would_make_it_another_run_is_refused(stopped: Path, over
     assert named in output and "model.path" in output
 
 
+def test_a_setting_that_was_edited_in_the_run_folder_is_refused_too(stopped: Path) -> None:
+    config = stopped / "run" / "config.yaml"
+    text = config.read_text()
+    assert "learning_rate: 0.003" in text
+    config.write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.3"))
+    assert "training.learning_rate: was 0.003, is now 0.3" in go_on(stopped, "training.steps=2", code=2)
+    config.write_text(text.replace("steps: 1\n", "steps: 2\n", 1))
+    go_on(stopped)
+
+
 def test_files_may_lie_elsewhere_if_they_hold_the_same(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (stopped / "moved").mkdir()
     for name in ("train.jsonl", "model"):
@@ -641,6 +652,53 @@ def test_a_lost_record_of_the_best_step_is_written_again(tmp_path: Path) -> None
 def test_a_lost_fingerprint_is_said_aloud(stopped: Path) -> None:
     (stopped / "run" / "fingerprint.json").unlink()
     assert "whether data and model are still the same is not known" in go_on(stopped, "training.steps=2")
+
+
+@pytest.mark.parametrize("content", ['{"a', "[1]", '{"resumed": 3}', "\udcff"])
+def test_a_damaged_record_of_the_environment_ends_no_run(stopped: Path, content: str) -> None:
+    (stopped / "run" / "environment.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    go_on(stopped, "training.steps=2")
+    assert len(json.loads((stopped / "run" / "environment.json").read_text())["resumed"]) == 1
+
+
+def test_a_lock_that_cannot_be_taken_is_no_fault_of_the_program(stopped: Path) -> None:
+    (stopped / "run" / ".lock").unlink()
+    (stopped / "run" / ".lock").mkdir()
+    assert "cannot write to this run folder" in go_on(stopped, "training.steps=2", code=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("format", 99, "is of format 99"),
+        ("buffer", {}, "state of the run cannot be read"),
+        ("monitor", None, "state of the run cannot be read"),
+        ("steps_done", "six", "state of the run cannot be read"),
+    ],
+)
+def test_a_state_that_is_not_of_this_program_is_refused(tmp_path: Path, key: str, value: object, says: str) -> None:
+    """Its manifest is whole, as that of a later version's would be."""
+    run(tmp_path, LONG | {"training.steps": 1}, heldout=PROMPTS[:4])
+    checkpoint = last_checkpoint(tmp_path)
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {key: value}))
+    (checkpoint / MANIFEST).unlink()
+    write_json(checkpoint / MANIFEST, {"format": 2, "files": _describe(checkpoint)})
+    with pytest.raises(UserError, match=says):
+        resume(tmp_path)
+
+
+def test_an_optimizer_without_its_moments_is_refused(tmp_path: Path) -> None:
+    """Failure 87. Such a one would train on, with other numbers."""
+    run(tmp_path, LONG | {"training.steps": 1}, heldout=PROMPTS[:4])
+    checkpoint = last_checkpoint(tmp_path)
+    save_file({}, checkpoint / "optimizer" / "trainer.safetensors")
+    known = json.loads((checkpoint / "optimizer" / "trainer.json").read_text())
+    (checkpoint / "optimizer" / "trainer.json").write_text(json.dumps(known | {"tensors": []}))
+    (checkpoint / MANIFEST).unlink()
+    write_json(checkpoint / MANIFEST, {"format": 2, "files": _describe(checkpoint)})
+    with pytest.raises(UserError, match="no moments"):
+        resume(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[]", '{"steps_done": 1}'])

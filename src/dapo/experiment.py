@@ -53,6 +53,7 @@ from dapo.plan import plan_of
 from dapo.prepare import Preparer
 from dapo.process import Clock, Stopping, closed_in_time, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
+from dapo.redaction import redact
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
@@ -248,7 +249,8 @@ class Experiment:
             discard_samples(folder.samples, after=kept)
             forget_steps(folder.samples, after=kept)
         with writing(folder.fingerprint):
-            write_json(folder.fingerprint, self.fingerprint)
+            settings = redact(self.config.model_dump(mode="json"))
+            write_json(folder.fingerprint, {**self.fingerprint, "settings": settings})
         trackers = make_trackers(self.config, folder, keep_until=kept)
         self.metrics = self._resources.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:

@@ -136,6 +136,7 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener) ->
         if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
             listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
         return
+    then.pop("settings", None)  # resume.py has compared them
     changed = list(differences(then, json.loads(json.dumps(plain(now)))))
     refused = [line for line in changed if not line.startswith("reward.")]
     if refused:

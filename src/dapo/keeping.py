@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from dapo.budget import Budget
 from dapo.checkpoints import FORMAT, Checkpoints, CheckpointWriter, Place, Snapshot
 from dapo.config.sections import RunConfig
+from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.files import flush_to_disk, new_folder, writing
 from dapo.process import Clock, Stopping, in_thread
@@ -75,7 +76,7 @@ class RunState:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`."""
-        self.budget.load_state(state["steps_done"], state.get("budget", {}))
+        self.budget.load_state(int(state["steps_done"]), state.get("budget", {}))
         self.step = StepUnderWay(**state["step"]) if state["step"] else None
         self.scores = state["scores"]
         for phase, seconds in state["seconds"].items():
@@ -222,13 +223,21 @@ class Keeper:
         """
         expected = [name for name in (*self._at.state(), *self._roles) if name not in _SINCE_LATER]
         state = await in_thread(read_state, folder, expected)
+        if state.get("format", 0) > FORMAT:
+            raise UserError(
+                f"{folder}: is of format {state['format']}, and this version of dapo reads up to {FORMAT}; go on with "
+                "the version that wrote it (environment.json)"
+            )
         await in_thread(self._trainer.load, folder / "model")
         await in_thread(self._trainer.load_state, folder / "optimizer")
-        self._at.load_state(state)
+        try:
+            self._at.load_state(state)
+            for name, role in self._roles.items():
+                if name in state:
+                    role.load_state(state[name])
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise UserError(f"{folder}: the state of the run cannot be read: {type(error).__name__}: {error}") from None
         self._at.step = self._at.step and self._at.step.to(self._trainer.device)
-        for name, role in self._roles.items():
-            if name in state:
-                role.load_state(state[name])
         self._stopping.saved = folder
         self._find_best()
         self.checkpoints.prune()  # it may be fewer that are to be kept now

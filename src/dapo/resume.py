@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,10 +86,7 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
     Raises:
         ConfigError: ``folder`` is no run's, or ``config`` would make it another run.
     """
-    try:
-        stored = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{folder.config}: cannot be read: {error}") from None
+    stored = _settings(folder)
     refused = list(_refused(_with_new_keys(stored), redact(config.model_dump(mode="json"))))
     if refused:
         lines = "\n".join(refused)
@@ -95,6 +94,18 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
             f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
             f"To train on with other settings, start a new run from its weights (model.path)"
         )
+
+
+def _settings(folder: RunFolder) -> Any:
+    """Those that the run had when it last began. Its config.yaml may have been edited since, as a recipe is."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        settings = json.loads(folder.fingerprint.read_text(encoding="utf-8")).get("settings")
+        if isinstance(settings, dict):
+            return settings
+    try:  # of an earlier version, or killed before its fingerprint was written
+        return yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{folder.config}: cannot be read: {error}") from None
 
 
 def _with_new_keys(stored: Any) -> Any:

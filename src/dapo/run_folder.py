@@ -132,17 +132,23 @@ class RunFolder:
         """
         again = describe_environment(config, sys.argv if command is None else command)
         try:
-            known = self.environment.exists()  # as it does not where the run was killed in its first moment
-            environment = json.loads(self.environment.read_text(encoding="utf-8")) if known else {}
-            environment = environment if isinstance(environment, dict) else {}
-            environment["resumed"] = [*environment.get("resumed", []), again]
-            write_json(self.environment, environment)
+            environment = self._environment()
+            write_json(self.environment, {**environment, "resumed": [*environment.get("resumed", []), again]})
             write_atomic(self.config, config_yaml(config))
             for folder in (self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             self._clear_unfinished()
         except (OSError, ValueError) as error:
             raise UserError(f"{self.root}: cannot go on in this run folder: {error}") from None
+
+    def _environment(self) -> dict[str, Any]:
+        """What is recorded of the environment so far; nothing where that is missing or damaged: no run ends with it."""
+        try:
+            found = json.loads(self.environment.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        known = isinstance(found, dict) and isinstance(found.get("resumed", []), list)
+        return found if known else {}
 
     def _clear_unfinished(self) -> None:
         """Remove what a killed process left half-written. Only for who holds the lock."""
@@ -155,9 +161,13 @@ class RunFolder:
         """Keep other processes from writing to this run. Freed with the process, however that ends.
 
         Raises:
-            UserError: another process is at it.
+            UserError: another process is at it, or the folder cannot be written to.
         """
-        with (self.root / ".lock").open("a") as file:
+        try:
+            file = (self.root / ".lock").open("a")
+        except OSError as error:
+            raise UserError(f"{self.root}: cannot write to this run folder: .lock: {error.strerror}") from None
+        with file:
             try:
                 _lock(file)
             except OSError:

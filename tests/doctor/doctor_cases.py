@@ -100,6 +100,10 @@ def _with_solution(row: dict[str, Any], shown: bool = False) -> dict[str, Any]:
     return {**row, "solution": solution, "prompt": solution + row["prompt"] if shown else row["prompt"]}
 
 
+def _answered(row: dict[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "1;2"}]
+
+
 def _function(body: str) -> Callable[[Path], object]:
     def plant(folder: Path) -> None:
         (folder / "checker.py").write_text(f"def score(response, answer):\n    return {body}\n", encoding="utf-8")
@@ -130,6 +134,22 @@ def _other_end(folder: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}#{% endfor %}"
     tokenizer.save_pretrained(folder / "model")
     write_recipe(folder, {"data.template": "chat"})
+
+
+_TURNS = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"
+_BEGIN = "{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def _chat(template: str, **changes: Any) -> Callable[[Path], object]:
+    def plant(folder: Path) -> None:
+        (folder / "model/chat_template.jinja").write_text(template, encoding="utf-8")
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens(["<u>", "<a>", "<s>", "<", ">"])  # nothing is lost, and none of them is special
+        tokenizer.save_pretrained(folder / "model")
+        random_model("qwen2", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+        write_recipe(folder, {"data.template": "chat"} | {k.replace("__", "."): v for k, v in changes.items()})
+
+    return plant
 
 
 def _larger_tokenizer(folder: Path) -> None:
@@ -199,6 +219,16 @@ MISTAKES: dict[str, Mistake] = {
     "answers that are shuffled": Mistake("settings", "warn", _recipe(data__shuffle_answers=True), "nothing can be"),
     "clipping turned the wrong way": Mistake(
         "settings", "warn", _recipe(algorithm__clip_ratio_high=0.1), "opposite of Clip-Higher"
+    ),
+    "a ratio of 28 for 28%": Mistake("settings", "warn", _recipe(algorithm__clip_ratio_high=28.0), "=0.28"),
+    "betas in the wrong order": Mistake(
+        "settings", "warn", _recipe(training__betas=[0.999, 0.9]), "training.betas=[0.9,0.999]"
+    ),
+    "gradients that are cut to nothing": Mistake(
+        "settings", "warn", _recipe(training__max_grad_norm=1e-6), "max_grad_norm=1.0"
+    ),
+    "a decay that eats the weights": Mistake(
+        "settings", "warn", _recipe(training__weight_decay=10.0), "weight_decay=0.1"
     ),
     # the data
     "a file that is not there": Mistake("files", "fail", _recipe(data__train="tarin.jsonl"), "tarin.jsonl"),
@@ -322,7 +352,37 @@ MISTAKES: dict[str, Mistake] = {
     "a KL that outweighs the reward": Mistake(
         "settings", "warn", _recipe(algorithm__kl={"mode": "loss", "coef": 100.0}), "algorithm.kl.coef=0.001"
     ),
+    "a stop inside of the answers": Mistake("answers", "warn", _recipe(rollout__stop=["1", ";"]), "rollout.stop=[';']"),
+    "an instruction that the rows hold": Mistake(
+        "instruction",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "prompt": r["prompt"] + "#"} for r in rows(0, 6)]),
+            write_recipe(f, {"data.instruction": " #"}),
+        ),
+        "data.instruction=''",
+    ),
+    "chats that are answered already": Mistake(
+        "last-turn",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "prompt": _answered(r)} for r in rows(0, 6)]),
+            _chat(_TURNS + _BEGIN)(f),
+        ),
+        '["prompt"].pop()',
+    ),
     # model and tokenizer
+    "a template that begins no turn": Mistake("chat-template", "warn", _chat(_TURNS), "%}<a>{% endif %}"),
+    "a template that drops the system message": Mistake(
+        "chat-template",
+        "warn",
+        _chat(
+            _TURNS.replace("<{", "{% if m['role'] == 'user' %}<{", 1).replace("{% endfor", "{% endif %}{% endfor")
+            + _BEGIN,
+            data__system="1+1=2",
+        ),
+        "data.instruction",
+    ),
     "a file for a model": Mistake("model", "fail", _recipe(model__path="model/config.json"), "is a file"),
     "a model that is not there": Mistake("model", "fail", _recipe(model__path="./modell"), "no such folder"),
     "an adapter whose base is no model": Mistake("model", "fail", _adapter, "model.path=FOLDER"),
@@ -373,6 +433,10 @@ MISTAKES: dict[str, Mistake] = {
     "a verifier that likes everything": Mistake("shuffled-is-wrong", "fail", _function("True"), "empty responses"),
     "a verifier that likes nothing": Mistake("gold-is-right", "warn", _function("False"), "16 of 16"),
     "a verifier that likes silence": Mistake("empty-is-wrong", "fail", _function("response in answer"), "16 of 16"),
+    "a verifier that likes lists": Mistake("list-is-wrong", "warn", _function("answer in response"), "learns to list"),
+    "a verifier that fails on silence": Mistake(
+        "empty-is-wrong", "warn", _function("response.split()[-1] == answer"), "IndexError"
+    ),
     "an answer that nobody asked for": Mistake(
         "answer-format", "warn", _recipe(reward={"kind": "math", "workers": 1}), "data.template=dapo"
     ),

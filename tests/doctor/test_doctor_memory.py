@@ -87,6 +87,8 @@ def test_each_part_grows_with_what_it_is_for() -> None:
     assert base.cache == 64 * 128 * 4 * 2 * 2 * 64 * 4
     assert predicted(rollout__max_concurrent_samples=16).cache == base.cache // 4
     assert predicted(rollout__max_concurrent_samples=1000).cache == base.cache, "a step has 64 samples"
+    pinned = predicted(rollout__max_concurrent_samples=1000, runtime__deterministic=True)
+    assert pinned.cache == base.cache // 64 * 1000, "there the shape of the cache does not depend on the samples"
     assert predicted(training__tokens_per_micro_batch=1024).activations == base.activations // 2
     assert predicted(model__compute_dtype="bfloat16").engine == base.engine // 2
 

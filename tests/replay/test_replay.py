@@ -262,6 +262,21 @@ def test_a_sample_in_the_loss_without_its_advantage_is_refused(copied_run: Path)
         replay(copied_run, 1)
 
 
+def test_a_report_without_its_loss_is_no_proof_of_one(copied_run: Path) -> None:
+    path = copied_run / "samples" / "step-00001.updates.json"
+    path.write_text("[{}, {}]")
+    with pytest.raises(UserError, match="update 0: loss: missing"):
+        replay(copied_run, 1)
+
+
+def test_a_sample_that_is_there_twice_is_named(copied_run: Path) -> None:
+    path = copied_run / "samples" / "step-00001.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"index": 7}) + "\n" for line in lines))
+    with pytest.raises(UserError, match=f"sample {lines[0]['draw']}:7 is there twice"):
+        replay(copied_run, 1)
+
+
 @pytest.mark.parametrize("key", ["loss", "loss_tokens", "statistics", "statistics.ratio", "mismatch.tokens"])
 def test_a_stored_report_with_something_else_for_a_number_is_refused_with_update_and_key(
     copied_run: Path, key: str

@@ -11,7 +11,7 @@ from dapo.config import MathReward
 from dapo.errors import RewardError
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer, needs_answer
-from dapo.reward.function import load_function
+from dapo.reward.function import describe, load_function
 from dapo.reward.function_scorers import CallableScorer
 
 PROMPT = Prompt(3, "2+2=", (1,), "4", {"level": 2})
@@ -211,3 +211,8 @@ def test_who_is_cancelled_cancels_an_async_function():
         assert call.cancelled() and ended == ["x"]
 
     asyncio.run(run())
+
+
+def test_an_error_of_megabytes_is_told_in_a_line():
+    """It goes into every sample's line and onto the terminal."""
+    assert len(describe(ValueError("k" * 5_000_000))) <= 500

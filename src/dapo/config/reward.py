@@ -33,7 +33,7 @@ class RewardBase(Section):
 class WorkerReward(RewardBase):
     """A reward that is computed in processes on this machine."""
 
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=256)
     """Processes that score responses."""
 
 

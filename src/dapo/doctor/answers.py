@@ -96,6 +96,22 @@ def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding
         )
 
 
+def check_stops(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Stop texts that an answer holds: a right response would be cut inside of it."""
+    said = [p for p in prompts if p.answer is not None and p.answer.strip()]
+    for stop in config.rollout.stop:
+        cut = [p for p in said if stop in (p.answer or "").strip()]
+        if cut and config.reward.kind in ("math", "exact"):  # elsewhere an answer may be anything
+            yield Finding(
+                "data",
+                "answers",
+                "warn",
+                f"{len(cut)} of {len(said)} answers hold the stop text {stop!r}, such as row {cut[0].row + 1}: "
+                f"{(cut[0].answer or '')[:60]!r}; the response ends before the answer does",
+                f"rollout.stop={[text for text in config.rollout.stop if text != stop]}",
+            )
+
+
 # --- given away ---------------------------------------------------------------------------------------------------
 
 

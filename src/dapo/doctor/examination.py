@@ -52,6 +52,7 @@ def entries() -> list[Entry]:
         Entry("tokens", "model", model.check_tokens),
         Entry("rows", "data", rows.check_rows, 120.0),
         Entry("prompt", "data", rows.check_sample),
+        Entry("chat", "model", model.check_chat),
         Entry("bos", "model", model.check_bos),
         Entry("context", "model", model.check_context),
         Entry("disk", "machine", settings.check_disk),
@@ -183,6 +184,7 @@ async def brief(
     checks = [
         Entry("tokens", "model", models.check_tokens, 5.0),
         Entry("prompt", "data", rows.check_odd, 5.0),
+        Entry("chat", "model", models.check_chat, 5.0),
         Entry("bos", "model", models.check_bos, 5.0),
         Entry("disk", "machine", settings.check_disk, 5.0),
     ]

@@ -12,7 +12,8 @@ engine         b A (its own copy; what is frozen it shares)
 reference      4 A, if the KL to the initial policy is asked for
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
 KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step) sequences of at most T tokens
-               (prompt and response); on a GPU no more than rollout.cache_gib
+               (prompt and response), the former in any case with runtime.deterministic; on a GPU no more than
+               rollout.cache_gib
 activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
                attention is written out (H heads, sequences of at most 192 tokens).
                GPU, compiled: t (L + 1) (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b
@@ -159,8 +160,10 @@ def _longest(config: Config) -> int:
 
 
 def _rows(config: Config) -> int:
-    """Sequences decoded at once."""
+    """Sequences that the cache has room for: all that may be, where every shape is pinned."""
     rollout = config.rollout
+    if config.runtime.deterministic:
+        return rollout.max_concurrent_samples
     return min(rollout.max_concurrent_samples, rollout.prompts_per_step * rollout.samples_per_prompt)
 
 

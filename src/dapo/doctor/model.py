@@ -339,6 +339,42 @@ def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> 
     return str(text).startswith(tokenizer.bos_token * 2)
 
 
+def check_chat(patient: Patient) -> Iterator[Finding]:
+    """Whether the chat template writes all that it is given, and the head of the turn that the model is to fill."""
+    tokenizer, data = patient.tokenizer, patient.config.data
+    if data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+        return
+    turns = [{"role": "user", "content": "2+2="}]
+    try:
+        asked, bare = (_written(tokenizer, turns, add_generation_prompt=begin) for begin in (True, False))
+        answered = _written(tokenizer, [*turns, {"role": "assistant", "content": "4"}])
+        system = data.system and _written(tokenizer, [{"role": "system", "content": data.system}, *turns])
+    except Exception:  # prompts are tried elsewhere
+        return
+    head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
+    if asked == bare and head:
+        yield Finding(
+            "model",
+            "chat-template",
+            "warn",
+            f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
+            "not end in it",
+            f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)",
+        )
+    if data.system and data.system.strip() not in str(system):
+        yield Finding(
+            "model",
+            "chat-template",
+            "warn",
+            f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt",
+            "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE",
+        )
+
+
+def _written(tokenizer: Any, turns: list[dict[str, str]], **how: Any) -> str:
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, **how))
+
+
 def check_weights(patient: Patient) -> Iterator[Finding]:
     """Whether the weights can be loaded, fit the architecture and are numbers."""
     config = patient.config

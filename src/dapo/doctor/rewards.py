@@ -319,10 +319,36 @@ async def _with_verdicts(
     if pairs:
         told = f"none of {len(pairs)} answers of other rows is right"
         found.append(Finding("reward", "shuffled-is-wrong", "pass", told))
+    if listed := await _right_in_a_list(config, scorer, [prompt for prompt, _, _ in scored]):
+        found.append(Finding("reward", "list-is-wrong", "warn", listed, fix))
     if empty_right:
         told = f"{empty_right} of {len(empty)} empty responses are right"
         return [*found, Finding("reward", "empty-is-wrong", "fail", told, fix)]
+    if failed := [reward.error for reward in verdicts[len(pairs) :] if reward.error is not None]:
+        told = f"{len(failed)} of {len(empty)} scores of an empty response failed: {failed[0]}"
+        return [*found, Finding("reward", "empty-is-wrong", "warn", told, "a wrong response is wrong, not a failure")]
     return [*found, Finding("reward", "empty-is-wrong", "pass", "an empty response is not right")]
+
+
+async def _right_in_a_list(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
+    """What is wrong with a function of the user's that takes a list of many answers, the right one among them."""
+    answers = list(dict.fromkeys(p.answer.strip() for p in prompts if p.answer is not None and p.answer.strip()))
+    if config.reward.kind != "function" or len(answers) < 3:
+        return None
+    # the right one is neither the first nor the last, either of which a reward may well read
+    lists = [
+        (p, ", ".join([others[0], p.answer.strip(), *others[1:]]))
+        for p in prompts
+        if p.answer is not None and (others := [text for text in answers if text != p.answer.strip()])
+    ]
+    right = [pair for pair, reward in zip(lists, await scores(scorer, lists), strict=True) if reward.correct]
+    if len(right) <= len(lists) / 2:
+        return None
+    prompt, text = right[0]
+    return (
+        f"{len(right)} of {len(lists)} responses that list the answers of many rows are right, such as {text[:60]!r} "
+        f"for row {prompt.row + 1}: a model learns to list"
+    )
 
 
 def _mend_gold(config: Config, prompt: Prompt) -> str:

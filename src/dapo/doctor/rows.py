@@ -14,7 +14,7 @@ from dapo.config import Config
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.doctor.answers import check_content, check_given_away, check_room
+from dapo.doctor.answers import check_content, check_given_away, check_room, check_stops
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import DataError
@@ -26,6 +26,9 @@ LOOKED_AT = 200
 """Rows that are looked at for what takes a look at each of them."""
 READ = 5000
 """Rows whose text alone is looked at."""
+
+_LAST_TURN = re.compile(r"^(system|user|assistant): ", re.MULTILINE)
+"""How :attr:`Prompt.text` writes who speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +275,39 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             f"{''.join(letters)!r} in row {prompt.row + 1}",
             "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows",
         )
+    yield from _written_before(config, prompts)
     yield from check_content(config, prompts)
+    yield from check_stops(config, prompts)
     positions = None if patient.shape is None else context_limit(patient.shape)
     yield from check_room(config, prompts, tokenizer, positions)
     everything = list(patient.need(patient.source, "tokenized data").untokenized())
     yield from check_given_away(config, spread_prompts(everything, READ))
     yield from _answer_format(patient, prompts)
+
+
+def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """What the recipe adds to a prompt, or what the model is to write, and most rows hold already."""
+    instruction = config.data.instruction.strip()
+    twice = [p for p in prompts if instruction and instruction in p.text]
+    if len(twice) > len(prompts) / 2:
+        yield Finding(
+            "data",
+            "instruction",
+            "warn",
+            f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
+            "the model reads it twice",
+            "data.instruction=''",
+        )
+    answered = [p for p in prompts if _LAST_TURN.findall(p.text)[-1:] == ["assistant"]]
+    if len(answered) > len(prompts) / 2:
+        yield Finding(
+            "data",
+            "last-turn",
+            "warn",
+            f"{len(answered)} of {len(prompts)} chats end in what the assistant says, such as row "
+            f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that",
+            f'take the last message off the rows: row["{config.data.prompt_key}"].pop()',
+        )
 
 
 def _lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:

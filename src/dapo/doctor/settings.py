@@ -38,6 +38,7 @@ def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
     """What is wrong, and a value that works."""
     yield from _doubtful_schedule(config)
     yield from _doubtful_sampling(config)
+    yield from _doubtful_optimizer(config)
     yield from _doubtful_reward(config)
     kl = config.algorithm.kl
     if kl.mode != "off" and kl.coef > 1:
@@ -79,6 +80,26 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
+def _doubtful_optimizer(config: Config) -> Iterator[tuple[str, str]]:
+    training = config.training
+    first, second = training.betas
+    if first > second:
+        yield (
+            f"training.betas=[{first:g}, {second:g}]: the gradient is averaged over more updates than its square",
+            f"training.betas=[{second:g},{first:g}]",
+        )
+    if training.max_grad_norm < 1e-3:
+        yield (
+            f"training.max_grad_norm={training.max_grad_norm:g}: every gradient is cut down to next to nothing",
+            "training.max_grad_norm=1.0",
+        )
+    if training.weight_decay > 1:
+        yield (
+            f"training.weight_decay={training.weight_decay:g} pulls the weights to zero faster than rewards move them",
+            "training.weight_decay=0.1",
+        )
+
+
 def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
     rollout, algorithm, evaluation = config.rollout, config.algorithm, config.evaluation
     if not 0.5 <= rollout.temperature <= 1.5:
@@ -106,6 +127,12 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
             f"algorithm.clip_ratio_low={algorithm.clip_ratio_low:g} and clip_ratio_high={algorithm.clip_ratio_high:g}: "
             "at 0 every token that moved is clipped",
             "algorithm.clip_ratio_low=0.2 algorithm.clip_ratio_high=0.28",
+        )
+    if algorithm.clip_ratio_high > 1:
+        yield (
+            f"algorithm.clip_ratio_high={algorithm.clip_ratio_high:g}: a token may become "
+            f"{1 + algorithm.clip_ratio_high:g} times as likely before it is clipped, which is no limit (0.28 are 28%)",
+            "algorithm.clip_ratio_high=0.28",
         )
 
 

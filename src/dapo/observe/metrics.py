@@ -228,5 +228,5 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             step = None
         if not isinstance(step, int):
-            raise UserError(f"{path}:{number}: not a line of metrics")
+            raise UserError(f"{path}:{number}: not a line of metrics; take the line out to go on")
         yield entry

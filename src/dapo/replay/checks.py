@@ -101,7 +101,8 @@ def check_report(report: Mapping[str, Any], place: str) -> None:
     Raises:
         UserError: as :func:`check_sample`.
     """
-    wrong = [*_wrong(report, _REPORT)]
+    wrong = [f"{key}: missing" for key in ("loss", "grad_norm") if key not in report]  # what is compared above all
+    wrong += _wrong(report, _REPORT)
     for name in ("statistics", "mismatch"):
         nested = report.get(name, {})
         if not isinstance(nested, dict):

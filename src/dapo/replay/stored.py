@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -56,6 +57,10 @@ def read_step(folder: RunFolder, step: int) -> StoredStep:
     lines = read_samples(path)
     for number, line in enumerate(lines, start=1):
         check_sample(line, f"{path}:{number}")
+    twice = [name for name, times in Counter((line["draw"], line["index"]) for line in lines).items() if times > 1]
+    if twice:
+        draw, index = twice[0]
+        raise UserError(f"{path}: sample {draw}:{index} is there twice; the file was changed after the run wrote it")
     file, arrays, reason = tokens_path(folder.samples, step), None, None
     if file.is_file():
         arrays = TokenArrays.read(file)

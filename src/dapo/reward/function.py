@@ -101,7 +101,7 @@ def _nearest(module: ModuleType, name: str) -> str:
 
 def describe(error: BaseException) -> str:
     """An exception in one line, with the place in the user's code where it was raised."""
-    line = traceback.format_exception_only(error)[-1].strip()
+    line = _shortened(traceback.format_exception_only(error)[-1].strip())
     if isinstance(error, SyntaxError):
         return f"{line} ({error.filename}:{error.lineno})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
@@ -110,6 +110,11 @@ def describe(error: BaseException) -> str:
     if not outside:
         return line
     return f"{line} ({outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name})"
+
+
+def _shortened(text: str, limit: int = 500) -> str:
+    """Messages go into every sample's line and onto the terminal, and some hold the whole response."""
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
 # --- calling ------------------------------------------------------------------------------------------------------

@@ -333,6 +333,8 @@ class Trainer:
             if name not in numbers or (tensor.dim() and tensor.shape != self._parameters[name].shape):
                 raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
             states.setdefault(numbers[name], {})[kind] = tensor
+        if int(metadata["updates"]) > int(metadata["skipped_updates"]) and not states:
+            raise UserError(f"{folder}: holds no moments of the optimizer, though there were updates")
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         self.version = int(metadata["version"])
