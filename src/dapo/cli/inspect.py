@@ -185,7 +185,8 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
         _print_json(found.samples)
         return
     if shown_as is _Shown.table:
-        Terminal(width=None if _width() else _WIDE, highlight=False).print(table(found.samples))
+        width = _width() or _WIDE
+        Terminal(width=width, highlight=False).print(table(found.samples, width))
     else:
         full = shown_as is _Shown.full
         _print_lines(line for sample in found.samples for line in [*show(sample, _width() or 100, full), ""])

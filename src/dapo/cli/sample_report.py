@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 from rich.text import Text
 
@@ -99,19 +100,23 @@ def _measures(sample: Mapping[str, Any]) -> str:
 
 # --- many in a table ----------------------------------------------------------------------------------------------
 
-_COLUMNS = ("step", "row", "draw", "index", "status", "verdict", "reward", "advantage", "length", "entropy")
+_COLUMNS = ("step", "row", "draw", "#", "status", "verdict", "reward", "adv.", "length", "entropy", "answer", "gold")
+_LONGEST_ANSWER, _LEAST_RESPONSE = 16, 10
 
 
-def table(samples: Sequence[Mapping[str, Any]]) -> Table:
-    """A line for each, with the beginning of its response."""
-    found = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+def table(samples: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """A line of ``width`` cells for each, with as much of its response as there is room for."""
+    found = Table(box=None, pad_edge=False, header_style="bold")
     for name in _COLUMNS:
-        found.add_column(name, justify="left" if name in ("status", "verdict") else "right", no_wrap=True)
-    for name in ("extracted", "gold"):
-        found.add_column(name, no_wrap=True, max_width=16)
-    found.add_column("response", no_wrap=True, overflow="ellipsis", ratio=1, min_width=20)
-    for sample in samples:
-        found.add_row(*map(Text, _cells({"index": sample.get("sample"), **sample})))
+        left = name in ("status", "verdict", "answer", "gold")
+        found.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = [_cells({"index": sample.get("sample"), **sample}) for sample in samples]
+    room = width - sum(max(map(cell_len, column)) + 2 for column in zip(_COLUMNS, *rows, strict=True))
+    if room >= _LEAST_RESPONSE:
+        found.add_column("response", no_wrap=True)
+    for row, sample in zip(rows, samples, strict=True):
+        response = [_cut(_value(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
+        found.add_row(*map(Text, [*row, *response]))
     return found
 
 
@@ -121,5 +126,9 @@ def _cells(sample: Mapping[str, Any]) -> list[str]:
     entropy = "-" if sample.get("entropy") is None else f"{sample['entropy']:.3f}"
     places = [str(sample.get(name)) for name in ("step", "row", "draw", "index", "status")]
     numbers = [_number(sample.get("reward")), _number(sample.get("advantage")), str(sample.get("length")), entropy]
-    response = _value(str(sample.get("response", ""))[:200])
-    return [*places, said, *numbers, _value(sample.get("extracted")), _value(sample.get("gold")), response]
+    answers = [_cut(_value(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
+    return [*places, said, *numbers, *answers]
+
+
+def _cut(text: str, cells: int) -> str:
+    return set_cell_size(text, min(cell_len(text), cells))
