@@ -129,7 +129,7 @@ class Experiment:
 
     async def train(self) -> None:
         """Every rollout step: sample, score and admit; update; hand the new weights to the engine."""
-        while not self.at.budget.used_up and not self.best.converged:
+        while self.at.step is not None or not (self.at.budget.used_up or self.best.converged):
             step, clock = self.at.steps_done, Clock(self.at.step.seconds if self.at.step else None)
             self.trainer.begin_step(step)
             if self.at.step is None:  # otherwise it was resumed inside of this step
@@ -235,7 +235,7 @@ class Experiment:
         self._resources.push_async_callback(in_thread, self.index.close)
         latest, kept = None, None
         if resumed is not None:
-            check_fingerprint(folder.fingerprint, self.fingerprint, self.listener)
+            check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, self.config.runtime.deterministic)
             folder.reopen(self.config)
             latest = await in_thread(self.keeper.checkpoints.latest_intact, self.listener.warning)
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")

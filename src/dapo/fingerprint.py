@@ -38,6 +38,7 @@ def fingerprint(
         reward: a function passed from Python, which stands in for the recipe's reward.
     """
     return {
+        "device": next(model.parameters()).device.type,
         "model": fingerprint_model(model),
         "tokenizer": fingerprint_tokenizer(tokenizer),
         "data.train": train,
@@ -122,11 +123,11 @@ def _hash_of_file(file: Path) -> str | None:
         return None  # said with its reason when it is loaded
 
 
-def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener) -> None:
-    """Compare with what a run started from. Another reward is said aloud; anything else is refused.
+def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, deterministic: bool = False) -> None:
+    """Compare with what a run started from. Another reward or device is said aloud; anything else is refused.
 
     Raises:
-        UserError: the run started from another model, tokenizer or other data.
+        UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere.
     """
     try:
         then = json.loads(file.read_text(encoding="utf-8"))
@@ -138,14 +139,17 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener) ->
         return
     then.pop("settings", None)  # resume.py has compared them
     changed = list(differences(then, json.loads(json.dumps(plain(now)))))
-    refused = [line for line in changed if not line.startswith("reward.")]
+    changed = [line for line in changed if not line.startswith("device: was null")]  # an older run
+    allowed = ("reward.",) if deterministic else ("reward.", "device:")
+    refused = [line for line in changed if not line.startswith(allowed)]
     if refused:
         raise UserError(
             f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
             + "\n".join(refused)
         )
     for line in changed:
-        listener.warning(f"the reward is not the one that the run started with: {line}")
+        what = "device" if line.startswith("device:") else "reward"
+        listener.warning(f"the {what} is not the one that the run started with: {line}")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from dapo.errors import ModelError
 from dapo.model.adapters import CONFIG_FILE, WEIGHTS_FILE, has_adapter
-from dapo.model.attention import PackedAttention
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.loading import copy_model, load_model, load_tokenizer
+from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.decoder import Decoder
 from helpers import VOCAB, random_model

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dapo.model.attention import WRITTEN_OUT_TOKENS, AttentionSpec, PackedAttention
+from dapo.model.attention import WRITTEN_OUT_TOKENS, AttentionSpec
+from dapo.model.packed import PackedAttention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 

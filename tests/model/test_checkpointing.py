@@ -11,12 +11,13 @@ from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 
-from dapo.model.attention import ATTENTION_NAME, PackedAttention, attention_forward, register_attention
+from dapo.model.attention import ATTENTION_NAME, attention_forward, register_attention
 from dapo.model.checkpointing import checkpoint_layers
 from dapo.model.compiling import decoder_layers
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.head import token_logprobs
 from dapo.model.loading import copy_model, load_model
+from dapo.model.packed import PackedAttention
 from helpers import VOCAB, random_model
 
 LENGTHS = [20, 9, 31]

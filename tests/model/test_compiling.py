@@ -16,10 +16,10 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from dapo.model.attention import PackedAttention
 from dapo.model.compiling import compile_layers, decoder_layers, keep_compiled_code
 from dapo.model.forward import hidden_states
 from dapo.model.loading import load_model
+from dapo.model.packed import PackedAttention
 from dapo.rollout.native.paged.runner import FIRST_TOKENS
 from helpers import ARCHITECTURES, VOCAB, random_model
 

@@ -14,9 +14,10 @@ from torch._dynamo.utils import counters
 from training_cases import distance, gradient, make_inputs, make_trainer, random_groups
 
 from dapo.algorithm.objective import DapoObjective, TokenInputs
-from dapo.model.attention import AttentionSpec, PackedAttention
+from dapo.model.attention import AttentionSpec
 from dapo.model.forward import Head
 from dapo.model.head import token_logprobs
+from dapo.model.packed import PackedAttention
 from dapo.training.packing import PackedBatch, pack
 from helpers import ARCHITECTURES, random_model
 

@@ -22,7 +22,7 @@ import torch
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, UserError
-from dapo.inputs import device_of
+from dapo.inputs import device_of, set_determinism
 from dapo.model.loading import load_tokenizer
 from dapo.observe.run_view import RunView
 from dapo.observe.step import statistic
@@ -357,8 +357,7 @@ def _device(view: RunView, config: Config) -> tuple[torch.device, list[str]]:
     except ConfigError:
         device = torch.device("cpu")
         reasons.append("the run was on a GPU, of which there is none here")
-    if device.type != "cpu":
-        reasons.append("sums on a GPU have no fixed order")
+    set_determinism(config, device)
     if not config.runtime.deterministic:
         reasons.append("runtime.deterministic is false")
     now = {"torch": torch.__version__, "machine": platform.machine()}

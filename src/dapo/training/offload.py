@@ -34,7 +34,8 @@ class OffloadedAdamW(torch.optim.AdamW):
         """One step. When it returns, the moments are in the host's memory."""
         groups = self.param_groups
         try:
-            for group in groups:
+            # the largest first: if memory does not suffice, nothing has been changed yet
+            for group in sorted(groups, key=lambda group: -sum(p.numel() for p in group["params"])):
                 hosts = {parameter: self._fetch(parameter) for parameter in group["params"]}
                 self.param_groups = [group]
                 super().step()

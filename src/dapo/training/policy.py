@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from dapo.model.attention import PackedAttention
 from dapo.model.compiling import compile_layers
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.head import chunk_rows, token_logprobs
 from dapo.model.loading import copy_model
+from dapo.model.packed import PackedAttention
 from dapo.training.packing import PackedBatch
 
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from dapo.model.attention import AttentionContext, AttentionSpec, PackedAttention, step_attention
+from dapo.model.attention import AttentionContext, AttentionSpec, step_attention
+from dapo.model.packed import PackedAttention
 
 
 @dataclass(slots=True)

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dapo.model.attention import AttentionSpec, PackedAttention
+from dapo.model.attention import AttentionSpec
 from dapo.model.forward import hidden_states, output_head
+from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.paged.attention import Pool, attend, choose_splits, copy_pages, store
 from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
