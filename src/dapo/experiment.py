@@ -44,8 +44,10 @@ from dapo.inputs import (
 from dapo.keeping import CLOSE_SECONDS, Keeper, Role, RunState
 from dapo.model.loading import load_tokenizer, stop_token_ids
 from dapo.observe.alarms import Alarms
+from dapo.observe.limits import Limits
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import discard_samples
+from dapo.observe.step import step_seconds
 from dapo.observe.summary import scores_of, summarise
 from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.plan import plan_of
@@ -101,6 +103,7 @@ class Experiment:
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
+        self._limits = Limits.of(model, self.device, dtype)
         self.preparer = Preparer(config, self.trainer.policy)  # before the engine, which takes what memory is left
         stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
         check_vocabulary(model, self.tokenizer, stop_ids, listener)
@@ -127,14 +130,17 @@ class Experiment:
 
     async def train(self) -> None:
         """Every rollout step: sample, score and admit; update; hand the new weights to the engine."""
+        clock = Clock(self.at.step.seconds if self.at.step else None)
         while not self.at.budget.used_up and not self.best.converged:
-            step, clock = self.at.steps_done, Clock(self.at.step.seconds if self.at.step else None)
+            step = self.at.steps_done
             self.trainer.begin_step(step)
             if self.at.step is None:  # otherwise it was resumed inside of this step
                 self._waits_for("the rollout", step)
+                clock.lap("rest")
+                decoded = self._decode_steps
                 fill = await self.buffer.fill(step)
                 clock.lap("rollout")
-                self.at.step = StepUnderWay(fill, clock.laps)
+                self.at.step = StepUnderWay(fill, clock.laps, decode_steps=self._decode_steps - decoded)
             work = self.at.step
             self.monitor.begin(work.fill.sampled)
             await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
@@ -154,15 +160,22 @@ class Experiment:
             await self.engine.load_weights(*self.trainer.publish())
             await self.engine.wake()
             clock.lap("sync")
-            budget = self.at.budget.after(sum(seconds for name, seconds in clock.laps.items() if name != "evaluation"))
+            budget = self.at.budget.after(step_seconds(clock.laps))
             evaluation = await self._maybe_evaluate(budget, clock)
             self._waits_for("metrics and samples to be written", step)
+            clock.lap("rest")
+            clock = Clock()  # what follows is of the next step
             await self._record(budget, work, evaluation)
             self.preparer.observe(work.reports, work.batch)
             self.monitor.settle()
             self.alarms.settle()
             self.at.budget, self.at.step = budget, None
             await self.keeper.maybe_save(last=budget.used_up or self.best.converged)
+
+    @property
+    def _decode_steps(self) -> int:
+        """Of the engine so far; 0 of one that does not count them."""
+        return int(getattr(self.engine, "decode_steps", 0))
 
     def _waits_for(self, what: str, step: int) -> None:
         self.stopping.doing = f"{what}, in step {step + 1}"
@@ -340,6 +353,8 @@ class Experiment:
             "memory/rss": peak_memory(),
             **evaluation,
         }
+        if self._limits is not None:
+            metrics |= self._limits.shares(work.fill, work.reports, work.seconds, work.decode_steps)
         if self.config.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
         audit, found = await self.monitor.finish()
