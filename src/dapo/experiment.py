@@ -46,6 +46,7 @@ from dapo.model.loading import load_tokenizer, stop_token_ids
 from dapo.observe.alarms import Alarms
 from dapo.observe.limits import Limits
 from dapo.observe.metrics import MetricsLog
+from dapo.observe.resources import make_recorder
 from dapo.observe.samples import discard_samples
 from dapo.observe.step import step_seconds
 from dapo.observe.summary import scores_of, summarise
@@ -116,11 +117,11 @@ class Experiment:
         self.alarms = Alarms(config)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
-        self._resources = contextlib.AsyncExitStack()
+        self._closing = contextlib.AsyncExitStack()
         closers = {"the reward": self.scorer, "the held-out check": self.check, "the monitor": self.monitor}
         for what, role in {**closers, "the engine": self.engine}.items():
             if role is not None:
-                self._resources.push_async_callback(self._stop, what, role.close)
+                self._closing.push_async_callback(self._stop, what, role.close)
         self.stopping = Stopping()  # nobody has told it to
         self.best = Best(config.evaluation)
         self.before: Evaluation | None = None
@@ -205,7 +206,7 @@ class Experiment:
 
     async def close(self) -> None:
         """Stop engine and scorer, each within a bounded time, the second one even if the first one fails."""
-        await self._resources.aclose()
+        await self._closing.aclose()
 
     async def _stop(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
         self.stopping.doing = f"{what} to stop"
@@ -239,7 +240,7 @@ class Experiment:
         resumed = self._inputs.resume
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
         self.keeper = self._keeper(folder)
-        self._resources.push_async_callback(self.keeper.close)
+        self._closing.push_async_callback(self.keeper.close)
         self.trainer.faults = FaultFolder(folder.faults, self.template.decode)
         self.stopping.run = folder.root
         latest, kept = None, None
@@ -258,8 +259,12 @@ class Experiment:
             discard_samples(folder.samples, after=kept)
         with writing(folder.fingerprint):
             write_json(folder.fingerprint, self.fingerprint)
-        trackers = make_trackers(self.config, folder, keep_until=kept)
-        self.metrics = self._resources.enter_context(MetricsLog(folder.metrics, kept, trackers))
+        self.resources = make_recorder(folder.resources, self.config.run.resources_every_s)
+        if self.resources is not None:
+            self._closing.callback(self.resources.close)
+        looks = self.resources.latest if self.resources else list
+        trackers = make_trackers(self.config, folder, kept, self.listener.warning, looks)
+        self.metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:
             await self._begin()
         if self.at.steps_done and self.at.budget.used_up:
@@ -353,6 +358,8 @@ class Experiment:
             "memory/rss": peak_memory(),
             **evaluation,
         }
+        if self.resources is not None:
+            metrics |= self.resources.step_means()
         if self._limits is not None:
             metrics |= self._limits.shares(work.fill, work.reports, work.seconds, work.decode_steps)
         if self.config.algorithm.kl.mode in ("loss", "reward"):
@@ -379,4 +386,5 @@ class Experiment:
         trained = bool(self.at.steps_done or not self.config.training.steps)
         summary = summarise(facts, self.at.scores if trained else {}, self.best, len(self.heldout))
         self.folder.write_summary(summary)
+        self.metrics.summarise(summary)
         return summary

@@ -203,7 +203,7 @@ def test_the_phases_add_up_to_the_wall_time() -> None:
     fill = Fill(0, 0, (), (), STATS)
     found = step_metrics(fill, (), [report], Mismatch(), TIMES | {"evaluation": 3.0, "rest": 0.25}, make_config())
     assert found["time/wall"] == 7.25 and found["time/step"] == 4.0 and found["time/update"] == 1.0
-    names = "rollout reward_wait prepare forward backward optimizer sync evaluation rest".split()
+    names = ["rollout", "reward_wait", "prepare", "forward", "backward", "optimizer", "sync", "evaluation", "rest"]
     assert [found[f"time/{name}"] for name in names] == [1.75, 0.25, 0.5, 0.25, 0.375, 0.125, 0.5, 3.0, 0.5]
     table = [name.removeprefix("time/") for name in METRICS if name.startswith("time/")]
     assert table[: len(names) + 1] == ["wall", *names]  # as the meaning of time/wall says

@@ -105,7 +105,7 @@ correction/mean            | ratio        | mean weight of the importance correc
 kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
 kl/coef                    | coefficient  | coefficient of the KL term in the step
-time/wall                  | seconds      | since the metrics of the step before: the sum of the phases down to time/rest
+time/wall                  | seconds      | since the metrics of the step before: all phases down to time/rest
 time/rollout               | seconds      | generating samples, and scoring as far as it overlaps
 time/reward_wait           | seconds      | waiting for rewards after the last sample had come
 time/prepare               | seconds      | shaping, advantages, packing and the proximal forward pass
@@ -114,7 +114,7 @@ time/backward              | seconds      | their backward passes
 time/optimizer             | seconds      | clipping the gradient and the optimizer
 time/sync                  | seconds      | handing the new weights to the engine
 time/evaluation            | seconds      | evaluation
-time/rest                  | seconds      | all else: writing samples and checkpoints of the step before, cutting batches
+time/rest                  | seconds      | all else, such as samples and checkpoints of the step before
 time/update                | seconds      | the updates: forward, backward, optimizer and what lies between them
 time/step                  | seconds      | rollout, reward_wait, prepare, update and sync: what training.minutes counts
 time/training              | seconds      | of all rollout steps so far, without evaluation and writing files
@@ -123,9 +123,18 @@ tokens_per_second/rollout  | tokens/s     | response tokens generated over time/
 tokens_per_second/update   | tokens/s     | tokens of prompts and responses trained on, over time/update
 tokens_per_second/total    | tokens/s     | response tokens generated over time/step
 samples_per_second         | samples/s    | samples trained on over time/step
-share/matmul               | share        | of the card's matmul rate (MFU): 6 x parameters x tokens/computed over time/update
-share/bandwidth            | share        | of the card's memory bandwidth that decoding needs at least, over time/rollout
+share/matmul               | share        | of the card's matmul rate in time/update (MFU): 6 x parameters x tokens
+share/bandwidth            | share        | of the card's memory bandwidth that decoding needs, in time/rollout
 memory/rss                 | bytes        | most memory that the process has held
+resources/cpu              | cores        | CPU used by the run, mean over the step; resources.jsonl has each role
+resources/memory           | bytes        | resident memory of the same
+resources/gpu              | share        | of the time that the GPUs were busy, mean over them
+resources/gpu_memory       | bytes        | of the GPUs in use, whoever uses it
+resources/gpu_power        | W            | of the GPUs together
+resources/disk_read        | bytes/s      | read from disk by the run's processes
+resources/disk_write       | bytes/s      | written to disk by the run's processes
+resources/net_sent         | bytes/s      | sent by the host
+resources/net_received     | bytes/s      | received by the host
 epoch                      | epochs       | passes over the training rows so far
 eval/accuracy              | share        | correct samples on the evaluation rows, as the mean over rows (avg@k)
 eval/accuracy_low          | share        | lower bound of its 95% interval: percentile bootstrap over rows
@@ -208,6 +217,11 @@ class MetricsLog:
             tracker.log(step, metrics)
         return entry
 
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """Tell the trackers what the run came to."""
+        for tracker in self._trackers:
+            tracker.summarise(summary)
+
     def read(self) -> list[dict[str, Any]]:
         """All lines written so far, earlier parts of a resumed run included."""
         return list(read_metrics(self.path))
@@ -217,8 +231,7 @@ class MetricsLog:
         with contextlib.suppress(OSError):
             self._file.close()
         for tracker in self._trackers:
-            with contextlib.suppress(OSError):
-                tracker.close()
+            tracker.close()
 
     def __enter__(self) -> MetricsLog:
         return self
