@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,34 +137,35 @@ class Experiment:
             step = self.at.steps_done
             self.trainer.begin_step(step)
             if self.at.step is None:  # otherwise it was resumed inside of this step
-                self._waits_for("the rollout", step)
+                self._waits_for("the rollout", step, "rollout")
                 clock.lap("rest")
                 decoded = self._decode_steps
-                fill = await self.buffer.fill(step)
+                fill = await self.buffer.fill(step, progress=partial(self.listener.working, "rollout"))
                 clock.lap("rollout")
                 self.at.step = StepUnderWay(fill, clock.laps, decode_steps=self._decode_steps - decoded)
             work = self.at.step
             self.monitor.begin(work.fill.sampled)
             await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
             if work.batch is None:
-                self._waits_for("the batch to be prepared", step)
+                self._waits_for("the batch to be prepared", step, "prepare")
                 work.batch = await in_thread(self.preparer.batch, work.fill.groups, self.trainer.version)
                 clock.lap("prepare")
             updates = self.preparer.updates(work.batch.packed, done=len(work.reports))
             count = self.preparer.count(work.batch.packed)
             objective = unless(self._out_of_time, self.preparer.objective)
             while update := await in_thread(next, updates, None):
-                self._waits_for(f"update {len(work.reports) + 1} of {count}", step)
+                done = len(work.reports)
+                self._waits_for(f"update {done + 1} of {count}", step, "update", done, count)
                 await in_thread(work.apply, self.trainer, update, objective)
                 give_back_memory()
                 clock.lap("update")
-            self._waits_for("the weights to be handed to the engine", step)
+            self._waits_for("the weights to be handed to the engine", step, "sync")
             await self.engine.load_weights(*self.trainer.publish())
             await self.engine.wake()
             clock.lap("sync")
             budget = self.at.budget.after(step_seconds(clock.laps))
             evaluation = await self._maybe_evaluate(budget, clock)
-            self._waits_for("metrics and samples to be written", step)
+            self._waits_for("metrics and samples to be written", step, "writing")
             clock.lap("rest")
             clock = Clock()  # what follows is of the next step
             await self._record(budget, work, evaluation)
@@ -178,8 +180,9 @@ class Experiment:
         """Of the engine so far; 0 of one that does not count them."""
         return int(getattr(self.engine, "decode_steps", 0))
 
-    def _waits_for(self, what: str, step: int) -> None:
+    def _waits_for(self, what: str, step: int, phase: str, done: int = 0, total: int = 0) -> None:
         self.stopping.doing = f"{what}, in step {step + 1}"
+        self.listener.working(phase, done, total)
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
