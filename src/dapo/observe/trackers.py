@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Of each tracker: the package that it needs, which is also the name of dapo's extra."""
-CLOSE_SECONDS = 60.0
+CLOSE_SECONDS = 30.0
 
 
 class Tracker(Protocol):
@@ -70,7 +70,7 @@ class Background:
         self._hand_over(lambda tracker: tracker.summarise(summary))
 
     def close(self) -> None:
-        """Wait until the tracker has all that it was given, a minute at most."""
+        """Wait until the tracker has all that it was given, half a minute at most."""
         self._work.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
