@@ -9,12 +9,13 @@ ARGS ?=
 PY := .venv/bin/python
 # the name holds the folder, so that a moved or copied checkout is set up anew
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
+TRACKERS := .venv-trackers/.ready
 
 # Threads of one test process: as many test processes run as there are cores to use.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 
-.PHONY: help setup demo smollm2 test test-shared test-gpu test-faults nightly check format clean
+.PHONY: help setup demo smollm2 test test-shared test-gpu test-faults nightly trackers check format clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,8 +46,19 @@ test-gpu: $(STAMP)  ## tests that need a CUDA device
 test-faults: $(STAMP)  ## some sixty faults done to runs, and who survived; ARGS=SIGTERM for those named so
 	@$(TEST_ENV) PYTHONPATH=tests $(PY) tests/faults/fault_table.py $(ARGS)
 
-nightly: $(STAMP)  ## tests too slow for CI
+nightly: $(STAMP) trackers  ## tests too slow for CI
 	@$(PYTEST) -m "nightly and not gpu" $(ARGS)
+
+trackers: $(TRACKERS)  ## make .venv-trackers: the packages of the trackers, which are heavy, for make nightly
+
+# What .venv has is seen from there, too; the trackers' own packages come first.
+$(TRACKERS): $(STAMP)
+	@echo "setup: installing wandb, mlflow and trackio into .venv-trackers"
+	@$(PY) -m venv .venv-trackers
+	@.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check wandb mlflow trackio
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-trackers/bin/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))')/dapo-venv.pth"
+	@touch $@
 
 check: $(STAMP)  ## format, lint and types
 	@$(PY) -m ruff format --check --quiet . || { echo "make check: some files are not formatted; run 'make format'" >&2; \

@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
     "training.mismatch_alarm": 0.5,
     "runtime.deterministic": True,
 }
-TIMES = ("time/", "tokens_per_second/", "samples_per_second", "memory/")
+TIMES = ("time/", "tokens_per_second/", "samples_per_second", "memory/", "resources/", "share/")
 """Metrics that no two runs have in common."""
 
 

@@ -266,7 +266,7 @@ def test_a_secret_is_in_no_file_of_a_run_failures_79(tmp_path: Path) -> None:
         "reward.kind": "function",
         "reward.function": f"{file}:score",
         "reward.args": {"headers": {"X-API-Key": "sk-secret-1", "Authorization": "Bearer sk-secret-2"}},
-        "run.tensorboard": True,
+        "run.trackers": ["tensorboard"],
         "training.steps": 2,
         "run.save_every": 1,
     }

@@ -15,6 +15,7 @@ from dapo.plan import missing_files, plan_of
 from dapo.progress import (
     Listener,
     LiveListener,
+    Pace,
     PlainListener,
     QuietListener,
     before_and_after,
@@ -85,6 +86,62 @@ def test_the_time_left_follows_the_recent_pace(ticks: Iterator[float]) -> None:
     ]
 
 
+@pytest.mark.parametrize(("used", "left"), [(500.0, "0:08"), (598.0, "0:02"), (599.5, "0:00"), (900.0, "0:00")])
+def test_the_time_left_is_that_of_the_minutes_if_they_are_over_sooner(
+    ticks: Iterator[float], used: float, left: str
+) -> None:
+    """10 minutes, 600 s; steps of 2 s of which 25 s, 2 s count: as many as fit, each of the wall's 2 s."""
+    config = build_config({"model": {"path": "m"}, "training": {"steps": 5000, "minutes": 10}})
+    pace = Pace(lambda: next(ticks))
+    pace.start(plan_of(config))
+    seconds = 25.0 if used == 500.0 else 2.0
+    assert pace.tick(1, 5000, {"time/step": seconds, "time/training": used}) == (seconds, left)
+    assert pace.tick(4999, 5000, {"time/step": 1e-3, "time/training": 0.0})[1] == "0:02"  # one step, however short
+    assert pace.tick(4000, 5000, {"time/step": 1.0})[1] == "33:20"  # nothing is known of the minutes
+
+
+def test_a_long_step_says_every_half_a_minute_where_it_is() -> None:
+    now, out = [0.0], io.StringIO()
+    listener = PlainListener(Console(file=out, width=40), clock=lambda: now[0])
+    listener.started(plan_of(build_config({"model": {"path": "m"}})))
+    for second in range(1, 70):
+        now[0] = float(second)
+        listener.working("rollout", second, 100, "groups of 200 drawn")
+    now[0] = 100.0
+    listener.working("sync")
+    assert out.getvalue().splitlines()[1:] == [
+        "  rollout 30/100  groups of 200 drawn  1:10 left",
+        "  rollout 60/100  groups of 200 drawn  0:40 left",
+        "  sync",
+    ]
+
+
+def test_the_live_line_says_the_phase_its_rate_and_the_time_left() -> None:
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    listener = LiveListener(console, clock=lambda: now[0])
+
+    def line() -> str:
+        shown = io.StringIO()
+        Console(file=shown, width=100).print(listener._render())
+        return " ".join(shown.getvalue().split())
+
+    listener.started(plan_of(build_config({"model": {"path": "m"}})))
+    listener.working("rollout", 4, 16, "groups of 9 drawn, 50 tok/s")
+    now[0] = 3.0
+    listener.working("rollout", 10, 16, "groups of 20 drawn, 50 tok/s")
+    assert line().startswith("rollout ") and line().endswith("10/16 groups of 20 drawn, 50 tok/s 0:03 left step 1/100")
+    listener.working("prepare")
+    assert line().endswith("prepare step 1/100")
+    now[0] = 7.0
+    listener.step(1, 100, METRICS)
+    listener.working("update", 0, 8)
+    now[0] = 9.0
+    listener.working("update", 2, 8)
+    assert line().startswith("update ") and line().endswith("2/8 0:06 left step 2/100, 11:33 left")
+    listener.close()
+
+
 def test_plain_phases_tell_their_quarters_only(ticks: Iterator[float]) -> None:
     listener, out = plain_output(ticks)
     listener.phase("warming up [bold]")
@@ -136,6 +193,7 @@ def drive(listener: Listener) -> None:
     listener.phase("loading [red]the model[/red]")
     listener.advance(1, 2, "half [x]")
     listener.started(plan_of(build_config({"model": {"path": "m"}})))
+    listener.working("roll[out]", 1, 2, "a [note]")
     for step in range(1, 23):
         listener.step(step, 22, METRICS)
     listener.evaluated("after [x]", {"eval/accuracy": 0.5})

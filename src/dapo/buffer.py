@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from dapo.config import Config
 from dapo.errors import StarvedError
-from dapo.filling import Fill, Filling, FillStats, KeepRate
+from dapo.filling import Fill, Filling, FillStats, KeepRate, Progress
 from dapo.records import Group, Prompt
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
@@ -79,7 +79,12 @@ class ExperienceBuffer:
         """Whether the last fill did not come to its end, so that there is more here than between two steps."""
         self._before: _Position | None = None
 
-    async def fill(self, step: int, train_version: int | None = None) -> Fill:
+    async def fill(
+        self,
+        step: int,
+        train_version: int | None = None,
+        progress: Progress = lambda done, total, note: None,
+    ) -> Fill:
         """Sample until there are N groups with something to learn from (Eq. 11).
 
         With ``max_staleness`` 0, draws that can no longer be admitted are cancelled. Otherwise they are left to finish,
@@ -90,6 +95,7 @@ class ExperienceBuffer:
             step: rollout step, from 0; for messages.
             train_version: policy version that will be trained on these groups, which staleness is counted to; by
                 default the engine's version when the fill ends. A loop that samples ahead has to say it.
+            progress: hears how many groups are kept, of how many, and what it took.
 
         Returns:
             Exactly N groups; fewer if the budget was spent and ``on_starved`` is ``train``. With filtering off: N
@@ -117,6 +123,7 @@ class ExperienceBuffer:
                 resumed=self._under_way,
                 rounds=self._rounds,
                 train_version=train_version,
+                progress=progress,
             )
             await filling.run()
             filling.scores.check(final=True)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ from dapo.keeping import CLOSE_SECONDS, Keeper, Role, RunState
 from dapo.model.loading import load_tokenizer, stop_token_ids
 from dapo.observe.alarms import Alarms
 from dapo.observe.index import BackgroundIndex, forget_steps
+from dapo.observe.limits import Limits
 from dapo.observe.metrics import MetricsLog
+from dapo.observe.resources import make_recorder
 from dapo.observe.samples import discard_samples
+from dapo.observe.step import step_seconds
 from dapo.observe.summary import scores_of, summarise
 from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.plan import plan_of
@@ -103,6 +107,7 @@ class Experiment:
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
+        self._limits = Limits.of(model, self.device, dtype)
         self.preparer = Preparer(config, self.trainer.policy)  # before the engine, which takes what memory is left
         stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
         check_vocabulary(model, self.tokenizer, stop_ids, listener)
@@ -115,11 +120,11 @@ class Experiment:
         self.alarms = Alarms(config)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
-        self._resources = contextlib.AsyncExitStack()
+        self._closing = contextlib.AsyncExitStack()
         closers = {"the reward": self.scorer, "the held-out check": self.check, "the monitor": self.monitor}
         for what, role in {**closers, "the engine": self.engine}.items():
             if role is not None:
-                self._resources.push_async_callback(self._stop, what, role.close)
+                self._closing.push_async_callback(self._stop, what, role.close)
         self.stopping = Stopping()  # nobody has told it to
         self.best = Best(config.evaluation)
         self.before: Evaluation | None = None
@@ -129,36 +134,42 @@ class Experiment:
 
     async def train(self) -> None:
         """Every rollout step: sample, score and admit; update; hand the new weights to the engine."""
+        clock = Clock(self.at.step.seconds if self.at.step else None)
         while self.at.step is not None or not (self.at.budget.used_up or self.best.converged):
-            step, clock = self.at.steps_done, Clock(self.at.step.seconds if self.at.step else None)
+            step = self.at.steps_done
             self.trainer.begin_step(step)
             if self.at.step is None:  # otherwise it was resumed inside of this step
-                self._waits_for("the rollout", step)
-                fill = await self.buffer.fill(step)
+                self._waits_for("the rollout", step, "rollout")
+                clock.lap("rest")
+                decoded = self._decode_steps
+                fill = await self.buffer.fill(step, progress=partial(self.listener.working, "rollout"))
                 clock.lap("rollout")
-                self.at.step = StepUnderWay(fill, clock.laps)
+                self.at.step = StepUnderWay(fill, clock.laps, decode_steps=self._decode_steps - decoded)
             work = self.at.step
             self.monitor.begin(work.fill.sampled)
             await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
             if work.batch is None:
-                self._waits_for("the batch to be prepared", step)
+                self._waits_for("the batch to be prepared", step, "prepare")
                 work.batch = await in_thread(self.preparer.batch, work.fill.groups, self.trainer.version)
                 clock.lap("prepare")
             updates = self.preparer.updates(work.batch.packed, done=len(work.reports))
             count = self.preparer.count(work.batch.packed)
             objective = unless(self._out_of_time, self.preparer.objective)
             while update := await in_thread(next, updates, None):
-                self._waits_for(f"update {len(work.reports) + 1} of {count}", step)
+                done = len(work.reports)
+                self._waits_for(f"update {done + 1} of {count}", step, "update", done, count)
                 await in_thread(work.apply, self.trainer, update, objective)
                 give_back_memory()
                 clock.lap("update")
-            self._waits_for("the weights to be handed to the engine", step)
+            self._waits_for("the weights to be handed to the engine", step, "sync")
             await self.engine.load_weights(*self.trainer.publish())
             await self.engine.wake()
             clock.lap("sync")
-            budget = self.at.budget.after(sum(seconds for name, seconds in clock.laps.items() if name != "evaluation"))
+            budget = self.at.budget.after(step_seconds(clock.laps))
             evaluation = await self._maybe_evaluate(budget, clock)
-            self._waits_for("metrics and samples to be written", step)
+            self._waits_for("metrics and samples to be written", step, "writing")
+            clock.lap("rest")
+            clock = Clock()  # what follows is of the next step
             await self._record(budget, work, evaluation)
             self.preparer.observe(work.reports, work.batch)
             self.monitor.settle()
@@ -166,8 +177,14 @@ class Experiment:
             self.at.budget, self.at.step = budget, None
             await self.keeper.maybe_save(last=budget.used_up or self.best.converged)
 
-    def _waits_for(self, what: str, step: int) -> None:
+    @property
+    def _decode_steps(self) -> int:
+        """Of the engine so far; 0 of one that does not count them."""
+        return int(getattr(self.engine, "decode_steps", 0))
+
+    def _waits_for(self, what: str, step: int, phase: str, done: int = 0, total: int = 0) -> None:
         self.stopping.doing = f"{what}, in step {step + 1}"
+        self.listener.working(phase, done, total)
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
@@ -194,7 +211,7 @@ class Experiment:
 
     async def close(self) -> None:
         """Stop engine and scorer, each within a bounded time, the second one even if the first one fails."""
-        await self._resources.aclose()
+        await self._closing.aclose()
 
     async def _stop(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
         self.stopping.doing = f"{what} to stop"
@@ -228,11 +245,11 @@ class Experiment:
         resumed = self._inputs.resume
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
         self.keeper = self._keeper(folder)
-        self._resources.push_async_callback(self.keeper.close)
+        self._closing.push_async_callback(self.keeper.close)
         self.trainer.faults = FaultFolder(folder.faults, self.template.decode)
         self.stopping.run = folder.root
         self.index = BackgroundIndex(folder.root, self.listener.warning)
-        self._resources.push_async_callback(in_thread, self.index.close)
+        self._closing.push_async_callback(in_thread, self.index.close)
         latest, kept = None, None
         if resumed is not None:
             check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, self.config.runtime.deterministic)
@@ -251,8 +268,12 @@ class Experiment:
         with writing(folder.fingerprint):
             settings = redact(self.config.model_dump(mode="json"))
             write_json(folder.fingerprint, {**self.fingerprint, "settings": settings})
-        trackers = make_trackers(self.config, folder, keep_until=kept)
-        self.metrics = self._resources.enter_context(MetricsLog(folder.metrics, kept, trackers))
+        self.resources = make_recorder(folder.resources, self.config.run.resources_every_s)
+        if self.resources is not None:
+            self._closing.callback(self.resources.close)
+        looks = self.resources.latest if self.resources else list
+        trackers = make_trackers(self.config, folder, kept, self.listener.warning, looks)
+        self.metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:
             await self._begin()
         if self.at.steps_done and self.at.budget.used_up:
@@ -346,6 +367,10 @@ class Experiment:
             "memory/rss": peak_memory(),
             **evaluation,
         }
+        if self.resources is not None:
+            metrics |= self.resources.step_means()
+        if self._limits is not None:
+            metrics |= self._limits.shares(work.fill, work.reports, work.seconds, work.decode_steps)
         if self.config.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
         audit, found = await self.monitor.finish()
@@ -372,4 +397,5 @@ class Experiment:
         trained = bool(self.at.steps_done or not self.config.training.steps)
         summary = summarise(facts, self.at.scores if trained else {}, self.best, len(self.heldout))
         self.folder.write_summary(summary)
+        self.metrics.summarise(summary)
         return summary

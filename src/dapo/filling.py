@@ -23,6 +23,9 @@ from dapo.reward.contract import Scorer, in_place_of_failed
 from dapo.rollout.engine import Engine, EngineError, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
+Progress = Callable[[int, int, str], object]
+"""Hears how much is done, of how much, and a note."""
+
 ENOUGH_SCORES = 20
 """Scores of a step after which the share of failed ones is judged at once, and not only at the end of the fill."""
 
@@ -206,6 +209,7 @@ class Filling:
         resumed: Sequence[Group] = (),
         rounds: int = 0,
         train_version: int | None,
+        progress: Progress = lambda done, total, note: None,
     ) -> None:
         """
         Args:
@@ -220,6 +224,7 @@ class Filling:
             resumed: the draws of an interrupted fill of this step, each with the samples that it had.
             rounds: times that it had drawn prompts.
             train_version: policy version that will be trained, or None for the engine's.
+            progress: hears how many groups are kept, of how many, and what it took.
         """
         self._draw = draw
         self._engine = engine
@@ -244,7 +249,9 @@ class Filling:
         self._budget -= len(self._resumed)
         self._rounds = rounds
         self._in_flight = 0
-        self._last_sample = time.perf_counter()
+        self._progress = progress
+        self._tokens, self._began = 0, time.perf_counter()
+        self._last_sample = self._began
         self._finished = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
@@ -261,6 +268,7 @@ class Filling:
                         break
                     await self._finished.wait()
                     self._finished.clear()
+                    self._tell()
                     # read here only: weights that arrive later must not undo what has been decided
                     self._version = self._newest_version()
                 for task in self._running:  # all of them serve draws after the last admitted one
@@ -269,6 +277,13 @@ class Filling:
             failure = group.exceptions[0]  # the others followed from it, or came in the same moment
         if failure is not None:  # out here, so that the wrapping is not shown as its context
             raise failure
+
+    def _tell(self) -> None:
+        """How far it is."""
+        drawn = sum(not d.carried for d in self._draws)
+        rate = self._tokens / max(time.perf_counter() - self._began, 1e-9)
+        kept = self._wanted - max(self._missing(), 0)
+        self._progress(kept, self._wanted, f"groups of {drawn} drawn, {rate:,.0f} tok/s")
 
     @property
     def rounds(self) -> int:
@@ -370,6 +385,7 @@ class Filling:
             raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
         sample = replace(sample, index=draw.asked[sample.index])  # the engine numbers them as they were asked for
         draw.received[sample.index] = sample
+        self._tokens += sample.length
         self._last_sample = time.perf_counter()
         self._spawn(self._score(draw, sample))
 

@@ -12,6 +12,9 @@ from dapo.config import Config
 from dapo.config.sections import DataItem
 from dapo.data.files import names_a_data_set
 
+MINUTES = "minutes of steps, at most"
+"""The name of ``training.minutes`` among them."""
+
 
 def plan_of(config: Config) -> dict[str, int | str]:
     """Derived numbers by name, in the order in which they are shown."""
@@ -37,7 +40,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
         "staleness, at most": rollout.max_staleness,
     }
     if training.minutes is not None:
-        plan["minutes of steps, at most"] = f"{training.minutes:g}"
+        plan[MINUTES] = f"{training.minutes:g}"
     evaluation = config.evaluation
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)

@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from dapo.plan import plan_line
+from dapo.plan import MINUTES, plan_line
 from dapo.terminal import Terminal
 
 
@@ -35,6 +35,10 @@ class Listener(Protocol):
 
     def advance(self, done: int, total: int, note: str = "") -> None:
         """The present phase has come so far. May be called often."""
+        ...
+
+    def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        """Inside of a rollout step: at ``phase``, such as "rollout", of which so much is done. May be called often."""
         ...
 
     def started(self, plan: dict[str, Any]) -> None:
@@ -75,6 +79,7 @@ class QuietListener:
 
     def phase(self, text: str) -> None: ...
     def advance(self, done: int, total: int, note: str = "") -> None: ...
+    def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None: ...
     def started(self, plan: dict[str, Any]) -> None: ...
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None: ...
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None: ...
@@ -86,11 +91,16 @@ class QuietListener:
 
 
 class PlainListener:
-    """One line per event, for files and pipes."""
+    """One line per event, for files and pipes; in a step that takes long, one every half a minute too."""
+
+    _EVERY_S = 30.0
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console()
         self._pace = Pace(clock)
+        self._clock = clock
+        self._lap = Lap()
+        self._said_at = 0.0
         self._told = 0.0
 
     def _say(self, text: str) -> None:
@@ -107,12 +117,22 @@ class PlainListener:
             self._told = math.floor(share * 4) / 4
             self._say(f"  {done}/{total}{'  ' + note if note else ''}")
 
+    def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        now = self._clock()
+        left = self._lap.left(phase, done, total, now)
+        if now >= self._said_at + self._EVERY_S:
+            self._said_at = now
+            parts = [f"{done}/{total}" if total else "", note, left and f"{left} left"]
+            self._say(f"  {phase} {'  '.join(filter(None, parts))}".rstrip())
+
     def started(self, plan: dict[str, Any]) -> None:
-        self._pace.start()
+        self._pace.start(plan)
+        self._said_at = self._pace.last
         self._say(plan_line(plan))
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
         seconds, eta = self._pace.tick(step, total, metrics)
+        self._said_at = self._pace.last
         self._say("  ".join(f"{label} {text}" for label, text in step_fields(step, total, metrics, seconds, eta)))
 
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
@@ -139,7 +159,10 @@ class LiveListener:
         self._console = console or Console()
         self._pace = Pace(clock)
         self._spinner = Spinner("line" if self._console.options.ascii_only else "dots", Text(""))
+        self._clock = clock
+        self._lap = Lap()
         self._phase = ""
+        self._run = ""
         self._bar: tuple[int, int, str] | None = None
         self._rows = 0
         self._live = Live(get_renderable=self._render, console=self._console, transient=True, refresh_per_second=4)
@@ -150,12 +173,15 @@ class LiveListener:
 
     def _render(self) -> Any:
         if self._bar is None:
-            self._spinner.update(text=Text(self._phase))
+            self._spinner.update(text=Text.assemble(self._phase, (f"  {self._run}" if self._run else "", "dim")))
             return self._spinner
         done, total, note = self._bar
         line = Table.grid(padding=(0, 1))
-        text = Text.assemble(f"{done}/{total}  ", (note, "dim"))
-        line.add_row(Text(self._phase), ProgressBar(total=max(total, 1), completed=done, width=24), text)
+        line.add_column(no_wrap=True)
+        line.add_column()
+        line.add_column(no_wrap=True, overflow="ellipsis")
+        text = Text.assemble(f"{done}/{total}  ", (f"{note}  {self._run}".rstrip(), "dim"))
+        line.add_row(Text(self._phase), ProgressBar(total=max(total, 1), completed=done, width=16), text)
         return Group(line)
 
     def _update(self) -> None:
@@ -167,13 +193,21 @@ class LiveListener:
         self._update()
 
     def advance(self, done: int, total: int, note: str = "") -> None:
-        self._bar = (done, total, note)
+        left = self._lap.left(self._phase, done, total, self._clock())
+        self._bar = (done, total, "  ".join(filter(None, (note, left and f"{left} left"))))
+        self._update()
+
+    def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        self._phase, self._bar = phase, None
+        if total:
+            self.advance(done, total, note)
         self._update()
 
     def started(self, plan: dict[str, Any]) -> None:
-        self._pace.start()
+        self._pace.start(plan)
         self._print(Text(plan_line(plan), style="bold"))
         self._phase, self._bar = "training", (0, int(plan["steps"]), "")
+        self._run = f"step 1/{plan['steps']}"
         self._update()
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
@@ -183,7 +217,8 @@ class LiveListener:
             self._print(Text(" ".join(_column(label, label) for label, _ in fields), style="dim"))
         self._rows += 1
         self._print(Text(" ".join(_column(label, text) for label, text in fields)))
-        self._phase, self._bar = "training", (step, total, f"{eta} left")
+        self._phase, self._bar = "training", (step, total, "")
+        self._run = f"step {min(step + 1, total)}/{total}, {eta} left"
         self._update()
 
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
@@ -212,25 +247,51 @@ class LiveListener:
 
 
 class Pace:
-    """Seconds of the last step and an estimate of what is left, from the pace of the last ten."""
+    """Seconds of the last step and an estimate of what is left, from the pace of the last ten: of the steps, or of the
+    minutes (``training.minutes``) if they are over sooner."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last = clock()
+        self.last = clock()
         self._recent: deque[float] = deque(maxlen=10)
+        self._minutes = math.inf
 
-    def start(self) -> None:
+    def start(self, plan: Mapping[str, Any]) -> None:
         """Training begins now."""
-        self._last = self._clock()
+        self.last = self._clock()
+        self._minutes = float(plan.get(MINUTES, math.inf))
 
     def tick(self, step: int, total: int, metrics: Mapping[str, Any]) -> tuple[float, str]:
         """A step is done: its seconds (``time/step`` where given) and the time left, as text."""
         now = self._clock()
-        wall, self._last = now - self._last, now
+        wall, self.last = now - self.last, now
         self._recent.append(wall)
         measured = _number(metrics, "time/step")
-        left = max(total - step, 0) * sum(self._recent) / len(self._recent)
-        return (wall if measured is None else measured), duration(left)
+        seconds = wall if measured is None else measured
+        steps = min(max(total - step, 0), self._steps_in_time(seconds, _number(metrics, "time/training")))
+        return seconds, duration(steps * sum(self._recent) / len(self._recent))
+
+    def _steps_in_time(self, seconds: float, used: float | None) -> float:
+        """How many more steps of so many seconds fit into the minutes."""
+        if used is None or seconds <= 0 or math.isinf(self._minutes):
+            return math.inf
+        return max(0, (60 * self._minutes - used) // seconds)
+
+
+class Lap:
+    """How long the rest of a phase takes, from the pace since it began."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._first = (0.0, 0)
+
+    def left(self, phase: str, done: int, total: int, now: float) -> str:
+        """The time left, as text; empty as long as nothing can be told."""
+        since, before = self._first
+        if phase != self._phase or done < before:
+            self._phase, self._first = phase, (now, done)
+            return ""
+        return duration((now - since) / (done - before) * (total - done)) if done > before else ""
 
 
 def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: float, eta: str) -> list[tuple[str, str]]:

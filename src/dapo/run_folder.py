@@ -7,9 +7,11 @@
       environment.json   versions, platform, git commit, command line; the same of every time it was resumed
       fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
+      resources.jsonl    what the run used of its machine (observe/resources.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
       faults/            a folder for each update that was skipped (training/faults.py)
-      tensorboard/       the same metrics as event files, if run.tensorboard asks for them
+      tensorboard/       the same metrics as event files, if run.trackers asks for them; wandb/, mlflow.db: likewise
+      tracker.json       the name by which such services know the run
       checkpoints/       step-00012/ (checkpoints.py)
       model-before/      weights before the first update, Hugging Face layout
       model-after/       weights after the last one
@@ -68,6 +70,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def resources(self) -> Path:
+        return self.root / "resources.jsonl"
 
     @property
     def samples(self) -> Path:

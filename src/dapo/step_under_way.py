@@ -39,6 +39,8 @@ class StepUnderWay:
     """None: it is still to be prepared."""
     reports: list[UpdateReport] = field(default_factory=list)
     """Of the optimizer updates so far."""
+    decode_steps: int = 0
+    """Of the engine in its rollout, where that counts them."""
 
     def apply(self, trainer: Trainer, update: Update, objective: Objective[TokenInputs]) -> None:
         """Make an update and take note of it, both or neither: the program may be stopped at any time."""

@@ -12,7 +12,7 @@ import pytest
 
 from dapo.buffer import Fill, FillStats
 from dapo.config import Config, build_config, nested
-from dapo.observe.metrics import describe
+from dapo.observe.metrics import METRICS, describe
 from dapo.observe.step import mismatch_metrics, statistic, step_metrics
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.mismatch import Mismatch
@@ -191,10 +191,32 @@ def test_mismatch_is_of_all_tokens_compared() -> None:
 def test_speeds_are_tokens_over_seconds() -> None:
     found = metrics([make_group(0, [(1, True), (1, False)])], reports=[make_report(30), make_report(20)])
     assert found["time/step"] == 4.0 and found["time/reward_wait"] == 0.25
-    assert found["tokens_per_second/rollout"] == 50
+    assert found["tokens_per_second/rollout"] == pytest.approx(100 / 1.75)  # the wait for rewards is not its
     assert found["tokens_per_second/update"] == 100  # prompts and responses: 2 x 50
     assert found["tokens_per_second/total"] == 25
     assert found["samples_per_second"] == 0.5
+
+
+def test_the_phases_add_up_to_the_wall_time() -> None:
+    """Laps 2 + 0.5 + 1 + 0.5, an evaluation of 3 and 0.25 of other things are 7.25; the update of 1 is 0.75 known."""
+    report = replace(make_report(5), seconds_forward=0.25, seconds_backward=0.375, seconds_optimizer=0.125)
+    fill = Fill(0, 0, (), (), STATS)
+    found = step_metrics(fill, (), [report], Mismatch(), TIMES | {"evaluation": 3.0, "rest": 0.25}, make_config())
+    assert found["time/wall"] == 7.25 and found["time/step"] == 4.0 and found["time/update"] == 1.0
+    names = ["rollout", "reward_wait", "prepare", "forward", "backward", "optimizer", "sync", "evaluation", "rest"]
+    assert [found[f"time/{name}"] for name in names] == [1.75, 0.25, 0.5, 0.25, 0.375, 0.125, 0.5, 3.0, 0.5]
+    table = [name.removeprefix("time/") for name in METRICS if name.startswith("time/")]
+    assert table[: len(names) + 1] == ["wall", *names]  # as the meaning of time/wall says
+
+
+def test_what_dynamic_sampling_costs() -> None:
+    kept, wrong = make_group(0, [(10, True), (30, False)]), make_group(1, [(100, False), (20, False)])
+    surplus = make_group(2, [(7, True), (8, False)])
+    report = replace(make_report(20), computed_tokens=33)
+    found = metrics([kept], [(wrong, "all_wrong"), (surplus, "surplus")], [report])
+    assert found["tokens/filtered"] == 120 and found["groups/draws_per_kept"] == 4
+    assert (found["tokens/trained"], found["tokens/computed"]) == (40, 33)
+    assert "groups/draws_per_kept" not in metrics(stats=replace(STATS, kept=0))
 
 
 def test_a_step_of_nothing_has_numbers_all_the_same() -> None:

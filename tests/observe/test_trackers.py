@@ -1,9 +1,13 @@
-"""Trackers: what TensorBoard shows of a run, and what happens when it is not installed or the run is resumed."""
+"""Trackers: what TensorBoard and the services show of a run, and what happens when one is missing, fails or waits."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import subprocess
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dapo.config import build_config
 from dapo.errors import ConfigError
+from dapo.observe import services
 from dapo.observe.metrics import MetricsLog, read_metrics
 from dapo.observe.tensorboard import TensorBoardTracker
-from dapo.observe.trackers import check_trackers, make_trackers
+from dapo.observe.trackers import Background, check_trackers, make_trackers
 from dapo.run_folder import RunFolder
-from run_cases import PROMPTS, run
+from run_cases import PROMPTS, Recorder, run
+
+ROOT = Path(__file__).parents[2]
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -31,7 +38,7 @@ def points(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_every_number_of_a_run_is_there_under_its_name(tmp_path: Path) -> None:
-    changes = {"run.tensorboard": True, "training.steps": 3, "evaluation.every": 2}
+    changes = {"run.trackers": ["tensorboard"], "training.steps": 3, "evaluation.every": 2}
     run(tmp_path / "run", changes, heldout=PROMPTS[:4])
     folder = RunFolder(tmp_path / "run")
     found = events(folder.tensorboard)
@@ -99,17 +106,125 @@ def test_a_missing_package_is_said_before_anything_is_loaded(tmp_path: Path, mon
         return None if name == "tensorboard" else find(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", without_tensorboard)
-    config = build_config({"model": {"path": "m"}, "run": {"tensorboard": True}})
-    with pytest.raises(ConfigError, match=r"run\.tensorboard: .*pip install 'dapo\[tensorboard\]'"):
+    config = build_config({"model": {"path": "m"}, "run": {"trackers": "tensorboard"}})
+    with pytest.raises(ConfigError, match=r"run\.trackers: tensorboard .*pip install 'dapo\[tensorboard\]'"):
         check_trackers(config)
-    with pytest.raises(ConfigError, match=r"run\.tensorboard"):
-        run(tmp_path / "run", {"run.tensorboard": True})
+    with pytest.raises(ConfigError, match=r"run\.trackers"):
+        run(tmp_path / "run", {"run.trackers": ["tensorboard"]})
     assert not (tmp_path / "run").exists()
     check_trackers(build_config({"model": {"path": "m"}}))
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_missing_service_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"run\.trackers: {name} .*pip install 'dapo\[{name}\]'"):
+        check_trackers(build_config({"model": {"path": "m"}, "run": {"trackers": [name]}}))
+
+
+def test_the_key_of_older_recipes_still_holds() -> None:
+    for value, trackers in ((True, ["tensorboard"]), (False, [])):
+        assert build_config({"model": {"path": "m"}, "run": {"tensorboard": value}}).run.trackers == trackers
+
+
+# --- a tracker never ends a run ---------------------------------------------------------------------------------------
+
+
+class Odd:
+    """Keeps what it hears, and fails at the step that it is told to."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.heard: list[Any] = []
+        self._fails_at = fails_at
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == self._fails_at:
+            raise SystemExit("no network")  # as a package does that cannot log in
+        self.heard.append((step, dict(metrics)))
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        self.heard.append(dict(summary))
+
+    def close(self) -> None:
+        self.heard.append("closed")
+
+
+def test_all_that_was_given_is_there_when_the_log_is_closed(tmp_path: Path) -> None:
+    odd, said = Odd(), []  # type: ignore[var-annotated]
+    with MetricsLog(tmp_path / "metrics.jsonl", trackers=[Background("odd", lambda: odd, said.append)]) as log:
+        log.append(1, {"lr": 0.5})
+        log.append(2, {"lr": 0.25})
+        log.summarise({"steps": 2})
+    assert odd.heard == [(1, {"lr": 0.5}), (2, {"lr": 0.25}), {"steps": 2}, "closed"] and said == []
+
+
+def test_a_tracker_that_fails_is_said_once_and_the_file_is_whole(tmp_path: Path) -> None:
+    odd, said = Odd(fails_at=2), []  # type: ignore[var-annotated]
+    with MetricsLog(tmp_path / "metrics.jsonl", trackers=[Background("odd", lambda: odd, said.append)]) as log:
+        for step in range(1, 6):
+            log.append(step, {"lr": 0.5})
+    assert said == ["tracker odd failed, and the run goes on without it: SystemExit: no network"]
+    assert odd.heard == [(1, {"lr": 0.5}), "closed"]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_tracker_that_cannot_be_made_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.observe.trackers.check_trackers", lambda config: None)
+    monkeypatch.setattr("dapo.experiment.check_trackers", lambda config: None)
+    heard = Recorder()
+    monkeypatch.setitem(services.TRACKERS, "wandb", lambda folder, key, recipe: 1 / 0)
+    summary = run(tmp_path / "other", {"training.steps": 2, "run.trackers": ["wandb"]}, heard)
+    assert summary["steps"] == 2
+    assert len([text for text in heard.warnings if "wandb failed" in text and "ZeroDivisionError" in text]) == 1
+
+
+def test_one_that_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.observe.trackers.CLOSE_SECONDS", 0.05)
+    gate, said = threading.Event(), []  # type: ignore[var-annotated]
+    tracker = Background("odd", lambda: gate.wait() and Odd(), said.append)  # type: ignore[arg-type,return-value]
+    tracker.log(1, {"lr": 0.5})
+    tracker.close()
+    gate.set()
+    assert len(said) == 1 and "did not end within 0.05 s" in said[0]
+
+
+def test_a_run_keeps_the_key_that_services_know_it_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+
+    def make(folder: Path, key: str, recipe: Mapping[str, Any]) -> Odd:
+        keys.append(key)
+        assert recipe["run"]["trackers"] == ["wandb"]
+        return Odd()
+
+    monkeypatch.setattr("dapo.observe.trackers.check_trackers", lambda config: None)
+    monkeypatch.setitem(services.TRACKERS, "wandb", make)
+    config = build_config({"model": {"path": "m"}, "run": {"trackers": "wandb"}})
+    for _ in range(2):
+        for tracker in make_trackers(config, RunFolder(tmp_path)):
+            tracker.close()
+    assert len(keys) == 2 and keys[0] == keys[1] and keys[0].startswith(f"{tmp_path.name}-")
+
+
+# --- the real packages ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(services.TRACKERS))
+def test_the_real_package_has_a_run_and_its_second_part(name: str, tmp_path: Path) -> None:
+    python = ROOT / ".venv-trackers" / "bin" / "python"
+    assert python.exists(), "the trackers' packages are not installed: make trackers"
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "MLFLOW", "TRACKIO"))
+    }
+    environment |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    command = [str(python), str(ROOT / "tests" / "observe" / "real_trackers.py"), name, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout == "all there\n"  # and nothing that the package says
+
+
 def test_no_secret_reaches_a_tracker(tmp_path: Path) -> None:  # failure 79
-    tree = {"model": {"path": "m"}, "run": {"tensorboard": True, "dir": str(tmp_path)}}
+    tree = {"model": {"path": "m"}, "run": {"trackers": ["tensorboard"], "dir": str(tmp_path)}}
     headers = {"X-API-Key": "sk-secret-1", "Authorization": "Bearer sk-secret-2"}
     tree["reward"] = {"kind": "function", "function": "f.py:g", "args": {"headers": headers}}
     for tracker in make_trackers(build_config(tree), RunFolder(tmp_path)):

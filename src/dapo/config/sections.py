@@ -394,5 +394,23 @@ class RunConfig(Section):
     """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl, and its tokens and
     log-probabilities beside it. A number, such as 0.1: this share of the groups, from which a step cannot be
     replayed."""
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard too, to tensorboard/ (needs `dapo[tensorboard]`)."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
+    """Where metrics, recipe and summary go beside the run folder (each needs the extra of its name; trackers.md)."""
+    resources_every_s: float = Field(5.0, ge=0)
+    """Look at CPU, memory, GPUs, disk and network every so many seconds, for resources.jsonl (needs `dapo[resources]`,
+    else nothing is looked at); 0: never."""
+    prometheus_port: int | None = Field(None, ge=1, le=65535)
+    """Serve metrics and resources for Prometheus at http://127.0.0.1:PORT/metrics as long as the run goes on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_key(cls, data: Any) -> Any:
+        """A name for a list of one; and `tensorboard: true`, as there was before there were others."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        if isinstance(data.get("trackers"), str):
+            data["trackers"] = [data["trackers"]]
+        if isinstance(data.get("tensorboard"), bool) and data.pop("tensorboard"):
+            data["trackers"] = [*(data.get("trackers") or []), "tensorboard"]
+        return data

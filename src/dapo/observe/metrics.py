@@ -70,6 +70,9 @@ advantage/mean_abs         | advantage    | mean absolute advantage over loss to
 tokens/loss                | tokens       | loss tokens of the step, over all its updates
 tokens/generated           | tokens       | response tokens that came in the step, filtered and surplus groups included
 tokens/wasted              | tokens       | those of surplus, stale and cancelled draws
+tokens/filtered            | tokens       | those of groups that had nothing to learn from: what dynamic sampling costs
+tokens/trained             | tokens       | of prompts and responses in the updates, each as often as it is in one
+tokens/computed            | tokens       | the same, with a prompt that samples share computed once
 grad_norm                  | norm         | mean gradient norm over the updates, before clipping
 grad_norm/max              | norm         | largest gradient norm of the updates
 updates                    | count        | optimizer updates made in the step
@@ -91,6 +94,7 @@ groups/stale               | groups       | carried groups that became too old a
 groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
 groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored
 groups/keep_rate           | share        | running estimate: groups with something to learn from, of those drawn
+groups/draws_per_kept      | ratio        | groups drawn over groups kept
 groups/rounds              | count        | rounds of drawing that it took to fill the batch
 staleness/mean             | versions     | mean age of the oldest token of each trained group
 staleness/max              | versions     | largest such age
@@ -101,20 +105,36 @@ correction/mean            | ratio        | mean weight of the importance correc
 kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
 kl/coef                    | coefficient  | coefficient of the KL term in the step
-time/step                  | seconds      | the step, without evaluation and writing files
-time/rollout               | seconds      | generating samples, scoring included where it overlaps
+time/wall                  | seconds      | since the metrics of the step before: all phases down to time/rest
+time/rollout               | seconds      | generating samples, and scoring as far as it overlaps
 time/reward_wait           | seconds      | waiting for rewards after the last sample had come
 time/prepare               | seconds      | shaping, advantages, packing and the proximal forward pass
-time/update                | seconds      | forward, backward and optimizer
+time/forward               | seconds      | forward passes of the updates
+time/backward              | seconds      | their backward passes
+time/optimizer             | seconds      | clipping the gradient and the optimizer
 time/sync                  | seconds      | handing the new weights to the engine
 time/evaluation            | seconds      | evaluation
+time/rest                  | seconds      | all else, such as samples and checkpoints of the step before
+time/update                | seconds      | the updates: forward, backward, optimizer and what lies between them
+time/step                  | seconds      | rollout, reward_wait, prepare, update and sync: what training.minutes counts
 time/training              | seconds      | of all rollout steps so far, without evaluation and writing files
 time/elapsed               | seconds      | since the run started
 tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout
 tokens_per_second/update   | tokens/s     | tokens of prompts and responses trained on, over time/update
 tokens_per_second/total    | tokens/s     | response tokens generated over time/step
 samples_per_second         | samples/s    | samples trained on over time/step
+share/matmul               | share        | of the card's matmul rate in time/update (MFU): 6 x parameters x tokens
+share/bandwidth            | share        | of the card's memory bandwidth that decoding needs, in time/rollout
 memory/rss                 | bytes        | most memory that the process has held
+resources/cpu              | cores        | CPU used by the run, mean over the step; resources.jsonl has each role
+resources/memory           | bytes        | resident memory of the same
+resources/gpu              | share        | of the time that the GPUs were busy, mean over them
+resources/gpu_memory       | bytes        | of the GPUs in use, whoever uses it
+resources/gpu_power        | W            | of the GPUs together
+resources/disk_read        | bytes/s      | read from disk by the run's processes
+resources/disk_write       | bytes/s      | written to disk by the run's processes
+resources/net_sent         | bytes/s      | sent by the host
+resources/net_received     | bytes/s      | received by the host
 epoch                      | epochs       | passes over the training rows so far
 eval/accuracy              | share        | correct samples on the evaluation rows, as the mean over rows (avg@k)
 eval/accuracy_low          | share        | lower bound of its 95% interval: percentile bootstrap over rows
@@ -197,6 +217,11 @@ class MetricsLog:
             tracker.log(step, metrics)
         return entry
 
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """Tell the trackers what the run came to."""
+        for tracker in self._trackers:
+            tracker.summarise(summary)
+
     def read(self) -> list[dict[str, Any]]:
         """All lines written so far, earlier parts of a resumed run included."""
         return list(read_metrics(self.path))
@@ -206,8 +231,7 @@ class MetricsLog:
         with contextlib.suppress(OSError):
             self._file.close()
         for tracker in self._trackers:
-            with contextlib.suppress(OSError):
-                tracker.close()
+            tracker.close()
 
     def __enter__(self) -> MetricsLog:
         return self

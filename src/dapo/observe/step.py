@@ -31,6 +31,9 @@ _OBJECTIVE_NAMES = {
 }
 
 
+_FILTERED = ("all_right", "all_wrong", "flat", "too_few_scored")
+"""What becomes of a group that there is nothing to learn from."""
+
 WATCHED = (
     *("response_length/mean", "response_length/max", "response_length/truncated", "reward/mean", "accuracy"),
     *("entropy", "probability/mean", "clip/low", "clip/high", "clip/high_probability"),
@@ -55,7 +58,7 @@ def step_metrics(
         trained: its groups after shaping, with advantages.
         reports: of the optimizer updates.
         mismatch: of engine and trainer.
-        times: seconds by phase: rollout, prepare, update, sync.
+        times: seconds by phase: rollout (with the wait for rewards), prepare, update, sync, evaluation, rest.
         config: of the run.
     """
     drawn = [s for g in fill.sampled for s in g.samples]
@@ -178,7 +181,10 @@ def _groups(fill: Fill) -> dict[str, float]:
         "groups/cancelled": stats.cancelled,
         "tokens/generated": stats.tokens,
         "tokens/wasted": stats.wasted_tokens,
+        "tokens/filtered": sum(s.length for g, status in fill.rejected if status in _FILTERED for s in g.samples),
     }
+    if stats.kept:
+        found["groups/draws_per_kept"] = stats.drawn / stats.kept
     if stats.scores:
         found["reward/errors"] = stats.failed_scores / stats.scores
     if judged:
@@ -193,6 +199,8 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
         "updates": len(done),
         "updates/skipped": len(reports) - len(done),
         "tokens/loss": sum(r.loss_tokens for r in done),
+        "tokens/trained": sum(r.tokens for r in reports),
+        "tokens/computed": sum(r.computed_tokens for r in reports),
     }
     if done:
         found |= {
@@ -221,12 +229,31 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     return {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum, "mismatch/k3": mismatch.k3}
 
 
+def step_seconds(times: Mapping[str, float]) -> float:
+    """Of a step, without evaluation and files: what ``training.minutes`` counts. ``times``: seconds by lap."""
+    return sum(seconds for phase, seconds in times.items() if phase not in ("evaluation", "rest"))
+
+
+def phases(fill: Fill, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
+    """Where the seconds of a step went: the laps, cut so finely as is known, with the same sum."""
+    wait = min(fill.stats.reward_wait_s, times.get("rollout", 0.0))
+    updates = {
+        "forward": sum(r.seconds_forward for r in reports),
+        "backward": sum(r.seconds_backward for r in reports),
+        "optimizer": sum(r.seconds_optimizer for r in reports),
+    }
+    between = times.get("update", 0.0) - sum(updates.values())
+    cut = {"rollout": times.get("rollout", 0.0) - wait, "reward_wait": wait, **updates}
+    others = {phase: seconds for phase, seconds in times.items() if phase not in ("rollout", "update")}
+    return cut | others | {"rest": times.get("rest", 0.0) + between}
+
+
 def _speed(fill: Fill, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
-    total = sum(seconds for phase, seconds in times.items() if phase != "evaluation")
-    found = {f"time/{phase}": seconds for phase, seconds in times.items()}
-    found |= {"time/step": total, "time/reward_wait": fill.stats.reward_wait_s}
-    if times.get("rollout"):
-        found["tokens_per_second/rollout"] = fill.stats.tokens / times["rollout"]
+    total = step_seconds(times)
+    found = {f"time/{phase}": seconds for phase, seconds in phases(fill, reports, times).items()}
+    found |= {"time/wall": sum(found.values()), "time/update": times.get("update", 0.0), "time/step": total}
+    if found.get("time/rollout"):
+        found["tokens_per_second/rollout"] = fill.stats.tokens / found["time/rollout"]
     if times.get("update"):
         found["tokens_per_second/update"] = sum(r.tokens for r in reports) / times["update"]
     if total:

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from dapo.errors import UserError
-
 
 class TensorBoardTracker:
     """Writes every number of a step as a scalar and puts it on the disk before the next step begins.
@@ -27,7 +25,6 @@ class TensorBoardTracker:
             keep_until: on resume, the last step that stays: TensorBoard drops what earlier files say of later steps.
                 Below 0: all steps.
         """
-        self._folder = folder
         self._writer: Any = SummaryWriter(str(folder), purge_step=None if keep_until is None else keep_until + 1)
         if keep_until is None:
             self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), 0)  # as code
@@ -35,15 +32,17 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See :class:`~dapo.observe.trackers.Tracker`."""
-        try:
-            for name, value in metrics.items():
-                number = value.item() if hasattr(value, "item") else value
-                if isinstance(number, numbers.Real):
-                    self._writer.add_scalar(name, float(number), step)
-            self._writer.flush()
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"{self._folder}: cannot write the metrics of step {step}: {reason}") from None
+        for name, value in metrics.items():
+            number = value.item() if hasattr(value, "item") else value
+            if isinstance(number, numbers.Real):
+                self._writer.add_scalar(name, float(number), step)
+        self._writer.flush()
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        lines = "\n".join(f"    {name}: {value}" for name, value in summary.items())
+        self._writer.add_text("summary", lines, int(summary.get("steps", 0)))
+        self._writer.flush()
 
     def close(self) -> None:
         """Close the event file. Everything was flushed when logged."""

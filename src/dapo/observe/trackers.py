@@ -1,36 +1,99 @@
-"""Trackers: places beside metrics.jsonl that the metrics of a run go to, such as TensorBoard.
+"""Trackers: where the metrics of a run go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, trackio.
 
-Consumes: what goes into metrics.jsonl, step by step, under the same registered names. A tracker may not be the only
-place that holds a number.
+Consumes: what goes into metrics.jsonl, step by step, under the same registered names; the recipe without its secrets;
+the summary. A tracker may not be the only place that holds a number. Each works in a thread of its own: training
+neither waits for one nor ends with one, and hears once that it failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+import json
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dapo.config import Config
 from dapo.errors import ConfigError
+from dapo.files import write_json
 
 if TYPE_CHECKING:
     from dapo.run_folder import RunFolder
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+"""Of each tracker: the package that it needs, which is also the name of dapo's extra."""
+CLOSE_SECONDS = 30.0
 
 
 class Tracker(Protocol):
     """Keeps the metrics of one run."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keep the metrics of a rollout step (0: the evaluation before training). On return they survive a kill.
+        """Keep the metrics of a rollout step (0: the evaluation before training). May raise anything."""
+        ...
 
-        Raises:
-            UserError: they cannot be kept.
-        """
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """Keep what the run came to, as in summary.json. May come more than once."""
         ...
 
     def close(self) -> None:
         """No more will come."""
         ...
+
+
+class Background:
+    """A tracker in a thread of its own, from its making to its end. Raises nothing; the first failure ends it."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], object]) -> None:
+        """
+        Args:
+            name: for the warning.
+            make: makes the tracker; called in the thread.
+            tell: hears once, in the thread of who calls, that the tracker failed.
+        """
+        self._name, self._make, self._tell = name, make, tell
+        self._work: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self._fault: str | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name=f"dapo-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See :class:`Tracker`."""
+        self._hand_over(lambda tracker: tracker.log(step, metrics))
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """See :class:`Tracker`."""
+        self._hand_over(lambda tracker: tracker.summarise(summary))
+
+    def close(self) -> None:
+        """Wait until the tracker has all that it was given, half a minute at most."""
+        self._work.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._fault = f"it did not end within {CLOSE_SECONDS:g} s"
+        self._tell_fault()
+
+    def _hand_over(self, work: Callable[[Tracker], None]) -> None:
+        self._tell_fault()
+        if self._fault is None:
+            self._work.put(work)
+
+    def _tell_fault(self) -> None:
+        if self._fault is not None and not self._told:
+            self._told = True
+            self._tell(f"tracker {self._name} failed, and the run goes on without it: {self._fault}")
+
+    def _run(self) -> None:
+        try:
+            with contextlib.closing(self._make()) as tracker:
+                while (work := self._work.get()) is not None:
+                    work(tracker)
+        except BaseException as error:  # SystemExit too: some packages end the program where they cannot log in
+            self._fault = f"{type(error).__name__}: {error}"
 
 
 def check_trackers(config: Config) -> None:
@@ -39,28 +102,70 @@ def check_trackers(config: Config) -> None:
     Raises:
         ConfigError: a package is missing.
     """
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "run.tensorboard: needs the package tensorboard, which is not installed: pip install 'dapo[tensorboard]', "
-            "or run.tensorboard=false"
-        )
+    for name in config.run.trackers:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ConfigError(
+                f"run.trackers: {name} needs the package {PACKAGES[name]}, which is not installed: pip install "
+                f"'dapo[{name}]', or leave it out"
+            )
 
 
-def make_trackers(config: Config, folder: RunFolder, keep_until: int | None = None) -> list[Tracker]:
+def make_trackers(
+    config: Config,
+    folder: RunFolder,
+    keep_until: int | None = None,
+    tell: Callable[[str], object] = lambda text: None,
+    looks: Callable[[], Sequence[Mapping[str, Any]]] = list,
+) -> list[Tracker]:
     """The trackers that ``config`` asks for.
 
     Args:
         config: the recipe of the run.
         folder: where its files lie.
-        keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown.
+        keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
+            that can take something back.
+        tell: hears of a tracker that fails.
+        looks: gives the latest lines of resources.jsonl, for Prometheus.
 
     Raises:
         ConfigError: a package is missing.
     """
     check_trackers(config)
-    if not config.run.tensorboard:
-        return []
-    from dapo.observe.tensorboard import TensorBoardTracker
+    found: list[Tracker] = [Background(n, _maker(n, config, folder, keep_until), tell) for n in config.run.trackers]
+    port = config.run.prometheus_port
+    if port is not None:
+        from dapo.observe.prometheus import PrometheusTracker
+
+        found.append(Background("prometheus", lambda: PrometheusTracker(port, looks, folder.root.name), tell))
+    return found
+
+
+def _maker(name: str, config: Config, folder: RunFolder, keep_until: int | None) -> Callable[[], Tracker]:
+    from dapo.redaction import redact
     from dapo.run_folder import config_yaml
 
-    return [TensorBoardTracker(folder.tensorboard, config_yaml(config), keep_until)]
+    def tensorboard() -> Tracker:
+        from dapo.observe.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(folder.tensorboard, config_yaml(config), keep_until)
+
+    if name == "tensorboard":
+        return tensorboard
+    recipe, key = redact(config.model_dump(mode="json")), _key(folder)
+
+    def service() -> Tracker:
+        from dapo.observe import services
+
+        return services.TRACKERS[name](folder.root, key, recipe)
+
+    return service
+
+
+def _key(folder: RunFolder) -> str:
+    """The name by which services know this run, the same each time it goes on."""
+    path = folder.root / "tracker.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["key"])
+    key = f"{folder.root.resolve().name}-{secrets.token_hex(4)}"
+    write_json(path, {"key": key})
+    return key

@@ -109,6 +109,12 @@ class PackedBatch:
         """``[R]``: number of each response token's group in this batch, 0 .. G - 1 by first appearance."""
         return self._tensor(np.repeat(self._group_numbers(), self.response_lengths))
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that go through the model, where the prompt of a group does so once."""
+        _, firsts = np.unique(self.draws, return_index=True)
+        return int(self.response_lengths.sum() + self.prompt_lengths[firsts].sum())
+
     def shared_prompts(self) -> SharedPrompts:
         """The row that the model computes: the prompt of a group stands in it once, however many samples it has."""
         starts = _starts(self.lengths)

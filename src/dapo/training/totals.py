@@ -22,6 +22,7 @@ class Totals:
     statistics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     mismatch: Mismatch = field(default_factory=Mismatch)
     micro_batches: int = 0
+    computed_tokens: int = 0
     bad_logprobs: torch.Tensor | int = 0
     """Loss tokens whose log-probability is not finite."""
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)

@@ -92,6 +92,8 @@ class UpdateReport:
     seconds_optimizer: float
     logprobs: torch.Tensor | None = field(default=None, compare=False, repr=False)
     entropy: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    computed_tokens: int = 0
+    """Those that went through the model: a prompt that samples share does so once. 0: of an older version."""
 
 
 class Trainer:
@@ -227,6 +229,7 @@ class Trainer:
             learning_rate=self.learning_rate,
             skipped=skipped,
             tokens=batch.num_tokens,
+            computed_tokens=totals.computed_tokens,
             response_tokens=batch.num_response_tokens,
             loss_tokens=loss_tokens,
             micro_batches=totals.micro_batches,
@@ -354,6 +357,7 @@ class Trainer:
             if not part.batch.num_response_tokens:
                 continue
             totals.micro_batches += 1
+            totals.computed_tokens += part.batch.num_computed_tokens
             with clock("forward"):
                 states, targets = self.policy.predicting_states(part.batch), part.batch.targets
             found, entropies, slopes = [], [], []

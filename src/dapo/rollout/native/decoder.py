@@ -77,6 +77,7 @@ class Decoder:
         """
         self.model = model
         self.version = 0
+        self.decode_steps = 0
         self._head = output_head(model).in_float32()
         self._vocabulary = self._head.weight.shape[0]
         self._stop = frozenset(stop_token_ids)
@@ -151,6 +152,7 @@ class Decoder:
         """One cycle: admit, decode one token per row, and return the samples that finished."""
         self._admit()
         if self._rows:
+            self.decode_steps += 1
             self._decode()
         finished, self._finished = self._finished, []
         return finished

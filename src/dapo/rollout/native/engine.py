@@ -38,6 +38,11 @@ class AnyDecoder(Protocol):
         ...
 
     @property
+    def decode_steps(self) -> int:
+        """Times that all rows were given a token, so far."""
+        ...
+
+    @property
     def busy(self) -> bool:
         """Whether there is anything left to do."""
         ...
@@ -134,6 +139,11 @@ class NativeEngine:
     @property
     def version(self) -> int:
         return self._decoder.version
+
+    @property
+    def decode_steps(self) -> int:
+        """Times that the weights were read to give all rows in flight a token, so far."""
+        return self._decoder.decode_steps
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         for request in requests:

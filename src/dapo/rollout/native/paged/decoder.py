@@ -122,6 +122,7 @@ class PagedDecoder:
         self._ages = itertools.count()
         self._leaving: tuple[list[_Sequence | None], Fetch] | None = None  # None: cancelled since
         self.preemptions = 0
+        self.decode_steps = 0
 
     # -- what the engine calls -------------------------------------------------------------------------------------
 
@@ -192,7 +193,9 @@ class PagedDecoder:
         self._grow()
         self._compact()
         rows = max(self._rows) + 1
-        self._runner.run(self._runner.rung(rows), self._steps(), self._variant(), self._tables.table)
+        steps = self._steps()
+        self.decode_steps += steps
+        self._runner.run(self._runner.rung(rows), steps, self._variant(), self._tables.table)
         finished = self._deliver()  # while the device is at work
         self._collect()
         return finished

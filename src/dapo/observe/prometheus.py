@@ -1,0 +1,102 @@
+"""Metrics and resources for Prometheus: text at http://127.0.0.1:PORT/metrics, as long as the run goes on.
+
+Consumes: the metrics of each step, as a :class:`~dapo.observe.trackers.Tracker`, and the latest look at the resources.
+Produces: gauges named ``dapo_`` and the metric's name with ``_`` for all that is no letter or digit. Only this machine
+can read them: the server listens on the loopback.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from dapo.observe.metrics import describe
+
+_LOOPBACK = "127.0.0.1"
+
+
+class PrometheusTracker:
+    """Serves the newest numbers."""
+
+    def __init__(self, port: int, looks: Callable[[], Sequence[Mapping[str, Any]]], run: str) -> None:
+        """
+        Args:
+            port: 0: one that is free, see ``port``.
+            looks: lines as in resources.jsonl.
+            run: name of the run, the label ``run`` of each number.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._text, self._looks, self._run = "", looks, run
+        tracker = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path.partition("?")[0] != "/metrics":
+                    return self.send_error(404)
+                body = tracker.text().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer((_LOOPBACK, port), Handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        threading.Thread(target=self._server.serve_forever, name="dapo-prometheus", daemon=True).start()
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        label = _labels({"run": self._run})
+        self._text = _gauge("step", "rollout steps done", [(label, step)])
+        for name, value in metrics.items():
+            metric = describe(name)
+            if isinstance(value, int | float) and metric is not None:
+                self._text += _gauge(name, f"{metric.meaning} ({metric.unit})", [(label, value)])
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """Nothing: a run that is over has no present numbers."""
+
+    def text(self) -> str:
+        """What is served, in Prometheus' text format."""
+        rows: dict[str, list[tuple[str, float]]] = {}
+        for look in self._looks():
+            labels = {"run": self._run, "host": look["host"], "role": look["role"]}
+            for name, more, value in _numbers(look):
+                rows.setdefault(name, []).append((_labels(labels | more), value))
+        return self._text + "".join(_gauge(f"resource/{name}", "see resources.jsonl", rows[name]) for name in rows)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _numbers(look: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
+    for name, value in look.items():
+        if isinstance(value, int | float) and name != "time":
+            yield name, {}, value
+    for place, card in enumerate(look["gpu"]):
+        for name, value in card.items():
+            if value is not None:
+                yield f"gpu_{name}", {"gpu": str(place)}, value
+
+
+def _gauge(name: str, text: str, rows: Sequence[tuple[str, float]]) -> str:
+    full = "dapo_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+    lines = "".join(f"{full}{labels} {float(value)!r}\n".replace("inf\n", "Inf\n") for labels, value in rows)
+    return f"# HELP {full} {text}\n# TYPE {full} gauge\n{lines}".replace(" nan\n", " NaN\n")
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    escaped = {
+        key: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for key, value in labels.items()
+    }
+    return "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"

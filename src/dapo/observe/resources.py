@@ -1,0 +1,211 @@
+"""What a run uses of its machine: CPU, memory, GPUs, disk and network, looked at every few seconds in a thread.
+
+Consumes: the counters of the system (psutil) and of NVIDIA's driver (nvidia-ml-py), both of the extra ``resources``.
+Produces: ``resources.jsonl`` in the run folder, a line for each role and look, and the means of a step for its metrics.
+Waits for nothing; a counter that cannot be read is left out. Without psutil there is nothing to look with.
+
+There are two roles in one process's run: ``engine+trainer`` is the process itself, with the GPUs and the host's
+network, and ``reward`` is all of its children: workers, and what they start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from dapo.files import json_line
+
+Look = dict[str, Any]
+"""One line of ``resources.jsonl``: time (s), host, role, cpu (cores), rss (bytes), gpu (list of util, a share, memory,
+bytes, and power, W), and disk_read, disk_write, net_sent, net_received in bytes a second."""
+_RATES = ("disk_read", "disk_write", "net_sent", "net_received")
+
+
+def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:
+    """A recorder that has begun; None: not asked for (``every_s`` 0), or psutil is not installed."""
+    if not every_s:
+        return None
+    try:
+        import psutil  # noqa: F401
+    except ImportError:
+        return None
+    return ResourceRecorder(file, every_s)
+
+
+class ResourceRecorder:
+    """Looks every few seconds, in a thread, until closed."""
+
+    def __init__(
+        self, file: Path, every_s: float, looker: Callable[[], list[Look]] | None = None, start: bool = True
+    ) -> None:
+        """
+        Args:
+            file: lines are added to it.
+            every_s: seconds between two looks.
+            looker: gives the lines of a look; None: the machine's.
+            start: begin at once; otherwise only :meth:`look` looks.
+        """
+        self._file, self._every_s, self._looker = file, every_s, looker
+        self._latest: list[Look] = []
+        self._since: list[list[Look]] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dapo-resources", daemon=True)
+        if start:
+            self._thread.start()
+
+    def look(self) -> None:
+        """Look now."""
+        if self._looker is None:
+            self._looker = Looker().look
+        looks = self._looker()
+        with self._lock:
+            self._latest = looks
+            self._since.append(looks)
+        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as lines:  # a full disk is not ours
+            lines.write("".join(map(json_line, looks)))
+
+    def step_means(self) -> dict[str, float]:
+        """Metrics: means of the looks since the last call, all roles together; of the latest look if none."""
+        with self._lock:
+            looks, self._since = self._since or [self._latest], []
+        return means([look for look in looks if look])
+
+    def latest(self) -> list[Look]:
+        """The lines of the latest look."""
+        with self._lock:
+            return self._latest
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            with contextlib.suppress(Exception):  # what cannot be seen must not end what only looks
+                self.look()
+            if self._over.wait(self._every_s):
+                return
+
+
+def means(looks: Sequence[Sequence[Look]]) -> dict[str, float]:
+    """Metrics of some looks: the roles of each added up, then the mean over looks. What was never seen is left out."""
+    found: dict[str, float] = {}
+    for name, metric in _METRICS.items():
+        sums = [
+            sum(values) for look in looks if (values := [role[name] for role in look if role.get(name) is not None])
+        ]
+        if sums:
+            found[metric] = fmean(sums)
+    for name, metric, of in _GPU_METRICS:
+        per_look = [
+            [card[name] for role in look for card in role["gpu"] if card.get(name) is not None] for look in looks
+        ]
+        values = [of(values) for values in per_look if values]
+        if values:
+            found[metric] = fmean(values)
+    return found
+
+
+_METRICS = {"cpu": "resources/cpu", "rss": "resources/memory"} | {name: f"resources/{name}" for name in _RATES}
+_GPU_METRICS: tuple[tuple[str, str, Callable[[list[float]], float]], ...] = (
+    ("util", "resources/gpu", fmean),
+    ("memory", "resources/gpu_memory", sum),
+    ("power", "resources/gpu_power", sum),
+)
+
+
+class Looker:
+    """Reads the counters. Rates are since the look before, and left out in the first one."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._psutil = psutil
+        self._own = psutil.Process()
+        self._host = socket.gethostname()
+        self._before: dict[str, tuple[float, dict[str, float]]] = {}
+        self._cards = _cards()
+
+    def look(self) -> list[Look]:
+        """The lines of the two roles; that of ``reward`` only while there are children."""
+        now = time.time()
+        own = self._counters([self._own]) | self._network()
+        lines = [self._line(now, "engine+trainer", own, [_card(handle) for handle in self._cards])]
+        with contextlib.suppress(self._psutil.Error):
+            children = self._own.children(recursive=True)
+            if children:
+                lines.append(self._line(now, "reward", self._counters(children), []))
+        return lines
+
+    def _line(self, now: float, role: str, counters: dict[str, float], gpu: list[dict[str, Any]]) -> Look:
+        clock = time.monotonic()
+        then, before = self._before.get(role, (clock, {}))
+        self._before[role] = clock, counters
+        passed = clock - then
+
+        def rate(name: str) -> float | None:
+            if name not in counters or name not in before or passed <= 0:
+                return None
+            return round(max(0.0, counters[name] - before[name]) / passed, 3)  # below 0: a child has ended
+
+        line: Look = {"time": round(now, 3), "host": self._host, "role": role, "cpu": rate("cpu_s")}
+        return line | {"rss": counters["rss"], "gpu": gpu} | {name: rate(name) for name in _RATES}
+
+    def _counters(self, processes: Sequence[Any]) -> dict[str, float]:
+        found = {"cpu_s": 0.0, "rss": 0.0}
+        for process in processes:
+            with contextlib.suppress(self._psutil.Error, AttributeError), process.oneshot():  # it may have ended
+                times = process.cpu_times()
+                found["cpu_s"] += times.user + times.system
+                found["rss"] += process.memory_info().rss
+                disk = process.io_counters()  # not on every system
+                found["disk_read"] = found.get("disk_read", 0.0) + disk.read_bytes
+                found["disk_write"] = found.get("disk_write", 0.0) + disk.write_bytes
+        return found
+
+    def _network(self) -> dict[str, float]:
+        with contextlib.suppress(Exception):
+            network = self._psutil.net_io_counters()
+            return {"net_sent": network.bytes_sent, "net_received": network.bytes_recv}
+        return {}
+
+
+def _cards() -> list[Any]:
+    """NVIDIA's handles of the cards that this process may use; none without a driver or nvidia-ml-py."""
+    try:
+        import pynvml
+        import torch
+
+        if not torch.cuda.is_available():
+            return []
+        pynvml.nvmlInit()
+        names = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        return [pynvml.nvmlDeviceGetHandleByUUID(name if name.startswith("GPU-") else f"GPU-{name}") for name in names]
+    except Exception:  # each driver has errors of its own
+        return []
+
+
+def _card(handle: Any) -> dict[str, Any]:
+    """Use (share of the time), memory (bytes) and power (W) of a card; None for what it does not tell."""
+    import pynvml
+
+    def read(what: Callable[[], float]) -> float | None:
+        try:
+            return what()
+        except pynvml.NVMLError:
+            return None
+
+    return {
+        "util": read(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+        "memory": read(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used),
+        "power": read(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+    }

@@ -1,0 +1,176 @@
+"""Weights & Biases, MLflow and trackio, each as a :class:`~dapo.observe.trackers.Tracker`.
+
+Consumes: the recipe without its secrets, metrics, the summary. Produces: a run of each service's, under ``key``, which
+is gone on with if there is one. Nothing leaves the machine unless the service's own environment variables say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dapo.observe.trackers import Tracker
+
+PROJECT = "dapo"
+
+
+class WandbTracker:
+    """Weights & Biases: offline unless WANDB_MODE says otherwise, then `wandb sync RUN/wandb/offline-*`."""
+
+    def __init__(self, folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
+        """
+        Args:
+            folder: of the run; files go to its folder ``wandb``.
+            key: of the run.
+            recipe: without secrets.
+        """
+        import wandb
+
+        # neither the terminal's text nor the machine is recorded: the one is not metrics, the other is resources.jsonl
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False)
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=key,
+            name=os.environ.get("WANDB_NAME", key),
+            dir=str(folder),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            resume="allow",
+            config=dict(recipe),
+            settings=quiet,
+            allow_val_change=True,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        self._run.log(_numbers(metrics), step=step)
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        self._run.summary.update({f"summary/{name}": value for name, value in _flat(summary)})
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow: into ``mlflow.db`` in the run folder, or where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
+        """
+        Args:
+            folder: of the run.
+            key: of the run.
+            recipe: without secrets; each key becomes a parameter when the run begins.
+        """
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # else it tells of each table that it makes
+        self._metric = Metric
+        store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
+        self._client: Any = MlflowClient(store)
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        known = self._client.search_runs([experiment], f"tags.`dapo.run` = '{key}'", max_results=1)
+        if known:
+            self._id: str = known[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._id = self._client.create_run(experiment, tags={"dapo.run": key}, run_name=key).info.run_id
+        params = [Param(_name(name), str(value)[:500]) for name, value in _flat(recipe)]
+        for first in range(0, len(params), 100):  # the most that one call takes
+            self._client.log_batch(self._id, params=params[first : first + 100])
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        now = int(1000 * time.time())
+        batch = [self._metric(_name(name), value, now, step) for name, value in _numbers(metrics).items()]
+        self._client.log_batch(self._id, metrics=batch)
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        for name, value in _flat(summary):
+            self._client.set_tag(self._id, _name(f"summary.{name}"), str(value))
+
+    def close(self) -> None:
+        """Everything is written already."""
+        self._client.set_terminated(self._id)
+
+
+class TrackioTracker:
+    """trackio: into its local store, see TRACKIO_DIR; `trackio show` shows it."""
+
+    def __init__(self, folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
+        """
+        Args:
+            folder: of the run; nothing is written there.
+            key: of the run.
+            recipe: without secrets.
+        """
+        import trackio
+        import trackio.run
+        import trackio.utils
+
+        for module in (trackio, trackio.run, trackio.utils):  # there is no setting for it, and --quiet means quiet
+            module.print = lambda *text, **options: None
+        self._markdown = trackio.Markdown
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=key,
+            resume="allow",
+            config=dict(recipe),
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        self._run.log(_numbers(metrics), step=step)
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """See :class:`~dapo.observe.trackers.Tracker`."""
+        lines = "\n".join(f"- {name}: {value}" for name, value in _flat(summary))
+        self._run.log({"summary": self._markdown(lines)}, step=int(summary.get("steps", 0)))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+"""By the names that ``run.trackers`` knows."""
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that there are; one that is not finite stays so."""
+    found = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf under its dotted name."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _name(name: str) -> str:
+    """As MLflow takes it: letters, digits and ``_-. /:``."""
+    kept = name.replace("@", "_at_")
+    return "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in kept)

@@ -1,0 +1,71 @@
+"""What Prometheus reads: parsed by its own client library."""
+
+from __future__ import annotations
+
+import math
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dapo.observe.prometheus import PrometheusTracker
+from run_cases import Recorder, run
+
+LOOK = {
+    "time": 1.0, "host": "h", "role": "engine+trainer", "cpu": 1.5, "rss": 10, "gpu": [{"util": 0.5, "power": None}],
+    "disk_read": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tracker() -> Iterator[PrometheusTracker]:
+    tracker = PrometheusTracker(0, lambda: [LOOK], 'odd "name"\\')
+    yield tracker
+    tracker.close()
+
+
+def fetch(port: int, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return str(answer.read().decode())
+
+
+def test_the_newest_metrics_and_resources_are_served(tracker: PrometheusTracker) -> None:
+    for step in (1, 2):
+        tracker.log(step, {"reward/mean": step / 4, "eval/pass@8": 0.5, "loss": math.nan, "kl/reference": None})
+    families = {family.name: family for family in text_string_to_metric_families(fetch(tracker.port))}
+    values = {name: family.samples[0].value for name, family in families.items()}
+    assert math.isnan(values.pop("dapo_loss"))
+    assert values == {
+        "dapo_step": 2, "dapo_reward_mean": 0.5, "dapo_eval_pass_8": 0.5,
+        "dapo_resource_cpu": 1.5, "dapo_resource_rss": 10, "dapo_resource_gpu_util": 0.5,
+    }  # fmt: skip
+    assert families["dapo_reward_mean"].documentation.endswith("(reward)")
+    assert families["dapo_step"].samples[0].labels == {"run": 'odd "name"\\'}
+    labels = {"run": 'odd "name"\\', "host": "h", "role": "engine+trainer"}
+    assert families["dapo_resource_gpu_util"].samples[0].labels == labels | {"gpu": "0"}
+
+
+def test_only_the_loopback_and_only_that_page(tracker: PrometheusTracker) -> None:
+    assert tracker._server.server_address[0] == "127.0.0.1"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fetch(tracker.port, "/")
+
+
+def test_it_serves_as_long_as_the_run_goes_on_and_a_taken_port_ends_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        heard = Recorder()
+        assert run(tmp_path / "run", {"run.prometheus_port": port}, heard)["steps"] == 1
+        assert len([text for text in heard.warnings if text.startswith("tracker prometheus failed")]) == 1
+    served: list[str] = []
+    listener = Recorder(on_step=lambda step: served.append(fetch(port)))
+    run(tmp_path / "again", {"run.prometheus_port": port, "training.steps": 2}, listener)
+    assert "dapo_resource_rss{" in served[-1]
+    with pytest.raises(urllib.error.URLError):
+        fetch(port)
