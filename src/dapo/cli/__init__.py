@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import dapo
-from dapo.cli import config, data, demo, doctor, evaluate, generate, inspect, replay, reward, reward_server, train
+from dapo.cli import config, data, demo, doctor, evaluate, generate, inspect, replay, reward, reward_server, train, ui
 from dapo.cli.errors import EXIT_CODES
 from dapo.terminal import escape_what_cannot_be_written
 
@@ -51,6 +51,7 @@ for _command in (
     evaluate.evaluate,
     generate.generate,
     inspect.inspect,
+    ui.ui,
     config.config,
     demo.demo,
 ):
