@@ -60,7 +60,7 @@ class Run:
             if self._indexed != stamp:
                 self._index.update()
                 self._indexed = stamp_of(self.folder.samples)  # the index lies inside
-            return self._index.connection().cursor()
+            return self._index.connection()
 
 
 class Runs:

@@ -17,13 +17,14 @@ from starlette.staticfiles import StaticFiles
 import dapo
 from dapo.errors import UserError
 from dapo.observe.metrics import METRICS
+from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
 from dapo.ui import curves, queries
 from dapo.ui.alarm_history import alarm_history
 from dapo.ui.guard import Guard
 from dapo.ui.live import PERIOD, events
 from dapo.ui.runs import Run, Runs
-from dapo.ui.texts import summary_of, text_of, tokens_of
+from dapo.ui.texts import summary_of, tokens_of
 
 VIEWS = ("overview", "groups", "sampling", "time", "alarms", "config", "evaluation", "hacking")
 STATIC = Path(__file__).parent / "static"
@@ -165,8 +166,8 @@ def _samples(runs: Runs) -> APIRouter:
         total = found[0].pop("total") if found else 0
         for group in found:
             group.pop("total", None)
-            line = text_of(run.folder, group["step"], group.pop("text_offset"), group.pop("text_length"))
-            group["prompt"] = summary_of(line)
+            group["prompt"] = summary_of(read_line(run.folder.samples, group))
+            del group["text_offset"], group["text_length"]
         return {"total": total, "groups": found, "statuses": STATUSES, **queries.bounds(run.samples())}
 
     @router.get("/group")
@@ -176,7 +177,7 @@ def _samples(runs: Runs) -> APIRouter:
         found = queries.group(run.samples(), step, draw)
         if not found:
             raise HTTPException(404, f"step {step} of {name} has no draw {draw}")
-        lines = [text_of(run.folder, step, row["text_offset"], row["text_length"]) for row in found]
+        lines = [read_line(run.folder.samples, row) for row in found]
         tokens = tokens_of(run.folder, step, [row["position"] for row in found])
         samples = [
             row | {"response": line.get("response"), "tokens": arrays}
@@ -210,7 +211,7 @@ def _samples(runs: Runs) -> APIRouter:
                    "reward/mean", "response_length/mean")
         found = queries.disagreements(connection)
         for row in found:
-            line = text_of(run.folder, row["step"], row.pop("text_offset"), row.pop("text_length"))
+            line = read_line(run.folder.samples, row)
             row["prompt"], row["response"] = summary_of(line), str(line.get("response") or "")[:600]
         return {
             "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},

@@ -1,9 +1,8 @@
-"""What one group holds: texts from the step's lines, numbers per token from its arrays, and the pieces of text that
+"""What one group holds: numbers per token from the step's arrays, and the pieces of text that
 the tokens are. Reads the bytes of the group and no others."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,22 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dapo.observe.samples import samples_path, tokens_path
+from dapo.observe.samples import tokens_path
 from dapo.run_folder import RunFolder
 
 SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", "entropies": "entropy"}
 """Arrays with a number per response token, and what the page calls them."""
-
-
-def text_of(folder: RunFolder, step: int, offset: int, length: int) -> dict[str, Any]:
-    """One sample's line, from its place in the file; empty if it has gone from there."""
-    try:
-        with samples_path(folder.samples, step).open("rb") as file:
-            file.seek(offset)
-            line = json.loads(file.read(length))
-    except (OSError, ValueError):
-        return {}
-    return line if isinstance(line, dict) else {}
 
 
 def tokens_of(folder: RunFolder, step: int, positions: Sequence[int]) -> list[dict[str, Any]]:
