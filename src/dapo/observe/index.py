@@ -249,7 +249,7 @@ class SampleIndex:
         """The rows of a query as a new file."""
         name = f"{min(steps, default=0):05d}-{max(steps, default=0):05d}-{uuid.uuid4().hex[:8]}.parquet"
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
-        names = ", ".join(COLUMNS)
+        names = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in COLUMNS.items())
         try:
             done = self._db.cursor().execute(
                 f"COPY (SELECT {names} FROM ({select}) ORDER BY step, text_offset) TO {_quoted(temporary)} "
