@@ -56,10 +56,14 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
     table = np.array([_phases_of(entry) for entry in steps], np.float64).reshape(len(steps), len(PHASES) + 1)
     numbers = np.array([entry["step"] for entry in steps], np.float64)
     count = min(points, len(steps))
-    rows = [
-        [_round(step[-1]), *map(_round, part.mean(axis=0))]
-        for step, part in zip(np.array_split(numbers, count), np.array_split(table, count), strict=True)
-    ] if count else []
+    rows = (
+        [
+            [_round(step[-1]), *map(_round, part.mean(axis=0))]
+            for step, part in zip(np.array_split(numbers, count), np.array_split(table, count), strict=True)
+        ]
+        if count
+        else []
+    )
     names = [*PHASES, "other"]
     return {"names": names, "rows": rows, "totals": dict(zip(names, map(_round, table.sum(axis=0)), strict=True))}
 
@@ -78,11 +82,10 @@ _OF_THE_RUN = ("run.", "monitor.every")
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that do not have the same value in all these recipes."""
+    """Keys that do not have the same value in all these recipes; one that is not there is as good as null."""
     tables = [dict(flat(config)) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)
-    missing = object()
-    return [key for key in keys if any(t.get(key, missing) != tables[0].get(key, missing) for t in tables)]
+    return [key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)]
 
 
 def ablation_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:

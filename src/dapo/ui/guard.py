@@ -66,7 +66,9 @@ class Guard:
             return self._welcome(scope, query) if self._is_token(query["token"][0]) else _error(401, "a wrong token")
         if self._is_token(_given(headers)):
             return None
-        return _error(401, "a token is needed: open the address that dapo ui has printed, or send Authorization: Bearer")
+        return _error(
+            401, "a token is needed: open the address that dapo ui has printed, or send Authorization: Bearer"
+        )
 
     def _welcome(self, scope: Scope, query: dict[str, list[str]]) -> Response:
         """Keep the token in a cookie and out of the address, which people copy and servers log."""

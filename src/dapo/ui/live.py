@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from dapo.errors import UserError
+from dapo.observe.samples import samples_path, steps_with_samples
 from dapo.ui.runs import Run, Runs, stamp_of
 
 PERIOD = 0.5
@@ -46,10 +47,12 @@ class _Watched:
     def __init__(self) -> None:
         self._files: dict[str, Any] = {}
         self._state: str | None = None
+        self._folder: Any = None
+        self._last: Any = None
 
     def look(self, run: Run) -> list[tuple[str, dict[str, Any]]]:
         first = not self._files
-        files = {"metrics": stamp_of(run.folder.metrics), "samples": stamp_of(run.folder.samples)}
+        files = {"metrics": stamp_of(run.folder.metrics), "samples": self._newest(run)}
         changed = [name for name, stamp in files.items() if self._files.get(name) != stamp]
         self._files = files
         try:
@@ -59,6 +62,15 @@ class _Watched:
         changed += ["state"] if state != self._state else []
         self._state = state
         return [] if first else [(name, {"state": state, "steps": steps}) for name in changed]
+
+    def _newest(self, run: Run) -> Any:
+        """The last step with samples; looked for when something in their folder, such as the index, has changed."""
+        stamp = stamp_of(run.folder.samples)
+        if stamp != self._folder:
+            self._folder = stamp
+            last = max(steps_with_samples(run.folder.samples), default=0)
+            self._last = last, stamp_of(samples_path(run.folder.samples, last))
+        return self._last
 
 
 def _event(name: str, data: dict[str, Any]) -> str:

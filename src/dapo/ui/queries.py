@@ -20,7 +20,7 @@ Order = Literal["newest", "longest", "hardest", "easiest", "spread", "gap"]
 
 LAST_STEP = 2**31 - 1
 DIFFICULTY_BINS = 10
-"""The first one holds groups that are all wrong, the last one those that are all right, the others what lies between."""
+"""The first one holds groups that are all wrong, the last one those that are all right."""
 
 
 @dataclass(frozen=True, slots=True)

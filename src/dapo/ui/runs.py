@@ -102,7 +102,9 @@ def check_folders(folders: Sequence[Path]) -> None:
         if not folder.is_dir():
             raise UserError(f"{folder}: is not a folder; a run's is named at its start and end, such as runs/cpu-demo")
         if not _found(folder.resolve()):
-            raise UserError(f"{folder}: neither is a run folder nor holds any; give a run, or the folder with your runs")
+            raise UserError(
+                f"{folder}: neither is a run folder nor holds any; give a run, or the folder with your runs"
+            )
 
 
 def stamp_of(*paths: Path) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ Consumes files of runs; produces JSON, server-sent events and the static page. E
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -166,7 +166,7 @@ def _samples(runs: Runs) -> APIRouter:
         total = found[0].pop("total") if found else 0
         for group in found:
             group.pop("total", None)
-            group["prompt"] = summary_of(read_line(run.folder.samples, group))
+            group["prompt"] = summary_of(_line(run, group))
             del group["text_offset"], group["text_length"]
         return {"total": total, "groups": found, "statuses": STATUSES, **queries.bounds(run.samples())}
 
@@ -177,23 +177,41 @@ def _samples(runs: Runs) -> APIRouter:
         found = queries.group(run.samples(), step, draw)
         if not found:
             raise HTTPException(404, f"step {step} of {name} has no draw {draw}")
-        lines = [read_line(run.folder.samples, row) for row in found]
+        lines = [_line(run, row) for row in found]
         tokens = tokens_of(run.folder, step, [row["position"] for row in found])
         samples = [
             row | {"response": line.get("response"), "tokens": arrays}
             for row, line, arrays in zip(found, lines, tokens, strict=True)
         ]
         status = found[0]["status"]
-        return {"prompt": lines[0].get("prompt"), "gold": found[0]["gold"], "status": status, "step": step, "draw": draw,
-                "row": found[0]["row"], "why": STATUSES.get(status, status), "samples": samples}
+        return {
+            "prompt": lines[0].get("prompt"),
+            "gold": found[0]["gold"],
+            "status": status,
+            "step": step,
+            "draw": draw,
+            "row": found[0]["row"],
+            "why": STATUSES.get(status, status),
+            "samples": samples,
+        }
 
     @router.get("/sampling")
     def sampling(name: Name, points: Points = 300) -> dict[str, Any]:
         """Dynamic sampling over time, what became of the groups, and how hard the prompts were."""
         run = runs.get(name)
         view, connection = run.view, run.samples()
-        metrics = ("groups/all_wrong", "groups/mixed", "groups/all_right", "groups/flat", "groups/drawn",
-                   "groups/kept", "groups/keep_rate", "groups/rounds", "tokens/generated", "tokens/wasted")
+        metrics = (
+            "groups/all_wrong",
+            "groups/mixed",
+            "groups/all_right",
+            "groups/flat",
+            "groups/drawn",
+            "groups/kept",
+            "groups/keep_rate",
+            "groups/rounds",
+            "tokens/generated",
+            "tokens/wasted",
+        )
         tenth = max(view.steps_done // 10, 1)
         return {
             "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
@@ -207,11 +225,17 @@ def _samples(runs: Runs) -> APIRouter:
         """Trained reward against the held-out check and against length; the samples that they disagree on."""
         run = runs.get(name)
         view, connection = run.view, run.samples()
-        metrics = ("monitor/reward", "monitor/check", "monitor/false_right", "monitor/length_correlation",
-                   "reward/mean", "response_length/mean")
+        metrics = (
+            "monitor/reward",
+            "monitor/check",
+            "monitor/false_right",
+            "monitor/length_correlation",
+            "reward/mean",
+            "response_length/mean",
+        )
         found = queries.disagreements(connection)
         for row in found:
-            line = read_line(run.folder.samples, row)
+            line = _line(run, row)
             row["prompt"], row["response"] = summary_of(line), str(line.get("response") or "")[:600]
         return {
             "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
@@ -232,8 +256,12 @@ def _details(runs: Runs) -> APIRouter:
         """Where the seconds of each step went, speeds, and what each role used."""
         run = runs.get(name)
         view = run.view
-        speeds = ("tokens_per_second/rollout", "tokens_per_second/update", "tokens_per_second/total",
-                  "samples_per_second")
+        speeds = (
+            "tokens_per_second/rollout",
+            "tokens_per_second/update",
+            "tokens_per_second/total",
+            "samples_per_second",
+        )
         return {
             "phases": curves.phases(view.metrics, points),
             "speeds": {metric: curves.curve(view.metrics, metric, points) for metric in speeds},
@@ -245,9 +273,12 @@ def _details(runs: Runs) -> APIRouter:
     def alarms(name: Name) -> dict[str, Any]:
         """Alarms with the steps they were on in, and what else a person should know."""
         view = runs.get(name).view
-        return {"alarms": alarm_history(view.config, view.metrics), "warnings": view.warnings(),
-                "hacking": [e["step"] for e in view.metrics if (e.get("monitor/alarms") or 0) > 0],
-                "steps": view.steps_done}
+        return {
+            "alarms": alarm_history(view.config, view.metrics),
+            "warnings": view.warnings(),
+            "hacking": [e["step"] for e in view.metrics if (e.get("monitor/alarms") or 0) > 0],
+            "steps": view.steps_done,
+        }
 
     @router.get("/evaluation")
     def evaluation(name: Name) -> dict[str, Any]:
@@ -268,14 +299,41 @@ def _card(run: Run) -> dict[str, Any]:
         view = run.view
         before, after = view.accuracies
         last = view.metrics[-1] if view.metrics else {}
-        shown = {name: last.get(name) for name in ("reward/mean", "response_length/mean", "entropy", "accuracy",
-                                                   "tokens_per_second/total", "alarms/count", "monitor/alarms")}
-        return {"name": run.name, "path": str(run.folder.root), "state": view.state, "status": view.why,
-                "steps": view.steps_done, "planned": view.steps_planned, "seconds": view.seconds,
-                "model": str((view.config.get("model") or {}).get("path", "")), "before": before, "after": after,
-                "last": shown}
+        shown = {
+            name: last.get(name)
+            for name in (
+                "reward/mean",
+                "response_length/mean",
+                "entropy",
+                "accuracy",
+                "tokens_per_second/total",
+                "alarms/count",
+                "monitor/alarms",
+            )
+        }
+        return {
+            "name": run.name,
+            "path": str(run.folder.root),
+            "state": view.state,
+            "status": view.why,
+            "steps": view.steps_done,
+            "planned": view.steps_planned,
+            "seconds": view.seconds,
+            "model": str((view.config.get("model") or {}).get("path", "")),
+            "before": before,
+            "after": after,
+            "last": shown,
+        }
     except UserError as error:
         return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
+
+
+def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The texts of a sample; empty where they are gone, as the numbers may be there without them."""
+    try:
+        return read_line(run.folder.samples, row)
+    except UserError:
+        return {}
 
 
 def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

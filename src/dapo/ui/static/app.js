@@ -102,11 +102,11 @@ function drawRuns() {
       state.runs = [run.name];
       api.go(state.tab, {});
     };
-    const gain = run.after !== null && run.after !== undefined ? `, ${percent(run.before)} → ${percent(run.after)}` : "";
+    const gain = run.after !== null && run.after !== undefined ? ` · ${percent(run.after)}` : "";
     return h("label", { class: `run ${run.state} ${here ? "chosen" : ""}`, title: `${run.path}\n${run.status}\nClick: this one alone. Box: beside the others.`, onclick: only },
       h("input", { type: "checkbox", checked: here, disabled: run.state === "unreadable", "aria-label": `show ${run.name}`, onchange: toggle }),
       h("span", { class: "name" }, run.name),
-      h("span", { class: "facts" }, run.state === "unreadable" ? "cannot be read" : `${run.state}, step ${run.steps}${run.planned ? `/${run.planned}` : ""}${gain}`));
+      h("span", { class: "facts" }, run.state === "unreadable" ? "cannot be read" : `${run.state} · ${run.steps}${run.planned ? `/${run.planned}` : ""}${gain}`));
   });
   const focused = document.activeElement?.getAttribute?.("aria-label");
   fill(byId("runs"), h("h2", {}, `${state.list.length} run${state.list.length === 1 ? "" : "s"}`), rows);

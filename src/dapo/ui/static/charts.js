@@ -1,8 +1,8 @@
 // Charts as SVG. A chart is made once and given data as often as there is new data; all charts share one cursor.
 
-import { fill, h, number } from "./dom.js";
+import { fill, h, number, percent } from "./dom.js";
 
-const MARGIN = { left: 46, right: 10, top: 8, bottom: 20 };
+const MARGIN = { right: 10, top: 8, bottom: 20 };
 export const COLOURS = Array.from({ length: 8 }, (_, place) => `s${place}`);
 
 const cursors = new Set();
@@ -24,6 +24,15 @@ export function niceTicks(low, high, count) {
   return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, i) => (first + i) * step);
 }
 
+// No more decimals than it takes to tell the ticks apart.
+function tickLabels(ticks, format) {
+  const plain = format === number && ticks.every((tick) => tick === 0 || (Math.abs(tick) < 1e4 && Math.abs(tick) >= 1e-3));
+  if (format !== percent && !plain) return ticks.map(format);
+  const scaled = format === percent ? ticks.map((tick) => 100 * tick) : ticks;
+  const decimals = [0, 1, 2, 3].find((count) => scaled.every((tick) => Math.abs(tick - Number(tick.toFixed(count))) < 1e-9 + Math.abs(tick) * 1e-6)) ?? 3;
+  return scaled.map((tick) => tick.toFixed(decimals) + (format === percent ? "%" : ""));
+}
+
 // Exponential moving average that starts unbiased; weight 0 leaves the values as they are.
 export function smooth(points, weight) {
   let mean = 0, mass = 0;
@@ -36,12 +45,12 @@ export function smooth(points, weight) {
 
 class Frame {
   constructor({ title, unit = "", meaning = "", height = 150, format = number, xName = "step" }) {
-    Object.assign(this, { title, unit, meaning, height, format, xName, width: 0, extent: null });
+    Object.assign(this, { title, unit, meaning, height, format, xName, width: 0, left: 40, extent: null, nothing: "nothing yet" });
     this.readout = h("output", { class: "readout" });
     this.plot = h("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${title}: arrow keys read the values` });
     this.legend = h("div", { class: "legend" });
     this.element = h("figure", { class: "chart", "data-chart": title },
-      h("figcaption", { title: meaning }, h("b", {}, title), unit && h("span", { class: "muted" }, ` ${unit}`), this.readout), this.plot, this.legend);
+      h("figcaption", { title: meaning }, h("b", {}, title), unit && format !== percent && !title.startsWith(unit) && h("span", { class: "muted" }, ` ${unit}`), this.readout), this.plot, this.legend);
     this.plot.chart = this;
     resized.observe(this.plot);
     this.plot.addEventListener("pointermove", (event) => this.#hover(event));
@@ -55,20 +64,23 @@ class Frame {
     const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     const right = this.width - MARGIN.right, bottom = this.height - MARGIN.bottom;
     this.extent = { x0, x1, low, high };
-    this.X = (x) => MARGIN.left + ((x - x0) / (x1 - x0 || 1)) * (right - MARGIN.left);
+    this.ticks = low === high ? [low] : niceTicks(low, high, 3);
+    this.labels = tickLabels(this.ticks, this.format);
+    this.left = 12 + 5.9 * Math.max(3, ...this.labels.map((label) => label.length));
+    this.X = (x) => this.left + ((x - x0) / (x1 - x0 || 1)) * (right - this.left);
     this.Y = (y) => bottom - ((y - low) / (high - low || 1)) * (bottom - MARGIN.top);
   }
 
   axes(xFormat = number) {
-    const { x0, x1, low, high } = this.extent;
+    const { x0, x1 } = this.extent;
     const right = this.width - MARGIN.right, bottom = this.height - MARGIN.bottom;
-    const rows = niceTicks(low, high, 3).flatMap((y) => [
-      h("line", { class: "grid", x1: MARGIN.left, x2: right, y1: this.Y(y), y2: this.Y(y) }),
-      h("text", { x: MARGIN.left - 6, y: this.Y(y) + 3, "text-anchor": "end" }, this.format(y)),
+    const rows = this.ticks.flatMap((y, place) => [
+      h("line", { class: "grid", x1: this.left, x2: right, y1: this.Y(y), y2: this.Y(y) }),
+      h("text", { x: this.left - 6, y: this.Y(y) + 3, "text-anchor": "end" }, this.labels[place]),
     ]);
     const columns = niceTicks(x0, x1, Math.max(2, Math.round(this.width / 110))).map((x) =>
       h("text", { x: Math.min(this.X(x), right - 8), y: this.height - 5, "text-anchor": "middle" }, xFormat(x)));
-    return [...rows, h("line", { class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom }), ...columns];
+    return [...rows, h("line", { class: "axis", x1: this.left, x2: right, y1: bottom, y2: bottom }), ...columns];
   }
 
   show(...children) {
@@ -76,15 +88,15 @@ class Frame {
     fill(this.plot, h("svg", { width: this.width, height: this.height, viewBox: `0 0 ${this.width} ${this.height}`, "aria-hidden": "true" }, ...children, this.cursor));
   }
 
-  empty(text = "nothing yet") {
+  empty() {
     this.extent = null;
-    fill(this.plot, h("p", { class: "muted centre" }, text));
+    fill(this.plot, h("p", { class: "muted centre" }, this.nothing));
   }
 
   #hover(event) {
     if (!this.extent) return;
     const { x0, x1 } = this.extent;
-    const share = (event.offsetX - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
+    const share = (event.offsetX - this.left) / (this.width - this.left - MARGIN.right);
     moveCursors(x0 + Math.min(1, Math.max(0, share)) * (x1 - x0), this);
   }
 
@@ -127,7 +139,7 @@ export class LineChart extends Frame {
       ...this.drawn[place].map(([, y]) => y), ...one.points.flatMap((p) => (this.smoothing ? [p[1]] : p.slice(1))), ...(one.band ?? []).flatMap((p) => p.slice(1)),
     ]);
     let low = Math.min(...values), high = Math.max(...values);
-    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+    const room = (high - low) * 0.06 || Math.abs(high) * 0.1;
     [low, high] = [low >= 0 && low < room * 3 ? 0 : low - room, high + room];
     this.scale(this.series.flatMap((one) => one.points.map(([x]) => x)), low, high);
     this.show(...this.axes(), ...this.series.flatMap((one, place) => this.#paths(one, place)));

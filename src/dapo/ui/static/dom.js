@@ -33,7 +33,7 @@ export function number(value) {
   return value.toExponential(1);
 }
 
-export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`);
+export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1).replace("100.0", "100")}%`);
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";

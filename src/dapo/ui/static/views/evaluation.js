@@ -15,7 +15,7 @@ export async function mount(element, api) {
     if (!evaluations.length) return fill(element, note("This run has no evaluation: evaluation.data of the recipe names no rows."));
     const points = evaluations.filter((one) => one["eval/accuracy"] !== undefined && one["eval/accuracy"] !== null);
     chart.set([{ name: "accuracy", colour: "s0", points: points.map((one) => [one.step, one["eval/accuracy"], one["eval/accuracy"], one["eval/accuracy"]]), band: points.filter((one) => one["eval/accuracy_low"] !== undefined).map((one) => [one.step, one["eval/accuracy_low"], one["eval/accuracy_high"]]) }]);
-    const names = [...new Set(evaluations.flatMap((one) => Object.keys(one)))].filter((name) => name !== "step" && !/_low$|_high$/.test(name));
+    const names = [...new Set(evaluations.flatMap((one) => Object.keys(one)))].filter((name) => name !== "step" && !/_low$|_high$/.test(name)).sort((a, b) => rank(a) - rank(b));
     const form = (name, value) => (SHARES.test(name) ? percent(value) : number(value));
     const range = (one, name) => (one[`${name}_low`] !== undefined ? h("span", { class: "muted" }, `  ${percent(one[`${name}_low`])} – ${percent(one[`${name}_high`])}`) : null);
     const [first, last] = [evaluations[0], evaluations.at(-1)];
@@ -29,5 +29,8 @@ export async function mount(element, api) {
   await load();
   return { refresh: ({ type }) => (type === "metrics" ? load() : undefined) };
 }
+
+const ORDER = ["eval/accuracy", "eval/pass@", "eval/maj@", "eval/reward", "eval/response_length"];
+const rank = (name) => { const place = ORDER.findIndex((start) => name.startsWith(start)); return place < 0 ? ORDER.length : place; };
 
 const change = (name, value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${SHARES.test(name) ? `${(100 * Math.abs(value)).toFixed(1)} points` : number(Math.abs(value))}`;

@@ -5,10 +5,11 @@ import { fill, h, note, number, panel, percent, table } from "../dom.js";
 
 export async function mount(element, api) {
   const both = new LineChart({ title: "Trained reward and held-out check", unit: "reward", height: 170 });
-  const wrong = new LineChart({ title: "Called right by the reward, wrong by the check", unit: "share", height: 170, format: percent });
+  const wrong = new LineChart({ title: "Right by the reward, wrong by the check", height: 170, format: percent });
   const length = new LineChart({ title: "Correlation of reward and length within groups", height: 170 });
   const map = h("div"), samples = h("div"), said = h("div");
   both.named = true;
+  wrong.nothing = "no held-out check";
   fill(element, said, h("div", { class: "columns" }, panel(null, both.element), panel(null, wrong.element)), h("div", { class: "columns" }, panel(null, length.element), panel(null, map)), samples);
 
   async function load() {

@@ -56,7 +56,7 @@ export async function mount(element, api) {
     const speed = last["tokens_per_second/total"];
     fill(tiles,
       tile(`${run.steps}${run.planned ? ` / ${run.planned}` : ""}`, `step, ${run.state}`),
-      run.after !== null && tile(`${percent(run.before)} → ${percent(run.after)}`, "held-out accuracy, before → now"),
+      run.after !== null && tile(`${percent(run.before)} → ${percent(run.after)}`, "held-out accuracy, then and now"),
       tile(number(last["reward/mean"]), "mean reward"),
       tile(number(last["response_length/mean"]), "tokens per response"),
       tile(number(last.entropy), "entropy, nats"),
@@ -75,7 +75,7 @@ export async function mount(element, api) {
       found.rows.map((row, place) => [
         h("span", { class: `nowrap` }, h("span", { class: COLOURS[place % COLOURS.length] }, "■ "), row.run), row.steps,
         ...found.metrics.map((metric) => h("td", { class: higher.has(metric) && row.final[metric] === best[metric] ? "best" : "" }, formatOf(about(metric).unit)(row.final[metric]))),
-        ...found.keys.map((key) => h("td", { class: "value" }, shown(row.config[key]))),
+        ...found.keys.map((key) => h("td", { class: "value short", title: shown(row.config[key]) }, shown(row.config[key]))),
       ]))));
   }
 

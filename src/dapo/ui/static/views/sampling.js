@@ -5,6 +5,8 @@ import { fill, h, note, number, panel, percent, table } from "../dom.js";
 
 const KINDS = [["groups/all_wrong", "all wrong", "c-wrong"], ["groups/mixed", "mixed", "c-mixed"], ["groups/all_right", "all right", "c-right"], ["groups/flat", "flat", "c-flat"]];
 
+const LABELS = ["none", "–13%", "–25%", "–38%", "–50%", "–63%", "–75%", "–88%", "–99%", "all"];
+
 export async function mount(element, api) {
   const kinds = new StackChart({ title: "Groups of each step", unit: "drawn", height: 190, format: number });
   const shares = new StackChart({ title: "As shares", height: 190, format: number });
@@ -29,7 +31,7 @@ export async function mount(element, api) {
     tokens.set([{ name: "generated", colour: "s0", points: curves["tokens/generated"] }, { name: "wasted", colour: "s1", points: curves["tokens/wasted"] }]);
     const share = (values) => { const sum = values.reduce((a, b) => a + b, 0) || 1; return values.map((value) => value / sum); };
     const span = found.tenth > 1 ? `${found.tenth} steps` : "step";
-    fill(difficulty, bars("How many samples of a group were right", ["none", "≤⅛", "¼", "⅜", "½", "⅝", "¾", "<1", "<1", "all"].map((label, place) => (place === 0 ? "none" : place === 9 ? "all" : `${Math.round((place - 1) * 12.5)}–${Math.round(place * 12.5)}%`)),
+    fill(difficulty, bars("How many samples of a group were right", LABELS,
       [{ name: `first ${span}`, colour: "s4", values: share(found.difficulty.first) }, { name: `last ${span}`, colour: "s0", values: share(found.difficulty.last) }]));
     const all = found.statuses.reduce((sum, row) => sum + row.groups, 0) || 1;
     fill(statuses, table(["status", "groups", "share", "samples", "tokens", ""], found.statuses.map((row) => [
