@@ -33,8 +33,10 @@ PHASES = ("rollout", "reward_wait", "prepare", "update", "sync", "evaluation")
 def names_in(entries: Sequence[Entry]) -> list[str]:
     """Metrics that have a number in some line, in the order of the registry."""
     order = {name: place for place, name in enumerate(METRICS)}
-    found = {name for entry in entries for name, value in entry.items() if _is_number(value)} - {"step"}
-    return sorted(found, key=lambda name: (order.get(name, len(order)), name))
+    found = {"step"}
+    for entry in entries:
+        found.update(name for name in entry.keys() - found if _is_number(entry[name]))
+    return sorted(found - {"step"}, key=lambda name: (order.get(name, len(order)), name))
 
 
 def curve(entries: Sequence[Entry], name: str, points: int, x: str = "step") -> list[list[float]]:

@@ -43,37 +43,58 @@ class GroupFilter:
     offset: int = 0
 
 
+_CHOSEN = """
+    SELECT step, draw, count(*) OVER () AS total, row_number() OVER (ORDER BY {order}, step DESC, min(text_offset)) AS rank
+    FROM samples
+    WHERE step BETWEEN $first_step AND $last_step {where}
+    GROUP BY step, draw
+    {having}
+    QUALIFY rank > $offset AND rank <= $offset + $limit
+"""
 _GROUPS = """
+    WITH chosen AS MATERIALIZED ({chosen})
     SELECT step, draw, any_value(row) AS row, any_value(status) AS status, count(*) AS size,
            count(correct) AS scored, count(*) FILTER (correct) AS right, avg(reward) AS reward,
            avg(length) AS length, max(length) AS longest, count(*) FILTER (finish_reason = 'length') AS truncated,
            max(gap_max) AS gap, count(*) FILTER (check_correct <> correct) AS disagreements,
            min(text_offset) AS text_offset, arg_min(text_length, text_offset) AS text_length,
-           list(correct ORDER BY sample) AS verdicts, count(*) OVER () AS total
-    FROM samples
-    WHERE step BETWEEN $first_step AND $last_step
-      AND ($status IS NULL OR status = $status) AND ($row IS NULL OR row = $row)
+           list(correct ORDER BY sample) AS verdicts, any_value(total) AS total
+    FROM samples JOIN chosen USING (step, draw)
     GROUP BY step, draw
-    HAVING ($correct IS NULL OR bool_or(correct = $correct))
-       AND ($longer_than IS NULL OR max(length) > $longer_than)
-       AND (NOT $truncated OR bool_or(finish_reason = 'length'))
-       AND (NOT $disagree OR bool_or(check_correct <> correct))
-       AND (NOT $failed OR bool_or(error IS NOT NULL))
-    ORDER BY CASE $order
-               WHEN 'longest' THEN -max(length)
-               WHEN 'hardest' THEN count(*) FILTER (correct) / greatest(count(correct), 1)
-               WHEN 'easiest' THEN -count(*) FILTER (correct) / greatest(count(correct), 1)
-               WHEN 'spread' THEN -coalesce(stddev_pop(reward), 0)
-               WHEN 'gap' THEN -coalesce(max(gap_max), 0)
-               ELSE -step
-             END, step DESC, min(text_offset)
-    LIMIT $limit OFFSET $offset
+    ORDER BY any_value(rank)
 """
+_WHERE = {"status": "AND status = $status", "row": "AND row = $row"}
+_HAVING = {
+    "correct": "bool_or(correct = $correct)",
+    "longer_than": "max(length) > $longer_than",
+    "truncated": "bool_or(finish_reason = 'length')",
+    "disagree": "bool_or(check_correct <> correct)",
+    "failed": "bool_or(error IS NOT NULL)",
+}
+_ORDER: Mapping[Order, str] = {
+    "newest": "step DESC",
+    "longest": "max(length) DESC",
+    "hardest": "avg(correct::INT) NULLS LAST",
+    "easiest": "avg(correct::INT) DESC NULLS LAST",
+    "spread": "stddev_pop(reward) DESC NULLS LAST",
+    "gap": "max(gap_max) DESC NULLS LAST",
+}
+"""Parts of the statement, so that no column is read that nobody asked about; values are parameters here too."""
 
 
 def groups(connection: DuckDBPyConnection, wanted: GroupFilter) -> list[Row]:
     """Groups with what is known of their samples together; ``total``: how many there are without the limit."""
-    return _rows(connection, _GROUPS, asdict(wanted))
+    given = {name: value for name, value in asdict(wanted).items() if value is not None and value is not False}
+    if wanted.correct is not None:
+        given["correct"] = wanted.correct  # false is a value here
+    having = " AND ".join(term for name, term in _HAVING.items() if name in given)
+    chosen = _CHOSEN.format(
+        order=_ORDER[wanted.order],
+        where=" ".join(term for name, term in _WHERE.items() if name in given),
+        having=f"HAVING {having}" if having else "",
+    )
+    flags = {"order", "truncated", "disagree", "failed"}  # have no value in the statement
+    return _rows(connection, _GROUPS.format(chosen=chosen), {k: v for k, v in given.items() if k not in flags})
 
 
 _GROUP = """
@@ -92,55 +113,52 @@ def group(connection: DuckDBPyConnection, step: int, draw: int) -> list[Row]:
     return found
 
 
-_DIFFICULTY = """
-    WITH shares AS (
-        SELECT step, count(*) FILTER (correct) / count(correct) AS share
+_OUTCOMES = """
+    WITH groups AS (
+        SELECT step, any_value(status) AS status, count(*) AS samples, sum(length)::BIGINT AS tokens,
+               count(*) FILTER (correct) / nullif(count(correct), 0) AS share
         FROM samples
         GROUP BY step, draw
-        HAVING count(correct) > 0
     )
-    SELECT CASE WHEN step <= $early THEN 'first' WHEN step > $late THEN 'last' ELSE 'between' END AS period,
+    SELECT status, CASE WHEN step <= $early THEN 'first' WHEN step > $late THEN 'last' ELSE 'between' END AS period,
            CASE WHEN share = 0 THEN 0 WHEN share = 1 THEN $bins - 1
                 ELSE 1 + least(floor(share * ($bins - 2)), $bins - 3) END::INT AS bin,
-           count(*) AS groups
-    FROM shares
+           count(*) AS groups, sum(samples)::BIGINT AS samples, sum(tokens)::BIGINT AS tokens
+    FROM groups
     GROUP BY ALL
 """
 
 
-def difficulty(connection: DuckDBPyConnection, early: int, late: int) -> dict[str, list[int]]:
-    """How many groups have which share of right samples, in :data:`DIFFICULTY_BINS` bins.
+def outcomes(connection: DuckDBPyConnection, early: int, late: int) -> Row:
+    """What became of the groups, and how many have which share of right samples.
 
     Returns:
-        ``first``: of the steps up to ``early``; ``last``: of those after ``late``; ``all``: of all.
+        ``difficulty``: counts in :data:`DIFFICULTY_BINS` bins; of the steps up to ``early`` under ``first``, of those
+        after ``late`` under ``last``, of all under ``all``. ``statuses``: rows of status, groups, samples and tokens.
     """
-    found = {name: [0] * DIFFICULTY_BINS for name in ("first", "last", "all")}
-    for row in _rows(connection, _DIFFICULTY, {"early": early, "late": late, "bins": DIFFICULTY_BINS}):
-        for name in {row["period"], "all"} & set(found):
-            found[name][row["bin"]] += row["groups"]
-    return found
+    found = _rows(connection, _OUTCOMES, {"early": early, "late": late, "bins": DIFFICULTY_BINS})
+    difficulty = {name: [0] * DIFFICULTY_BINS for name in ("first", "last", "all")}
+    statuses: dict[str, Row] = {}
+    for row in found:
+        if row["bin"] is not None:
+            for name in {row["period"], "all"} & set(difficulty):
+                difficulty[name][row["bin"]] += row["groups"]
+        sums = statuses.setdefault(row["status"], {"status": row["status"], "groups": 0, "samples": 0, "tokens": 0})
+        for name in ("groups", "samples", "tokens"):
+            sums[name] += row[name]
+    return {"difficulty": difficulty, "statuses": sorted(statuses.values(), key=lambda row: -row["groups"])}
 
 
 _BOUNDS = """
-    SELECT min(step) AS first, max(step) AS last, count(*) AS samples, count(check_correct) AS checked
+    SELECT min(step) AS first, max(step) AS last, count(*) AS samples, count(check_correct) AS checked,
+           count(*) FILTER (check_correct <> correct) AS disagree
     FROM samples
 """
 
 
 def bounds(connection: DuckDBPyConnection) -> Row:
-    """First and last step with samples (null: there is none), how many samples there are and how many were checked."""
+    """First and last step with samples (null: there is none), and samples: all, checked ones, those judged differently."""
     return _rows(connection, _BOUNDS, {})[0]
-
-
-_STATUSES = """
-    SELECT status, count(DISTINCT (step, draw)) AS groups, count(*) AS samples, sum(length)::BIGINT AS tokens
-    FROM samples GROUP BY status ORDER BY groups DESC
-"""
-
-
-def statuses(connection: DuckDBPyConnection) -> list[Row]:
-    """What became of the groups, with how many samples and tokens that were."""
-    return _rows(connection, _STATUSES, {})
 
 
 _RANGE = """
@@ -171,8 +189,7 @@ def reward_by_length(
 
 
 _DISAGREEMENTS = """
-    SELECT step, draw, sample, row, correct, check_correct, reward, length, extracted, gold, text_offset, text_length,
-           count(*) OVER () AS total
+    SELECT step, draw, sample, row, correct, check_correct, reward, length, extracted, gold, text_offset, text_length
     FROM samples
     WHERE check_correct <> correct
     ORDER BY correct DESC, reward DESC, step DESC, draw, sample

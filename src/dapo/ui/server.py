@@ -213,10 +213,11 @@ def _samples(runs: Runs) -> APIRouter:
             "tokens/wasted",
         )
         tenth = max(view.steps_done // 10, 1)
+        found = queries.outcomes(connection, tenth, view.steps_done - tenth)
         return {
             "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
-            "statuses": [row | {"why": STATUSES.get(row["status"], "")} for row in queries.statuses(connection)],
-            "difficulty": queries.difficulty(connection, tenth, view.steps_done - tenth),
+            "difficulty": found["difficulty"],
+            "statuses": [row | {"why": STATUSES.get(row["status"], "")} for row in found["statuses"]],
             "tenth": tenth,
         }
 
@@ -241,7 +242,6 @@ def _samples(runs: Runs) -> APIRouter:
             "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
             "lengths": queries.reward_by_length(connection),
             "disagreements": found,
-            "total": found[0]["total"] if found else 0,
             **queries.bounds(connection),
         }
 
