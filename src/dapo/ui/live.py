@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -20,15 +21,17 @@ _HEARTBEAT = 30
 """Looks until a comment tells proxies that the connection lives."""
 
 
-async def events(runs: Runs, names: Sequence[str], period: float = PERIOD) -> AsyncIterator[str]:
-    """Events of the named runs, for as long as the browser listens."""
+async def events(
+    runs: Runs, names: Sequence[str], closing: threading.Event, period: float = PERIOD
+) -> AsyncIterator[str]:
+    """Events of the named runs, for as long as the browser listens and the server is not ``closing``."""
     yield _event("hello", {})
     watched = {name: _Watched() for name in names}
-    known: list[str] = []
+    known: list[str] | None = None
     looks = 0
-    while True:
+    while not closing.is_set():
         there = await asyncio.to_thread(runs.all)
-        if known and [run.name for run in there] != known:
+        if known is not None and [run.name for run in there] != known:
             yield _event("runs", {})
         known = [run.name for run in there]
         for run in there:

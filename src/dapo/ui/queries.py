@@ -44,7 +44,8 @@ class GroupFilter:
 
 
 _CHOSEN = """
-    SELECT step, draw, count(*) OVER () AS total, row_number() OVER (ORDER BY {order}, step DESC, min(text_offset)) AS rank
+    SELECT step, draw, count(*) OVER () AS total,
+           row_number() OVER (ORDER BY {order}, step DESC, min(text_offset)) AS rank
     FROM samples
     WHERE step BETWEEN $first_step AND $last_step {where}
     GROUP BY step, draw
@@ -157,7 +158,7 @@ _BOUNDS = """
 
 
 def bounds(connection: DuckDBPyConnection) -> Row:
-    """First and last step with samples (null: there is none), and samples: all, checked ones, those judged differently."""
+    """First and last step with samples (null: there is none), and counts of samples: all, checked, disputed."""
     return _rows(connection, _BOUNDS, {})[0]
 
 

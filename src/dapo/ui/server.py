@@ -6,6 +6,7 @@ Consumes files of runs; produces JSON, server-sent events and the static page. E
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,15 +67,16 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
         period: seconds between two looks at the files for what is new.
     """
     app = FastAPI(title="dapo", version=dapo.__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    runs = Runs(folders)
+    runs, closing = Runs(folders), threading.Event()
+    app.state.closing = closing  # set: streams end, so that the server can
     app.add_middleware(Guard, token=token)
     app.include_router(_overview(runs), prefix="/api")
     app.include_router(_samples(runs), prefix="/api")
     app.include_router(_details(runs), prefix="/api")
 
     @app.get("/api/events")
-    async def live(run: Annotated[list[str], Query(max_length=50)]) -> StreamingResponse:
-        return StreamingResponse(events(runs, run, period), media_type="text/event-stream")
+    async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> StreamingResponse:  # noqa: B006
+        return StreamingResponse(events(runs, run, closing, period), media_type="text/event-stream")
 
     @app.get("/api/about")
     def about() -> dict[str, Any]:

@@ -61,7 +61,7 @@ def address_of(listening: socket.socket, token: str | None) -> str:
 
 def serve(folders: Sequence[Path], listening: socket.socket, token: str | None) -> None:
     """Serve until SIGINT or SIGTERM."""
-    _server(folders, token).run(sockets=[listening])
+    make_server(folders, token).run(sockets=[listening])
 
 
 def open_browser(address: str) -> None:
@@ -93,21 +93,27 @@ def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             child.kill()
 
 
-def _server(folders: Sequence[Path], token: str | None) -> Any:
+def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5) -> Any:
+    """A uvicorn server of the page that is not yet running; ``period``: seconds between two looks for what is new."""
     import uvicorn
 
     from dapo.ui.server import create_app
 
-    app = create_app(folders, token)
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.closing.set()
+            await super().shutdown(sockets)
+
+    app = create_app(folders, token, period)
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False, lifespan="off"
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, server_header=False, lifespan="off"
     )
-    return uvicorn.Server(settings)
+    return Server(settings)
 
 
 def _child(number: int, folder: Path) -> None:
     """Serve until standard input ends."""
-    server = _server([folder], None)
+    server = make_server([folder], None)
 
     def wait_for_the_end() -> None:
         sys.stdin.buffer.read()

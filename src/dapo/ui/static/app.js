@@ -80,9 +80,11 @@ function readAddress() {
 function drawTabs() {
   const tabs = state.offered.map(([id, name]) =>
     h("button", { type: "button", role: "tab", id: `tab-${id}`, "aria-controls": "view", "aria-selected": String(id === state.tab), tabindex: id === state.tab ? 0 : -1, onclick: () => api.go(id) }, name));
+  const focused = byId("tabs").contains(document.activeElement);
   fill(byId("tabs"), tabs);
   byId("tabs").onkeydown = roving(tabs);
   const chosen = byId(`tab-${state.tab}`);
+  if (focused) chosen.focus();
   chosen.scrollIntoView({ block: "nearest", inline: "nearest" });
   byId("view").setAttribute("aria-labelledby", chosen.id);
   document.title = `${chosen.textContent} · ${state.runs.join(", ") || "dapo"}`;
@@ -160,7 +162,7 @@ function heard(type, event) {
 
 function listen() {
   state.events?.close();
-  const source = (state.events = new EventSource(address("events", { run: state.runs.length ? state.runs : [""] })));
+  const source = (state.events = new EventSource(address("events", { run: state.runs })));
   const say = (text, kind) => { byId("live").textContent = text; byId("live").className = kind; };
   source.addEventListener("hello", () => say("live", "on"));
   source.onerror = () => say("not connected", "off");

@@ -247,7 +247,7 @@ export function bars(title, labels, groups, format = percent1) {
       labels.map((label, i) => h("text", { x: left + each * (i + 0.5), y: height - 7, "text-anchor": "middle" }, label)),
       groups.flatMap((group, g) => group.values.map((value, i) =>
         h("rect", { class: `stack ${group.colour}`, x: left + each * (i + 0.5) + (g - groups.length / 2) * thick, y: Y(value), width: Math.max(thick - 1, 1), height: Math.max(height - 22 - Y(value), 0) },
-          h("title", {}, `${group.name}, ${label}: ${format(value)}`))))),
+          h("title", {}, `${group.name}, ${labels[i]}: ${format(value)}`))))),
     h("div", { class: "legend" }, groups.map((group) => h("span", { class: `swatch ${group.colour}` }, group.name))));
 }
 
