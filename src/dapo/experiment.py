@@ -351,8 +351,9 @@ class Experiment:
         count, alarms = self.alarms.observe(step, metrics)
         for warning in [*work.warnings(), *found, *alarms]:
             self.listener.warning(f"step {step}: {warning}")
-        if self.config.run.save_samples:
-            await in_thread(work.write_samples, self.folder.samples, step)
+        if share := float(self.config.run.save_samples):
+            seed, checks = self.config.seed, self.monitor.verdicts
+            await in_thread(work.write_samples, self.folder.samples, step, share, seed, checks)
             self.index.notify()
         self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics | count))
 

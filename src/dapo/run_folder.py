@@ -8,6 +8,7 @@
       fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
+                         index/: all of them in a few files, but for texts and tokens (observe/index.py)
       faults/            a folder for each update that was skipped (training/faults.py)
       tensorboard/       the same metrics as event files, if run.tensorboard asks for them
       checkpoints/       step-00012/ (checkpoints.py)

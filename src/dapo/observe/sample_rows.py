@@ -35,9 +35,6 @@ nats, NULL where they were not computed; ``gap_max``: the largest |engine - trai
 
 Row = dict[str, Any]
 
-MEASURES = ("prompt_length", "logprob_engine", "logprob_trainer", "entropy", "gap_max")
-"""What comes from the tokens."""
-
 
 def rows_of(folder: Path, step: int) -> list[Row]:
     """The rows of one step, in the order of its file. A last line that was cut off while being written is left out.
@@ -92,7 +89,7 @@ def _row(line: Mapping[str, Any], step: int, offset: int, size: int) -> Row:
     derived = {"step": step, "sample": line.get("index"), "version_first": first, "version_last": last}
     derived |= {"text_offset": offset, "text_length": size}
     found = {**line, **derived}
-    return {name: _KINDS[kind](found.get(name)) for name, kind in COLUMNS.items()}
+    return {name: read(found.get(name)) for name, read in _READERS}
 
 
 def _whole(bits: int) -> Callable[[Any], int | None]:
@@ -120,6 +117,8 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "BOOLEAN": lambda value: value if isinstance(value, bool) else None,
 }
 
+_READERS = tuple((name, _KINDS[kind]) for name, kind in COLUMNS.items())
+
 
 def _measures(path: Path, rows: list[Row]) -> list[Row]:
     """What the tokens say of each row; nothing where there are none, or those of other samples."""
@@ -133,15 +132,22 @@ def _measures(path: Path, rows: list[Row]) -> list[Row]:
     changes = [a["draw"] != b["draw"] for a, b in pairwise(rows)]
     groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)]
     ends = np.cumsum(arrays.lengths)
+    per_token = arrays.logprobs, arrays.trainer_logprobs, arrays.entropy
     return [
         {
             "prompt_length": int(arrays.prompt_lengths[group]) if group < len(arrays.prompt_lengths) else None,
-            "logprob_engine": _mean(arrays.logprobs[end - length : end]),
+            **_token_means(*(values[end - length : end] for values in per_token)),
         }
         for group, length, end in zip(groups, arrays.lengths, ends, strict=True)
     ]
 
 
+def _token_means(engine: Any, trainer: Any, entropy: Any) -> Row:
+    gap = float(np.max(np.abs(engine - trainer), initial=-1.0))
+    means = {"logprob_engine": _mean(engine), "logprob_trainer": _mean(trainer), "entropy": _mean(entropy)}
+    return {**means, "gap_max": gap if 0 <= gap < math.inf else None}
+
+
 def _mean(values: Any) -> float | None:
-    mean = float(np.mean(values, dtype=np.float64)) if len(values) else math.nan
+    mean = float(values.sum(dtype=np.float64)) / len(values) if len(values) else math.nan
     return mean if math.isfinite(mean) else None
