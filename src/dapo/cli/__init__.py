@@ -24,6 +24,7 @@ from dapo.cli import (
     reward,
     reward_server,
     train,
+    votes,
 )
 from dapo.cli.errors import EXIT_CODES
 from dapo.terminal import escape_what_cannot_be_written
@@ -70,6 +71,7 @@ for _command in (
     app.command(epilog=EXIT_CODES)(_command)
 app.command(epilog=EXIT_CODES)(replay.replay)
 app.command(epilog=EXIT_CODES)(report.report)
+app.command(epilog=EXIT_CODES)(votes.votes)
 app.add_typer(data.app, name="data")
 app.add_typer(reward.app, name="reward")
 app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)
