@@ -1,8 +1,8 @@
 """Two models answer one prompt, side by side, while somebody watches.
 
 Consumes: a question and two models of a run. Produces: events (plain mappings) as the answers are written, and for
-each that is done the verdict of the run's reward. One such thing goes on at a time; it ends within
-:data:`MOST_SECONDS`, and when nobody watches any more.
+each that is done the verdict of the run's reward. One such thing goes on at a time; once the models are loaded it ends
+within :data:`MOST_SECONDS`, and when nobody watches any more.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ class Answerer:
         """From the first event to the last, whatever goes wrong."""
         started = time.perf_counter()
         try:
-            async with asyncio.timeout(self._seconds):
-                await self._answer(asked, emit)
+            await self._answer(asked, emit)
         except TimeoutError:
             emit({"event": "error", "message": f"not done after {self._seconds:g} s, and given up"})
         except Exception as error:
@@ -118,7 +117,7 @@ class Answerer:
         prompts = [model.encode(asked.question) for model in loaded]  # before any of them begins
         emit({"event": "status", "message": "answering"})
         judge = _Judge(asked, await self._scorer_of(asked))
-        async with asyncio.TaskGroup() as sides:
+        async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as sides:
             for side, (model, ids) in enumerate(zip(loaded, prompts, strict=True)):
                 sides.create_task(_Side(side, model, asked, judge, emit).answer(ids))
 

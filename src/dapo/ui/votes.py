@@ -11,6 +11,7 @@ import asyncio
 import random
 import secrets
 import time
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -185,10 +186,11 @@ async def _answers(answerer: Answerer, asked: Asked) -> list[str]:
         UserError: it went wrong.
     """
     found: dict[int, str] = {}
-    async for event in answerer.begin(asked):
-        match event:
-            case {"event": "sample", "side": side, "text": text}:
-                found[side] = text
-            case {"event": "error", "message": message}:
-                raise UserError(message)
+    async with aclosing(answerer.begin(asked)) as events:
+        async for event in events:
+            match event:
+                case {"event": "sample", "side": side, "text": text}:
+                    found[side] = text
+                case {"event": "error", "message": message}:
+                    raise UserError(message)
     return [found[side] for side in range(len(asked.models))]
