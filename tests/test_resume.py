@@ -85,7 +85,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     summary = json.loads(paths.summary.read_text())
     return {
         "weights": weights_hash(paths.model_after),
-        "samples": {path.name: path.read_bytes() for path in sorted(paths.samples.iterdir())},
+        "samples": {path.name: path.read_bytes() for path in sorted(paths.samples.glob("step-*"))},
         "metrics": [without_times(entry) for entry in read_metrics(paths.metrics)],
         "summary": {k: v for k, v in summary.items() if not k.startswith(("seconds", "run_dir"))},
         "best": Checkpoints(paths.checkpoints).best,

@@ -44,6 +44,7 @@ from dapo.inputs import (
 from dapo.keeping import CLOSE_SECONDS, Keeper, Role, RunState
 from dapo.model.loading import load_tokenizer, stop_token_ids
 from dapo.observe.alarms import Alarms
+from dapo.observe.index import BackgroundIndex, forget_steps
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import discard_samples
 from dapo.observe.summary import scores_of, summarise
@@ -229,6 +230,8 @@ class Experiment:
         self._resources.push_async_callback(self.keeper.close)
         self.trainer.faults = FaultFolder(folder.faults, self.template.decode)
         self.stopping.run = folder.root
+        self.index = BackgroundIndex(folder.root, self.listener.warning)
+        self._resources.push_async_callback(in_thread, self.index.close)
         latest, kept = None, None
         if resumed is not None:
             check_fingerprint(folder.fingerprint, self.fingerprint, self.listener)
@@ -243,6 +246,7 @@ class Experiment:
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.at.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
+            forget_steps(folder.samples, after=kept)
         with writing(folder.fingerprint):
             write_json(folder.fingerprint, self.fingerprint)
         trackers = make_trackers(self.config, folder, keep_until=kept)
@@ -347,8 +351,10 @@ class Experiment:
         count, alarms = self.alarms.observe(step, metrics)
         for warning in [*work.warnings(), *found, *alarms]:
             self.listener.warning(f"step {step}: {warning}")
-        if self.config.run.save_samples:
-            await in_thread(work.write_samples, self.folder.samples, step)
+        if share := float(self.config.run.save_samples):
+            seed, checks = self.config.seed, self.monitor.verdicts
+            await in_thread(work.write_samples, self.folder.samples, step, share, seed, checks)
+            self.index.notify()
         self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics | count))
 
     def _summarise(self, stopped: str) -> dict[str, Any]:

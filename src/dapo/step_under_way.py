@@ -6,20 +6,24 @@ and the step's files of samples. Waits for nothing; a checkpoint keeps it as it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
+import numpy as np
 import torch
 
 from dapo.algorithm.objective import TokenInputs
 from dapo.buffer import Fill
 from dapo.config import Config
 from dapo.files import writing
-from dapo.observe.samples import write_samples
+from dapo.observe.samples import Key, write_samples
 from dapo.observe.step import step_metrics, step_warnings
 from dapo.prepare import Batch, Update
 from dapo.process import Stopped
+from dapo.records import Reward
 from dapo.training.mismatch import Mismatch
 from dapo.training.trainer import Objective, Trainer, UpdateReport
 
@@ -54,15 +58,47 @@ class StepUnderWay:
         """What a person should know of it."""
         return step_warnings(self.fill, self.reports)
 
-    def write_samples(self, folder: Path, step: int) -> None:
-        """All samples that were drawn, those that were filtered out too.
+    def write_samples(
+        self, folder: Path, step: int, share: float, seed: int, checks: Mapping[Key, Reward] | None = None
+    ) -> None:
+        """The samples that were drawn, those that were filtered out too.
+
+        Args:
+            folder: ``samples`` of the run.
+            step: its number, from 1.
+            share: of the groups.
+            seed: decides which, the same ones if the step is made again.
+            checks: verdicts of the held-out check.
 
         Raises:
             UserError: they cannot be written.
         """
-        kept = [(group, "kept") for group in self._prepared().groups]
+        groups = [*((group, "kept") for group in self._prepared().groups), *self.fill.rejected]
+        if share < 1:
+            groups = [pair for pair in groups if Random(f"{seed}/samples/{pair[0].draw}").random() < share]
         with writing(folder):
-            write_samples(folder, step, [*kept, *self.fill.rejected], self.reports)
+            write_samples(folder, step, groups, self.reports, self._seen(), checks)
+
+    def _seen(self) -> dict[Key, tuple[Any, Any]]:
+        """The trainer's log-probs and entropies of each sample's tokens, as far as they were computed.
+
+        Mini-batches are cut in the order of the batch, so the first pass over it is the first reports end to end.
+        """
+        packed = self._prepared().packed
+        found = np.full((2, packed.num_response_tokens), np.nan, np.float32)
+        start = 0
+        for report in self.reports:
+            if start + report.response_tokens > found.shape[1]:
+                break
+            for place, values in enumerate((report.logprobs, report.entropy)):
+                if values is not None:
+                    found[place, start : start + report.response_tokens] = values.numpy()
+            start += report.response_tokens
+        if packed.proximal_logprobs is not None:
+            found[0] = packed.proximal_logprobs.cpu().numpy()
+        keys = zip(packed.draws.tolist(), packed.indices.tolist(), strict=True)
+        parts = np.split(found, np.cumsum(packed.response_lengths)[:-1], axis=1)
+        return {key: (logprobs, entropy) for key, (logprobs, entropy) in zip(keys, parts, strict=False)}
 
     def _prepared(self) -> Batch:
         assert self.batch is not None

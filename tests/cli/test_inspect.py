@@ -271,6 +271,95 @@ def test_what_is_missing_is_said(tmp_path: Path, run: RunFolder) -> None:
     assert result.exit_code == 1 and "step-00003.jsonl:1: not a line of samples" in result.stderr
 
 
+def with_and_without_the_index(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Any:
+    """What is shown, which must be the same without DuckDB."""
+    found = read_json(*arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr("dapo.cli.sample_query.has_duckdb", lambda: False)
+        assert read_json(*arguments) == found
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--status", "kept,all_wrong"],
+        ["--correct", "false", "--longer-than", 8],
+        ["--shorter-than", 4, "--sort", "reward"],
+        ["--truncated"],
+        ["--row", 5, "--index", 1],
+        ["--draw", 8],
+        ["--contains", "CUT", "--limit", 2],
+        ["--sort", "length"],
+        ["--sort", "entropy", "--limit", 7],
+    ],
+)
+def test_the_index_finds_what_the_files_hold(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, options: list[object]
+) -> None:
+    found = with_and_without_the_index(monkeypatch, run.root, "--steps", "1:", *options)
+    assert found and {sample["step"] for sample in found} <= {1, 2, 3}
+    counts = shown(run.root, "--steps", "1:", *options).splitlines()[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr("dapo.cli.sample_query.has_duckdb", lambda: False)
+        assert shown(run.root, "--steps", "1:", *options).splitlines()[-1] == counts
+
+
+def test_a_damaged_file_among_several_steps_is_named(run: RunFolder) -> None:
+    samples_path(run.samples, 2).write_text("spoilt\n{}\n")
+    result = inspect(run.root, "--samples", "--steps", "1:3")
+    assert result.exit_code == 1 and "step-00002.jsonl:1: not a line of samples" in result.stderr
+    assert len(read_json(run.root, "--steps", "3:", "--samples")) == 5
+
+
+def test_a_table_has_a_line_for_each_sample(run: RunFolder) -> None:
+    header, *lines, last = shown(run.root, "--table", "--steps", "3", "--status", "kept").splitlines()
+    assert " ".join(header.split()) == "step row draw # status verdict reward adv. length entropy answer gold response"
+    assert [line.split()[:9] for line in lines[:2]] == [
+        ["3", "3", "7", "0", "kept", "right", "+1", "+1.5", "4"],
+        ["3", "3", "7", "1", "kept", "wrong", "-1", "-1.5", "12"],
+    ]
+    assert lines[1].rstrip().endswith("cut here") and lines[3].split()[5] == "failed" and len(lines) == 4
+    assert "\x1b" not in "".join(lines) and "\\x1b[31mred" in lines[2]
+    assert last == "4 of 5 samples"
+
+
+def test_a_prompt_in_two_steps(run: RunFolder) -> None:
+    changed = [sample(response="first\nlast", correct=False, extracted="4"), SAMPLES[1]]
+    samples_path(run.samples, 1).write_text("".join(json.dumps(s) + "\n" for s in changed))
+    lines = shown(run.root, "--diff", 1, 3, "--prompt", 3).splitlines()
+    assert lines[:2] == ["prompt of row 3: 1+1=", "gold 2"]
+    assert [line.split()[:4] for line in lines[3:5]] == [["1", "kept", "2", "0"], ["3", "kept", "2", "0.5"]]
+    assert "step 1 draw 7 index 0 (wrong) -> step 3 draw 7 index 0 (right)" in lines
+    assert {"- first", "- last", "+ 2", "  the same response"} <= set(lines)
+    found = read_json(run.root, "--diff", 1, 3, "--prompt", 3)
+    assert [s["response"] for s in found["before"]] == ["first\nlast", "cut here"]
+    assert [s["step"] for s in found["after"]] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--diff", 1, 3], 2, "name a prompt with --prompt ROW; drawn in both steps: 3, 4, 5"),
+        (["--diff", 1, 3, "--prompt", 17], 2, "row was not drawn in step 1; rows of this step: 3, 4, 5"),
+        (["--diff", 1, 2, "--prompt", 4], 2, "row was not drawn in step 2; it was in steps 1, 3"),
+        (["--diff", 1, 9, "--prompt", 3], 1, "no samples of step 9"),
+        (["--diff", 1, 3, "--prompt", 3, "--correct", "true"], 2, "cannot be combined with a filter"),
+        (["--diff", 1, 3, "--prompt", 3, "--step", 2], 2, "cannot be combined with --step"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(run: RunFolder, options: list[object], code: int, said: str) -> None:
+    samples_path(run.samples, 2).write_text(json.dumps(sample()) + "\n")
+    result = inspect(run.root, *options)
+    assert result.exit_code == code and said in " ".join(result.stderr.split())
+
+
+def test_a_share_of_the_samples_is_a_setting(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "some", steps=0, save_samples=0.25)
+    assert RunView.read(run.root).share_of_samples == 0.25
+    assert "none yet" in inspect(run.root, "--samples").stderr
+
+
 # --- several runs -------------------------------------------------------------------------------------------------
 
 

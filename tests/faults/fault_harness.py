@@ -312,7 +312,7 @@ def outcome(run: Path) -> dict[str, Any]:
         weights.update(file.read_bytes())
     return {
         "weights": weights.hexdigest(),
-        "samples": {path.name: path.read_bytes() for path in sorted(paths.samples.iterdir())},
+        "samples": {path.name: path.read_bytes() for path in sorted(paths.samples.glob("step-*"))},
         "metrics": [without_times(entry) for entry in read_metrics(paths.metrics)],
     }
 

@@ -13,6 +13,7 @@ import pytest
 from replay_cases import change_lines, change_tokens, make_run
 
 from dapo.errors import UserError
+from dapo.observe.sample_rows import rows_of
 from dapo.observe.samples import TokenArrays, discard_samples, tokens_path, updates_path
 from dapo.replay.replay import Replay, replay
 from dapo.run_folder import RunFolder
@@ -23,7 +24,7 @@ def told(found: Replay) -> list[tuple[str, int | None, int | None]]:
 
 
 def files(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in RunFolder(root).samples.iterdir()}
+    return {path.name: path.read_bytes() for path in RunFolder(root).samples.glob("step-*")}
 
 
 # --- nothing was changed ------------------------------------------------------------------------------------------
@@ -395,7 +396,34 @@ def test_tokens_come_back_as_they_were(kept_run: Path) -> None:
     lines = [json.loads(line) for line in (kept_run / "samples/step-00001.jsonl").read_text().splitlines()]
     assert arrays.lengths.tolist() == [line["length"] for line in lines]
     size = tokens_path(RunFolder(kept_run).samples, 1).stat().st_size
-    assert size < 12 * len(arrays.token_ids) + 8 * len(lines) + 4 * len(arrays.prompt_ids) + 1000
+    assert size < 18 * len(arrays.token_ids) + 8 * len(lines) + 4 * len(arrays.prompt_ids) + 1000
+
+
+def test_what_the_trainer_computed_is_stored_of_what_it_trained_on(kept_run: Path) -> None:
+    folder, compared = RunFolder(kept_run).samples, 0
+    for step in (1, 2, 3):
+        arrays, rows = TokenArrays.read(tokens_path(folder, step)), rows_of(folder, step)
+        ends = np.cumsum(arrays.lengths)
+        for row, end, length in zip(rows, ends, arrays.lengths, strict=True):
+            trainer, entropy = arrays.trainer_logprobs[end - length : end], arrays.entropy[end - length : end]
+            assert np.isfinite(entropy).all() if row["status"] == "kept" else np.isnan(entropy).all()
+            assert row["entropy"] == (
+                pytest.approx(float(np.mean(entropy, dtype=np.float64))) if row["in_loss"] else None
+            )
+            if np.isfinite(trainer).all():
+                compared += 1
+                np.testing.assert_allclose(trainer, arrays.logprobs[end - length : end], atol=1e-4)
+                assert row["gap_max"] < 1e-4 and row["logprob_trainer"] == pytest.approx(
+                    row["logprob_engine"], abs=1e-4
+                )
+    assert compared
+
+
+def test_tokens_of_an_earlier_version_lack_what_the_trainer_computed(copied_run: Path) -> None:
+    change_tokens(copied_run, 1, lambda arrays: [arrays.pop(name) for name in ("trainer_logprobs", "entropy")])
+    arrays = TokenArrays.read(tokens_path(RunFolder(copied_run).samples, 1))
+    assert np.isnan(arrays.trainer_logprobs).all() and len(arrays.entropy) == len(arrays.token_ids)
+    assert replay(copied_run, 1).differences == []
 
 
 def test_all_files_of_later_steps_go_when_they_are_made_again(copied_run: Path) -> None:
@@ -403,4 +431,4 @@ def test_all_files_of_later_steps_go_when_they_are_made_again(copied_run: Path) 
     (samples / "step-00003-note.txt").touch()
     discard_samples(samples, after=1)
     kept = [f"step-00001.{kind}" for kind in ("jsonl", "safetensors", "updates.json")]
-    assert sorted(path.name for path in samples.iterdir()) == [*kept, "step-00003-note.txt"]
+    assert sorted(path.name for path in samples.glob("step-*")) == [*kept, "step-00003-note.txt"]

@@ -18,6 +18,7 @@ from dapo.errors import ConfigError
 from dapo.terminal import Terminal
 
 if TYPE_CHECKING:
+    from dapo.cli.sample_query import Steps
     from dapo.observe.run_view import RunView
     from dapo.observe.samples import SampleFilter
 
@@ -33,6 +34,21 @@ class _Sort(StrEnum):
     length = "length"
     reward = "reward"
     advantage = "advantage"
+    entropy = "entropy"
+    gap_max = "gap"
+
+
+class _Shown(StrEnum):
+    """How samples are shown."""
+
+    cut = "cut"
+    full = "full"
+    table = "table"
+    json = "json"
+
+
+_WIDE = 200
+"""Cells in a line of a table where there is no terminal."""
 
 
 def inspect(
@@ -64,8 +80,11 @@ def inspect(
     longer_than: Annotated[int | None, typer.Option(help="In tokens.", rich_help_panel=_SAMPLES)] = None,
     shorter_than: Annotated[int | None, typer.Option(help="In tokens.", rich_help_panel=_SAMPLES)] = None,
     truncated: Annotated[bool, typer.Option("--truncated", help="Cut at the limit.", rich_help_panel=_SAMPLES)] = False,
-    row: Annotated[int | None, typer.Option(help="Of this row of the data.", rich_help_panel=_SAMPLES)] = None,
+    row: Annotated[
+        int | None, typer.Option("--row", "--prompt", help="Of this row of the data.", rich_help_panel=_SAMPLES)
+    ] = None,
     draw: Annotated[int | None, typer.Option(help="Of this draw: one group.", rich_help_panel=_SAMPLES)] = None,
+    index: Annotated[int | None, typer.Option(help="Of this place in its group.", rich_help_panel=_SAMPLES)] = None,
     contains: Annotated[
         str, typer.Option(metavar="TEXT", help="In prompt or response, in any case.", rich_help_panel=_SAMPLES)
     ] = "",
@@ -74,6 +93,11 @@ def inspect(
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Show at most so many; 0: all.", rich_help_panel=_SAMPLES)] = 10,
     full: Annotated[bool, typer.Option("--full", help="Do not cut long texts.", rich_help_panel=_SAMPLES)] = False,
+    table: Annotated[bool, typer.Option("--table", help="A line for each.", rich_help_panel=_SAMPLES)] = False,
+    diff: Annotated[
+        tuple[int, int] | None,
+        typer.Option(metavar="A B", help="Of one --prompt: what changed between two steps.", rich_help_panel=_SAMPLES),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs, as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -87,19 +111,37 @@ def inspect(
         from dapo.observe.samples import SampleFilter
 
         right = None if correct is None else correct is _Correct.true
-        wanted = SampleFilter(statuses(status), right, longer_than, shorter_than, truncated, row, draw, contains)
-        asks_for_samples = samples or wanted != SampleFilter() or sort is not None or full
+        wanted = SampleFilter(statuses(status), right, longer_than, shorter_than, truncated, row, draw, index, contains)
+        asks_for_samples = samples or wanted != SampleFilter() or sort is not None or full or table
         if asks_for_samples and metrics is not None:
             raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
         span = _span(steps)
         if not is_run(run) and (found := runs_in(run)):
             _runs(found, as_json)
+        elif diff is not None:
+            _require_alone(span, wanted, sort, table)
+            _diff(RunView.read(run), diff, row, limit, as_json)
         elif asks_for_samples:
-            _samples(RunView.read(run), span, wanted, sort, limit, full, as_json)
+            ways = {_Shown.json: as_json, _Shown.table: table, _Shown.full: full, _Shown.cut: True}
+            shown_as = next(way for way, asked in ways.items() if asked)
+            _samples(RunView.read(run), span, wanted, sort and sort.name, limit, shown_as)
         elif metrics is not None:
             _metrics(RunView.read(run), metrics, span, as_json)
         else:
             _overview(RunView.read(run), span, as_json)
+
+
+def _require_alone(span: Steps, wanted: SampleFilter, sort: _Sort | None, table: bool) -> None:
+    """
+    Raises:
+        ConfigError: something was asked for that a comparison of two steps does not look at.
+    """
+    from dapo.observe.samples import SampleFilter
+
+    others = {"--step": span, "--sort": sort, "--table": table, "a filter": wanted != SampleFilter(row=wanted.row)}
+    for name, given in others.items():
+        if given:
+            raise ConfigError(f"--diff: cannot be combined with {name}; it compares all samples of one --prompt ROW")
 
 
 def _runs(folders: Iterable[Path], as_json: bool) -> None:
@@ -134,26 +176,37 @@ def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json:
         _print_lines(metrics_table(entries, names, _width()))
 
 
-def _samples(
-    run: RunView,
-    span: tuple[int, int] | None,
-    wanted: SampleFilter,
-    sort: _Sort | None,
-    limit: int,
-    full: bool,
-    as_json: bool,
-) -> None:
-    from dapo.cli.sample_report import samples_of, select, show
+def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None, limit: int, shown_as: _Shown) -> None:
+    from dapo.cli.sample_query import find
+    from dapo.cli.sample_report import show, table
 
-    there = samples_of(run, span)
-    found = select(there, wanted, None if sort is None else sort.value)
-    shown = found[: limit or None]
-    if as_json:
-        _print_json(shown)
+    found = find(run, span, wanted, order, limit)
+    if shown_as is _Shown.json:
+        _print_json(found.samples)
         return
-    lines = [line for sample in shown for line in [*show(sample, _width() or 100, full), ""]]
-    cut = f", {len(shown)} shown (--limit)" if len(shown) < len(found) else ""
-    _print_lines([*lines, f"{len(found)} of {len(there)} samples{cut}"])
+    if shown_as is _Shown.table:
+        width = _width() or _WIDE
+        Terminal(width=width, highlight=False).print(table(found.samples, width))
+    else:
+        full = shown_as is _Shown.full
+        _print_lines(line for sample in found.samples for line in [*show(sample, _width() or 100, full), ""])
+    cut = f", {len(found.samples)} shown (--limit)" if len(found.samples) < found.matching else ""
+    _print_lines([f"{found.matching} of {found.total} samples{cut}"])
+
+
+def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_json: bool) -> None:
+    from rich.text import Text
+
+    from dapo.cli.sample_diff import diff_report, two_steps
+
+    before, after = two_steps(run, steps, row)
+    if as_json:
+        _print_json({"before": before, "after": after})
+        return
+    terminal = Terminal(highlight=False)
+    styles = {"-": "red", "+": "green", "@": "bold"}
+    for kind, line in diff_report(before, after, _width(), limit):
+        terminal.print(Text(line, style=styles.get(kind, "")), soft_wrap=True)
 
 
 def _span(text: str | None) -> tuple[int, int] | None:

@@ -184,13 +184,9 @@ def _steps(view: RunView, text: str) -> list[int]:
     Raises:
         UserError: there are no such samples; says which there are.
     """
-    from dapo.cli.sample_report import samples_of
+    from dapo.cli.sample_query import steps_asked_for
 
-    span = (0, 10**9) if text == "all" else _span(text) or (0, 0)
-    wanted = [step for step in view.steps_with_samples if span[0] <= step <= span[1]]
-    if not wanted:
-        samples_of(view, None if text == "all" else span)  # raises, with the reason
-    return wanted
+    return steps_asked_for(view, (0, 10**9) if text == "all" else _span(text) or (0, 0))
 
 
 # --- what is said -------------------------------------------------------------------------------------------------

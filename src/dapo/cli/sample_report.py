@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from dapo.errors import ConfigError, UserError
-from dapo.observe.run_view import RunView
-from dapo.observe.samples import STATUSES, SampleFilter, read_samples, samples_path
+from rich.cells import cell_len, set_cell_size
+from rich.table import Table
+from rich.text import Text
+
+from dapo.errors import ConfigError
+from dapo.observe.samples import STATUSES
 from dapo.terminal import visible
-
-Order = Literal["length", "reward", "advantage"]
 
 _MOST_LETTERS = 1000
 """Of a text that is cut: so many are shown, the beginning and the end."""
@@ -30,44 +31,18 @@ def statuses(text: str | None) -> tuple[str, ...]:
     return names
 
 
-def samples_of(run: RunView, steps: tuple[int, int] | None) -> list[dict[str, Any]]:
-    """The samples of some steps (None: of the last one that has any), each with its ``step``.
-
-    Raises:
-        UserError: there are none.
-    """
-    there = run.steps_with_samples
-    if not there:
-        why = "none yet" if run.saves_samples else "its recipe says run.save_samples=false"
-        raise UserError(f"{run.folder.root}: no samples were saved: {why}")
-    first, last = steps or (there[-1], there[-1])
-    wanted = [step for step in there if first <= step <= last]
-    if not wanted:
-        asked = f"step {first}" if first == last else f"steps {first} to {last}"
-        raise UserError(f"{run.folder.root}: no samples of {asked}; there are those of {_ranges(there)}")
-    found = []
-    for step in wanted:
-        found += [{"step": step, **sample} for sample in read_samples(samples_path(run.folder.samples, step))]
-    return found
-
-
-def select(samples: Sequence[dict[str, Any]], wanted: SampleFilter, order: Order | None) -> list[dict[str, Any]]:
-    """The samples that are wanted; ordered from the largest value down, those without one last."""
-    found = [sample for sample in samples if wanted.admits(sample)]
-    if order is not None:
-        found.sort(key=lambda sample: (sample.get(order) is None, -(sample.get(order) or 0)))
-    return found
-
-
 def show(sample: Mapping[str, Any], width: int, full: bool) -> Iterator[str]:
     """One sample, as lines."""
     status = str(sample.get("status"))
+    sample = {"index": sample.get("sample"), **sample}
     place = "  ".join(f"{name} {sample.get(name)}" for name in ("step", "row", "draw", "index"))
     yield f"{place}  {status} ({STATUSES.get(status, 'unknown')})"
     for name in ("prompt", "response"):
-        yield from _text(name, str(sample.get(name)), width, full)
-    yield f"  extracted {_value(sample.get('extracted'))}  gold {_value(sample.get('gold'))}  {_verdict(sample)}"
+        yield from _text(name, str(sample.get(name, "(the texts of this step are gone)")), width, full)
+    yield f"  extracted {_value(sample.get('extracted'))}  gold {_value(sample.get('gold'))}  {verdict(sample)}"
     yield f"  {_numbers(sample)}"
+    if measures := _measures(sample):
+        yield f"  {measures}"
 
 
 def _text(name: str, text: str, width: int, full: bool) -> Iterator[str]:
@@ -81,7 +56,8 @@ def _text(name: str, text: str, width: int, full: bool) -> Iterator[str]:
             label = " " * 11
 
 
-def _verdict(sample: Mapping[str, Any]) -> str:
+def verdict(sample: Mapping[str, Any]) -> str:
+    """In words."""
     if sample.get("error"):
         return f"no verdict: {visible(sample['error'])}"
     words: dict[Any, str] = {True: "right", False: "wrong"}
@@ -111,14 +87,48 @@ def _value(text: Any) -> str:
     return "none" if text is None else visible(text).replace("\n", "\\n")
 
 
-def _ranges(steps: Sequence[int]) -> str:
-    """Numbers in order, runs of them as a range: ``steps 1 to 4, 7``."""
-    pieces: list[list[int]] = []
-    for step in steps:
-        if pieces and step == pieces[-1][-1] + 1:
-            pieces[-1].append(step)
-        else:
-            pieces.append([step])
-    words = [str(p[0]) if len(p) == 1 else f"{p[0]} to {p[-1]}" for p in pieces]
-    shown = words if len(words) <= 12 else [*words[:11], "...", words[-1]]
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}"
+def _measures(sample: Mapping[str, Any]) -> str:
+    """What was computed of its tokens, and what the held-out check said."""
+    names = {"entropy": "entropy", "logprob_engine": "log-prob of engine", "logprob_trainer": "of trainer"}
+    fields = [f"{text} {sample[name]:.4g}" for name, text in names.items() if sample.get(name) is not None]
+    if sample.get("gap_max") is not None:
+        fields.append(f"largest difference {sample['gap_max']:.2g}")
+    if sample.get("check_correct") is not None:
+        fields.append(f"held-out check {'right' if sample['check_correct'] else 'wrong'}")
+    return "  ".join(fields)
+
+
+# --- many in a table ----------------------------------------------------------------------------------------------
+
+_COLUMNS = ("step", "row", "draw", "#", "status", "verdict", "reward", "adv.", "length", "entropy", "answer", "gold")
+_LONGEST_ANSWER, _LEAST_RESPONSE = 16, 10
+
+
+def table(samples: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """A line of ``width`` cells for each, with as much of its response as there is room for."""
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _COLUMNS:
+        left = name in ("status", "verdict", "answer", "gold")
+        found.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = [_cells({"index": sample.get("sample"), **sample}) for sample in samples]
+    room = width - sum(max(map(cell_len, column)) + 2 for column in zip(_COLUMNS, *rows, strict=True))
+    if room >= _LEAST_RESPONSE:
+        found.add_column("response", no_wrap=True)
+    for row, sample in zip(rows, samples, strict=True):
+        response = [_cut(_value(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
+        found.add_row(*map(Text, [*row, *response]))
+    return found
+
+
+def _cells(sample: Mapping[str, Any]) -> list[str]:
+    words: dict[Any, str] = {True: "right", False: "wrong"}
+    said = "failed" if sample.get("error") else words.get(sample.get("correct"), "-")
+    entropy = "-" if sample.get("entropy") is None else f"{sample['entropy']:.3f}"
+    places = [str(sample.get(name)) for name in ("step", "row", "draw", "index", "status")]
+    numbers = [_number(sample.get("reward")), _number(sample.get("advantage")), str(sample.get("length")), entropy]
+    answers = [_cut(_value(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
+    return [*places, said, *numbers, *answers]
+
+
+def _cut(text: str, cells: int) -> str:
+    return set_cell_size(text, min(cell_len(text), cells))

@@ -16,8 +16,8 @@ from dapo.errors import UserError
 from dapo.observe.trackers import check_trackers
 from dapo.plan import missing_files, plan_line, plan_of
 
-_BYTES_PER_TOKEN = 4
-"""Of text; what a sample's line holds beside its response and prompt is small."""
+_BYTES_PER_TOKEN = 22
+"""Of text 4, of token id, version, log-probs and entropy 18; the rest of a sample's line is small."""
 
 
 def check_settings(patient: Patient) -> Iterator[Finding]:
@@ -228,7 +228,7 @@ def check_disk(patient: Patient) -> Iterator[Finding]:
             "disk",
             "warn",
             f"{text}; samples may take up to {gib(samples)} more",
-            "run.save_samples=false, or run.dir=FOLDER on a larger disk",
+            "run.save_samples=0.1 (a share) or false, or run.dir=FOLDER on a larger disk",
         )
         return
     also = f"; samples at most {gib(samples)}" if samples > GIB else ""
@@ -249,4 +249,5 @@ def _samples_bytes(config: Config) -> int:
         return 0
     plan = plan_of(config)
     drawn = int(plan["prompts drawn per step, at most"]) * config.rollout.samples_per_prompt
-    return drawn * config.training.steps * int(plan["tokens per sample, at most"]) * _BYTES_PER_TOKEN
+    tokens = drawn * config.training.steps * int(plan["tokens per sample, at most"])
+    return int(float(config.run.save_samples) * tokens * _BYTES_PER_TOKEN)

@@ -127,9 +127,15 @@ class RunView:
         return steps_with_samples(self.folder.samples)
 
     @property
+    def share_of_samples(self) -> float:
+        """``run.save_samples`` of the recipe, 0 to 1."""
+        share = _section(self.config, "run").get("save_samples", True)
+        return float(share) if isinstance(share, int | float) else 1.0
+
+    @property
     def saves_samples(self) -> bool:
-        """``run.save_samples`` of the recipe."""
-        return _section(self.config, "run").get("save_samples") is not False
+        """Whether the recipe asks for any."""
+        return self.share_of_samples > 0
 
     def warnings(self) -> list[str]:
         """What in the metrics a person should know, each with how many steps it concerns and which was the last."""

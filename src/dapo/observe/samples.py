@@ -6,7 +6,8 @@ files per step, each whole or not at all; a step that is made again after a resu
 ``step-00012.jsonl`` holds one JSON object per sample. Fields: ``draw`` ``row`` ``index`` (which sample), ``prompt``
 ``response`` ``extracted`` ``gold`` (the texts), ``correct`` ``reward`` ``parts`` ``error`` (the verdict),
 ``shaped_reward`` ``advantage`` ``in_loss`` (what training sees; null and false where the group was not trained on),
-``length`` ``finish_reason`` ``versions`` (first and last policy version of its tokens) and ``status``.
+``length`` ``finish_reason`` ``versions`` (first and last policy version of its tokens) and ``status``; where the
+held-out check was asked ``check_correct`` and ``check_reward``, too.
 
 ``step-00012.safetensors`` holds what is a number per token, in the order of these lines: see :class:`TokenArrays`.
 ``step-00012.updates.json`` holds the report of each optimizer update, but for times.
@@ -18,7 +19,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from dapo.errors import UserError
 from dapo.files import json_line, write_atomic, write_json
-from dapo.records import Group, Sample
+from dapo.records import Group, Reward, Sample
 
 if TYPE_CHECKING:
     from dapo.training.trainer import UpdateReport
@@ -42,6 +43,9 @@ STATUSES: Mapping[str, str] = {
     "stale": "carried over for too long, dropped",
 }
 """What became of a group."""
+
+_OF_TOKENS = ("logprobs", "entropy")
+"""Fields of an update's report that are with the tokens."""
 
 
 def samples_path(folder: Path, step: int) -> Path:
@@ -59,8 +63,17 @@ def updates_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:05d}.updates.json"
 
 
+Key = tuple[int, int]
+"""Draw and index of a sample."""
+
+
 def write_samples(
-    folder: Path, step: int, groups: Iterable[tuple[Group, str]], reports: Sequence[UpdateReport] = ()
+    folder: Path,
+    step: int,
+    groups: Iterable[tuple[Group, str]],
+    reports: Sequence[UpdateReport] = (),
+    seen: Mapping[Key, tuple[Any, Any]] | None = None,
+    checks: Mapping[Key, Reward] | None = None,
 ) -> Path:
     """Write what is kept of a step; the samples themselves come last, so that what they need is there before them.
 
@@ -70,13 +83,15 @@ def write_samples(
         groups: all of them, each with its status, one of :data:`STATUSES`; what was trained on as it was trained on,
             and in its order.
         reports: of the step's optimizer updates.
+        seen: the trainer's log-probs and entropies of a sample's tokens, of those that it has computed.
+        checks: what the held-out check said, of those that it was asked about.
 
     Returns:
         The file with the samples.
     """
     found = list(groups)
-    lines = [json_line(line) for group, status in found for line in _lines(group, status)]
-    write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found]).to_bytes())
+    lines = [json_line(line) for group, status in found for line in _lines(group, status, checks or {})]
+    write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found], seen or {}).to_bytes())
     write_json(updates_path(folder, step), [_without_times(report) for report in reports])
     path = samples_path(folder, step)
     write_atomic(path, lines)
@@ -98,7 +113,9 @@ class TokenArrays:
     Per sample ``[S]``: ``lengths`` int32 (of responses) and ``checksums`` uint32, CRC-32 over the bytes of all that is
     stored of its tokens, so that the sample can be named whose numbers were changed. Per response token ``[R]``:
     ``token_ids`` int32, ``logprobs`` float32 (the engine's, nats) and ``versions`` int32. Of each group once:
-    ``prompt_lengths`` int32 ``[G]`` and ``prompt_ids`` int32 ``[P]``.
+    ``prompt_lengths`` int32 ``[G]`` and ``prompt_ids`` int32 ``[P]``. Per response token, NaN where they were not
+    computed: ``trainer_logprobs`` float32, by the weights at the start of the step, and ``entropy`` float16, before the
+    first update that the token is in. Earlier versions stored neither, and checksums are without them.
     """
 
     lengths: Any
@@ -108,6 +125,8 @@ class TokenArrays:
     versions: Any
     prompt_lengths: Any
     prompt_ids: Any
+    trainer_logprobs: Any
+    entropy: Any
 
     _TYPES: ClassVar[Mapping[str, Any]] = {
         "lengths": np.int32,
@@ -118,13 +137,17 @@ class TokenArrays:
         "prompt_lengths": np.int32,
         "prompt_ids": np.int32,
     }
+    _COMPUTED: ClassVar[Mapping[str, Any]] = {"trainer_logprobs": np.float32, "entropy": np.float16}
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> TokenArrays:
-        """Those of some groups, in their order."""
+    def of(cls, groups: Sequence[Group], seen: Mapping[Key, tuple[Any, Any]] | None = None) -> TokenArrays:
+        """Those of some groups, in their order. ``seen``: as for :func:`write_samples`."""
         prompts = [np.asarray(group.prompt.token_ids, np.int32) for group in groups]
         pairs = [(prompt, s) for prompt, group in zip(prompts, groups, strict=True) for s in group.samples]
         samples = [sample for _, sample in pairs]
+        nothing = {s.length: (np.full(s.length, np.nan, np.float32),) * 2 for s in samples}
+        keys = [(group.draw, sample.index) for group in groups for sample in group.samples]
+        computed = [(seen or {}).get(key, nothing[s.length]) for key, s in zip(keys, samples, strict=True)]
         return cls(
             lengths=np.array([sample.length for sample in samples], np.int32),
             checksums=np.array([checksum(p, s.token_ids, s.logprobs, s.versions) for p, s in pairs], np.uint32),
@@ -133,13 +156,15 @@ class TokenArrays:
             versions=_joined([sample.versions for sample in samples], np.int32),
             prompt_lengths=np.array([len(prompt) for prompt in prompts], np.int32),
             prompt_ids=_joined(prompts, np.int32),
+            trainer_logprobs=_joined([logprobs for logprobs, _ in computed], np.float32),
+            entropy=_joined([entropy for _, entropy in computed], np.float16),
         )
 
     def to_bytes(self) -> bytes:
         """As a safetensors file."""
         from safetensors.numpy import save
 
-        return bytes(save({name: getattr(self, name) for name in self._TYPES}))
+        return bytes(save({name: getattr(self, name) for name in (*self._TYPES, *self._COMPUTED)}))
 
     @classmethod
     def read(cls, path: Path) -> TokenArrays:
@@ -152,14 +177,18 @@ class TokenArrays:
 
         try:
             found = load(path.read_bytes())
-            arrays = cls(**{name: found[name].astype(kind, casting="safe") for name, kind in cls._TYPES.items()})
+            for name, kind in cls._COMPUTED.items():
+                found.setdefault(name, np.full(len(found["token_ids"]), np.nan, kind))
+            kinds = {**cls._TYPES, **cls._COMPUTED}
+            arrays = cls(**{name: found[name].astype(kind, casting="safe") for name, kind in kinds.items()})
             arrays._check()
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise UserError(f"{path}: not the tokens of a step: {type(error).__name__}: {error}") from None
         return arrays
 
     def _check(self) -> None:
-        for sizes, names in (("lengths", ("token_ids", "logprobs", "versions")), ("prompt_lengths", ("prompt_ids",))):
+        per_token = ("token_ids", "logprobs", "versions", *self._COMPUTED)
+        for sizes, names in (("lengths", per_token), ("prompt_lengths", ("prompt_ids",))):
             for name in names:
                 counts = getattr(self, sizes)
                 if (counts < 0).any() or getattr(self, name).shape != (counts.sum(),):
@@ -169,7 +198,8 @@ class TokenArrays:
 
 
 def _without_times(report: UpdateReport) -> dict[str, Any]:
-    return {name: value for name, value in asdict(report).items() if not name.startswith("seconds_")}
+    found = asdict(replace(report, logprobs=None, entropy=None))
+    return {name: value for name, value in found.items() if name not in _OF_TOKENS and not name.startswith("seconds_")}
 
 
 def checksum(prompt_ids: Any, token_ids: Any, logprobs: Any, versions: Any) -> int:
@@ -214,6 +244,7 @@ class SampleFilter:
     truncated: bool = False
     row: int | None = None
     draw: int | None = None
+    index: int | None = None
     contains: str = ""
     """Text in prompt or response, whatever the case of its letters."""
 
@@ -229,6 +260,7 @@ class SampleFilter:
             and (not self.truncated or sample.get("finish_reason") == "length")
             and (self.row is None or sample.get("row") == self.row)
             and (self.draw is None or sample.get("draw") == self.draw)
+            and (self.index is None or sample.get("index", sample.get("sample")) == self.index)
             and self.contains.casefold() in text.casefold()
         )
 
@@ -239,7 +271,7 @@ def steps_with_samples(folder: Path) -> list[int]:
     return sorted(int(name.group(1)) for name in names if name)
 
 
-def _lines(group: Group, status: str) -> Iterator[dict[str, Any]]:
+def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[dict[str, Any]]:
     if status not in STATUSES:
         raise ValueError(f"status {status!r} of draw {group.draw} is not one of {', '.join(STATUSES)}")
     for sample in group.samples:
@@ -258,7 +290,14 @@ def _lines(group: Group, status: str) -> Iterator[dict[str, Any]]:
             "length": sample.length,
             "finish_reason": sample.finish_reason,
             "versions": [int(sample.versions[0]), int(sample.versions[-1])] if sample.length else [],
+            **_check(checks.get((group.draw, sample.index))),
         }
+
+
+def _check(found: Reward | None) -> dict[str, Any]:
+    if found is None or found.error is not None:
+        return {}
+    return {"check_correct": found.correct, "check_reward": found.value}
 
 
 def _verdict(sample: Sample) -> dict[str, Any]:

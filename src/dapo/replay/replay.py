@@ -147,6 +147,10 @@ def replay(
 
 def _require_step(view: RunView, step: int) -> None:
     there = view.steps_with_samples
+    if (share := view.share_of_samples) not in (0, 1):
+        raise UserError(
+            f"{view.folder.root}: its recipe says run.save_samples={share:g}: a step is replayed from all of its groups"
+        )
     if not there:
         why = "none yet" if view.saves_samples else "its recipe says run.save_samples=false"
         raise UserError(f"{view.folder.root}: no samples were saved, which a replay is made from: {why}")

@@ -58,6 +58,8 @@ class Monitor:
             seed: decides which samples are checked.
         """
         self._config, self._check, self._seed = config, check, seed
+        self.verdicts: dict[tuple[int, int], Reward] = {}
+        """What the check said of the step that was begun, by draw and index of the sample."""
         self._steps = 0
         self._first: list[Audit] = []
         """Of the first ``window`` steps; if the window is widened on resume, of as many as it had."""
@@ -116,6 +118,7 @@ class Monitor:
 
     async def _observe(self, groups: Sequence[Group]) -> tuple[dict[str, float | None], list[str]]:
         said: list[str] = []
+        self.verdicts = {}
         try:
             checked = await self._checked(groups)
         except RewardError as error:
@@ -154,7 +157,10 @@ class Monitor:
 
         tasks = [asyncio.create_task(score(*pair)) for pair in chosen]
         try:
-            return list(await asyncio.gather(*tasks))
+            found = list(await asyncio.gather(*tasks))
+            keys = [(group.draw, sample.index) for group, sample in chosen]
+            self.verdicts = {key: check for key, (_, check) in zip(keys, found, strict=True)}
+            return found
         finally:
             for task in tasks:  # where one raised, the others are not left running
                 task.cancel()

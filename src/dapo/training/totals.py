@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ class Totals:
     computed_tokens: int = 0
     bad_logprobs: torch.Tensor | int = 0
     """Loss tokens whose log-probability is not finite."""
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Of each micro-batch: where its response tokens stand in the batch, their log-probs and entropies."""
 
     def add(
         self,
@@ -37,6 +40,19 @@ class Totals:
         for name, (total, count) in statistics.items():
             old_total, old_count = self.statistics.get(name, (0.0, 0.0))
             self.statistics[name] = (old_total + total, old_count + count)
+
+    def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Log-probs (float32) and entropies (float16), ``[count]`` each, on the host by one copy; None: none were seen.
+
+        Tokens that were not seen have NaN.
+        """
+        if not self.seen:
+            return None
+        index, *values = map(torch.cat, zip(*self.seen, strict=True))
+        found = torch.full((2, count), math.nan, device=index.device)
+        found[:, index] = torch.stack(values).float()
+        logprobs, entropy = found.cpu()
+        return logprobs, entropy.half()
 
 
 class PhaseClock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -73,7 +73,9 @@ class UpdateReport:
     ``loss``, ``grad_norm`` (before clipping) and ``statistics`` (name -> (sum, count)) are of the whole mini-batch.
     Of its ``tokens`` those of a prompt that samples share are computed once: ``computed_tokens``.
     ``mismatch`` covers its tokens if it is the first update since the weights were published. Sizes are in tokens,
-    times in seconds, on CUDA waited for.
+    times in seconds, on CUDA waited for. ``logprobs`` (float32) and ``entropy`` (float16) are of its response tokens,
+    ``[R]`` on the host, before the update. ``logprobs`` are None where the weights are no longer those that were
+    sampled from, both where nothing was computed.
     """
 
     loss: float
@@ -90,6 +92,8 @@ class UpdateReport:
     seconds_forward: float
     seconds_backward: float
     seconds_optimizer: float
+    logprobs: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    entropy: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 class Trainer:
@@ -208,6 +212,7 @@ class Trainer:
         clock = PhaseClock(self.device)
         norm: float = 0.0
         skipped: str | None = NO_LOSS_TOKENS
+        fresh = not self._unpublished
         if loss_tokens:
             self._optimizer.zero_grad()
             self._accumulate(batch, inputs, objective, totals, clock)
@@ -217,6 +222,7 @@ class Trainer:
             self._optimizer.zero_grad()  # frees the gradients for the rollout
         self._tried += 1
         seconds = clock.seconds()
+        logprobs, entropy = totals.tokens(batch.num_response_tokens) or (None, None)
         return UpdateReport(
             loss=float(totals.loss),
             grad_norm=norm,
@@ -232,6 +238,8 @@ class Trainer:
             seconds_forward=seconds["forward"],
             seconds_backward=seconds["backward"],
             seconds_optimizer=seconds["optimizer"],
+            logprobs=logprobs if fresh else None,
+            entropy=entropy,
         )
 
     def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
@@ -350,7 +358,7 @@ class Trainer:
             totals.computed_tokens += part.batch.num_computed_tokens
             with clock("forward"):
                 states, targets = self.policy.predicting_states(part.batch), part.batch.targets
-            found, slopes = [], []
+            found, entropies, slopes = [], [], []
             # the loss is a sum over tokens: each chunk is done with while its logits are there
             for rows in chunks(len(targets), self.device):
                 with clock("forward"):
@@ -361,14 +369,16 @@ class Trainer:
                 with clock("backward"):
                     torch.autograd.backward(loss)
                 found.append(logprobs.detach())
+                entropies.append(entropy.detach())
                 assert leaf.grad is not None
                 slopes.append(leaf.grad)
                 # a loss may be finite without them: a ratio is clipped, be its logarithm minus infinity
                 totals.add(loss.detach(), statistics, ((cut.weights != 0) & ~found[-1].isfinite()).sum())
             with clock("backward"):
                 torch.autograd.backward(states, torch.cat(slopes))
+            totals.seen.append((part.index, torch.cat(found), torch.cat(entropies)))
             if not self._unpublished:  # later a difference is what was learned, and no mismatch
-                totals.mismatch += measure_mismatch(part.batch, torch.cat(found), self.version)
+                totals.mismatch += measure_mismatch(part.batch, totals.seen[-1][1], self.version)
 
     def _apply(self, totals: Totals) -> tuple[float, bool]:
         """Clip and step, unless something is not finite: ``(norm before clipping, whether the step was made)``."""

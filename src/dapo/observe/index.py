@@ -1,0 +1,385 @@
+"""The samples of a whole run in one columnar index, so that a question about all of them opens a few files.
+
+Consumes: the files of the steps (``observe/samples.py``), which stay what they are: the index is made from them, and
+anew if it is damaged. Produces: Parquet segments under ``samples/index/``, and a DuckDB view ``samples`` over them with
+the columns of :data:`~dapo.observe.sample_rows.COLUMNS`. Waits for: the disk. Needs the extra ``ui``.
+
+Each update adds one segment; eight of about the same size become one of the next size, so that there are few whatever
+the number of steps. ``manifest.json`` says which segments count, and which of their steps: a step that was made again
+after a resume is hidden in the old segment. It is replaced in one move, so readers see the index before or after an
+update. A segment that went into a larger one stays for a while, for readers who still have the manifest before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo.errors import UserError
+from dapo.files import json_line, write_atomic
+from dapo.observe.sample_rows import COLUMNS, Row, rows_of
+
+if TYPE_CHECKING:
+    import duckdb
+
+_FORMAT = 1
+"""Of the manifest and of :data:`COLUMNS`: an index of another one is made anew."""
+_FANOUT = 8
+"""So many segments of about the same size become one."""
+_ROWS = 65_536
+"""Rows that are brought in at once."""
+_MOST_ROWS = 1_000_000
+"""A segment with more is left as it is."""
+_GRACE = 60.0
+"""Seconds that a segment stays after it went into a larger one."""
+
+Stamp = list[int]
+"""Size and time (ns) of a step's file: another one has other samples."""
+
+
+def has_duckdb() -> bool:
+    """Whether the extra ``ui`` is there."""
+    return importlib.util.find_spec("duckdb") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One Parquet file: ``steps`` are those of its steps that count, ``hidden`` those that do not."""
+
+    file: str
+    bytes: int
+    rows: int
+    steps: Mapping[int, Stamp]
+    hidden: tuple[int, ...] = ()
+
+    def without(self, steps: Iterable[int]) -> Segment:
+        """The same where some steps count no longer."""
+        gone = self.steps.keys() & set(steps)
+        kept = {step: stamp for step, stamp in self.steps.items() if step not in gone}
+        return replace(self, steps=kept, hidden=tuple(sorted({*self.hidden, *gone})))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Which segments there are; ``retired``: files to be removed, with the time they were replaced at."""
+
+    segments: tuple[Segment, ...] = ()
+    retired: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> dict[int, Stamp]:
+        """All steps that are in the index."""
+        return {step: stamp for segment in self.segments for step, stamp in segment.steps.items()}
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """That of an index. Segments that are missing or cut are left out; it is empty if it cannot be read at all."""
+        try:
+            found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            if found["format"] != _FORMAT:
+                return cls()
+            segments = [Segment(**{**one, "hidden": tuple(one["hidden"])}) for one in found["segments"]]
+            segments = [replace(s, steps={int(step): stamp for step, stamp in s.steps.items()}) for s in segments]
+            whole = tuple(s for s in segments if (found_at := _stamp_of(folder / s.file)) and found_at[0] == s.bytes)
+            return cls(whole, dict(found["retired"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls()
+
+    def write(self, folder: Path) -> None:
+        """Replace that of an index in one move."""
+        segments = [{name: getattr(s, name) for name in Segment.__slots__} for s in self.segments]
+        value = {"format": _FORMAT, "segments": segments, "retired": self.retired}
+        write_atomic(folder / "manifest.json", json_line(value))
+
+
+class SampleIndex:
+    """The index of one run. Any number of readers, in any processes; a writer that finds another at work leaves it so.
+
+    Attributes:
+        samples: the folder ``samples`` of the run.
+        folder: where the index is: in it, or in a temporary place if that cannot be written to.
+        damaged: step -> what is wrong with its file, which is why it is not in the index.
+    """
+
+    def __init__(self, run: Path, threads: int | None = None) -> None:
+        """
+        Args:
+            run: folder of the run.
+            threads: that DuckDB uses; by default all cores.
+        """
+        self.samples = run / "samples"
+        self.folder = self.samples / "index"
+        self.damaged: dict[int, str] = {}
+        self._threads = threads
+        self._elsewhere: tempfile.TemporaryDirectory[str] | None = None
+        self._lock = threading.RLock()
+        self._database: duckdb.DuckDBPyConnection | None = None
+        self._shown: Any = None
+        """Which manifest the view is of."""
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def connection(self) -> duckdb.DuckDBPyConnection:
+        """A connection of its own for one thread, with the view ``samples`` as the index is now.
+
+        Raises:
+            UserError: DuckDB is not installed.
+        """
+        with self._lock:
+            newest = (self.folder, _stamp_of(self.folder / "manifest.json"))
+            if newest != self._shown:
+                segments = Manifest.read(self.folder).segments
+                self._db.execute(f"CREATE OR REPLACE VIEW samples AS {_select(self.folder, segments)}")
+                self._shown = newest
+            return self._db.cursor()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are in it, in order."""
+        return sorted(Manifest.read(self.folder).steps)
+
+    @property
+    def _db(self) -> duckdb.DuckDBPyConnection:
+        with self._lock:
+            if self._database is None:
+                self._database = _database(self._threads)
+            return self._database
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def update(self) -> int:
+        """Bring in the steps that are missing or were made again: how many there were.
+
+        A step whose file is gone stays; one whose file is damaged is left out, see :attr:`damaged`.
+
+        Raises:
+            UserError: DuckDB is not installed.
+        """
+        there = _stamps(self.samples)
+        if not there:
+            return 0
+        with self._writing() as free:
+            if not free:
+                return 0
+            manifest = Manifest.read(self.folder)
+            known = manifest.steps
+            missing = sorted(step for step, stamp in there.items() if known.get(step) != stamp)
+            brought = 0
+            for steps, rows in self._batches(missing):
+                segment = self._segment(rows, {step: there[step] for step in steps})
+                segments = (*(old.without(steps) for old in manifest.segments), segment)
+                manifest = self._merged(replace(manifest, segments=segments))
+                manifest.write(self.folder)
+                brought += len(steps)
+            if brought:
+                self._cleared(manifest).write(self.folder)
+            return brought
+
+    def add(self, select: str, steps: Iterable[int]) -> None:
+        """Bring in the rows of a query with the columns of :data:`COLUMNS`: for steps whose rows are not from files."""
+        with self._writing():
+            manifest = Manifest.read(self.folder)
+            stamps = _stamps(self.samples)
+            new = self._copied(select, {step: stamps.get(step, [0, 0]) for step in steps})
+            replace(manifest, segments=(*(old.without(new.steps) for old in manifest.segments), new)).write(self.folder)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[bool]:
+        """Be the only writer; whether that came about."""
+        with contextlib.ExitStack() as stack:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((self.folder / ".lock").open("a"))
+            except OSError:  # not ours to write to: an index for this process alone
+                self._move_elsewhere()
+                lock = stack.enter_context((self.folder / ".lock").open("a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            except BlockingIOError:
+                free = False
+            yield free
+
+    def _move_elsewhere(self) -> None:
+        self._elsewhere = tempfile.TemporaryDirectory(prefix="dapo-index-")
+        manifest, home = Manifest.read(self.folder), self.folder.resolve()
+        self.folder = Path(self._elsewhere.name)
+        replace(manifest, segments=tuple(replace(s, file=str(home / s.file)) for s in manifest.segments)).write(
+            self.folder
+        )
+
+    def _batches(self, steps: Iterable[int]) -> Iterator[tuple[list[int], list[Row]]]:
+        """Steps with all their rows, many at once but for those that would not fit in memory."""
+        together: list[int] = []
+        rows: list[Row] = []
+        for step in steps:
+            try:
+                rows += rows_of(self.samples, step)
+            except UserError as error:
+                self.damaged[step] = str(error)
+                continue
+            self.damaged.pop(step, None)
+            together.append(step)
+            if len(rows) >= _ROWS:
+                yield together, rows
+                together, rows = [], []
+        if together:
+            yield together, rows
+
+    def _segment(self, rows: Sequence[Row], steps: Mapping[int, Stamp]) -> Segment:
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=".", suffix=".tmp", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            file.flush()
+            types = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
+            source = f"read_json({_quoted(file.name)}, format='newline_delimited', columns={{{types}}})"
+            return self._copied(f"SELECT * FROM {source}", steps)
+
+    def _copied(self, select: str, steps: Mapping[int, Stamp]) -> Segment:
+        """The rows of a query as a new file."""
+        name = f"{min(steps, default=0):05d}-{max(steps, default=0):05d}-{uuid.uuid4().hex[:8]}.parquet"
+        path, temporary = self.folder / name, self.folder / f".{name}.tmp"
+        names = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in COLUMNS.items())
+        try:
+            done = self._db.cursor().execute(
+                f"COPY (SELECT {names} FROM ({select}) ORDER BY step, text_offset) TO {_quoted(temporary)} "
+                "(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 65536)"
+            )
+            (rows,) = done.fetchone() or (0,)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return Segment(name, path.stat().st_size, int(rows), dict(steps))
+
+    def _merged(self, manifest: Manifest) -> Manifest:
+        """With segments that are small and many put together."""
+        size = 1
+        while size <= max((len(s.steps) for s in manifest.segments), default=0):
+            small = [s for s in manifest.segments if len(s.steps) < size * _FANOUT and s.rows < _MOST_ROWS]
+            if sum(len(s.steps) >= size for s in small) >= _FANOUT:
+                steps = {step: stamp for s in small for step, stamp in s.steps.items()}
+                one = self._copied(_select(self.folder, small), steps)
+                rest = tuple(s for s in manifest.segments if s not in small)
+                retired = {**manifest.retired, **{s.file: time.time() for s in small}}
+                manifest = Manifest((*rest, one), retired)
+            size *= _FANOUT
+        return manifest
+
+    def _cleared(self, manifest: Manifest) -> Manifest:
+        """Without files that no reader needs any longer, be they retired or left over from a killed process."""
+        now = time.time()
+        retired = {name: since for name, since in manifest.retired.items() if now - since < _GRACE}
+        known = {*retired, *(segment.file for segment in manifest.segments)}
+        for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
+            if path.name not in known and (path.name in manifest.retired or now - path.stat().st_mtime > _GRACE):
+                path.unlink(missing_ok=True)
+        return replace(manifest, retired=retired)
+
+
+class BackgroundIndex:
+    """Keeps the index of a run up to date in a thread of its own: training never waits for it."""
+
+    def __init__(self, run: Path, warn: Callable[[str], None]) -> None:
+        """
+        Args:
+            run: folder of the run.
+            warn: told once, from that thread, if the index cannot be written.
+        """
+        self._index, self._warn = SampleIndex(run, threads=1), warn
+        self._wake, self._ended = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="sample-index", daemon=True)
+
+    def notify(self) -> None:
+        """A step has been written. Does nothing if DuckDB is not installed."""
+        if not self._thread.ident:
+            if not has_duckdb():
+                return
+            self._thread.start()
+        self._wake.set()
+
+    def close(self, patience: float = 10.0) -> None:
+        """Bring in what is still missing, within ``patience`` seconds."""
+        self._ended = True
+        self._wake.set()
+        if self._thread.ident:
+            self._thread.join(patience)
+
+    def _work(self) -> None:
+        ended = False
+        while not ended:
+            self._wake.wait()
+            self._wake.clear()
+            ended = self._ended
+            try:
+                self._index.update()
+            except Exception as error:  # what is derived must not end what it is derived from
+                return self._warn(f"the index of samples is no longer kept up to date: {error}")
+
+
+def forget_steps(samples: Path, after: int) -> None:
+    """Take the steps later than ``after`` out of the index, which a resumed run makes again. Needs no DuckDB."""
+    folder = samples / "index"
+    if not folder.is_dir():
+        return
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a page that is open may be at it
+        manifest = Manifest.read(folder)
+        gone = [step for step in manifest.steps if step > after]
+        if gone:
+            replace(manifest, segments=tuple(s.without(gone) for s in manifest.segments)).write(folder)
+
+
+def _database(threads: int | None) -> duckdb.DuckDBPyConnection:
+    if not has_duckdb():
+        raise UserError("the index of samples needs DuckDB: pip install 'dapo[ui]'")
+    import duckdb
+
+    config: dict[str, Any] = {"autoinstall_known_extensions": False}
+    return duckdb.connect(":memory:", config=config | ({"threads": threads} if threads else {}))
+
+
+def _select(folder: Path, segments: Sequence[Segment]) -> str:
+    """The query for all rows that count."""
+    whole = [folder / s.file for s in segments if not s.hidden]
+    parts = [f"SELECT * FROM read_parquet([{', '.join(map(_quoted, whole))}])"] if whole else []
+    for segment in segments:
+        if segment.hidden:
+            hidden = ", ".join(map(str, segment.hidden))
+            parts.append(f"SELECT * FROM read_parquet({_quoted(folder / segment.file)}) WHERE step NOT IN ({hidden})")
+    nothing = ", ".join(f"NULL::{kind} AS {name}" for name, kind in COLUMNS.items())
+    return " UNION ALL ".join(parts) or f"SELECT {nothing} WHERE false"
+
+
+def _quoted(path: Path | str) -> str:
+    return "'" + str(path).replace("'", "''") + "'"
+
+
+def _stamp_of(path: Path) -> Stamp | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _stamps(samples: Path) -> dict[int, Stamp]:
+    """The steps that have a file, each with what tells whether it is still the same."""
+    found: dict[int, Stamp] = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(samples) as entries:
+        for entry in entries:
+            name = entry.name.removeprefix("step-").removesuffix(".jsonl")
+            if entry.name == f"step-{name}.jsonl" and name.isdecimal():
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    found[int(name)] = [status.st_size, status.st_mtime_ns]
+    return found

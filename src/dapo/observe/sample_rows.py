@@ -1,0 +1,151 @@
+"""The samples of a step as rows of scalars: what can be filtered, sorted and counted without reading texts.
+
+Consumes: the files of a step (``observe/samples.py``). Produces: one row per sample, with the names and types of
+:data:`COLUMNS`. A value that somebody spoilt is NULL: rows are for looking at, ``dapo replay`` checks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dapo.errors import UserError
+from dapo.observe.samples import TokenArrays, samples_path, tokens_path
+
+COLUMNS: Mapping[str, str] = {
+    **{"step": "INTEGER", "draw": "BIGINT", "row": "BIGINT", "sample": "SMALLINT", "status": "VARCHAR"},
+    **{"correct": "BOOLEAN", "reward": "DOUBLE", "shaped_reward": "DOUBLE", "advantage": "DOUBLE"},
+    **{"in_loss": "BOOLEAN", "length": "INTEGER", "prompt_length": "INTEGER", "finish_reason": "VARCHAR"},
+    **{"extracted": "VARCHAR", "gold": "VARCHAR", "error": "VARCHAR"},
+    **{"version_first": "INTEGER", "version_last": "INTEGER", "parts": "MAP(VARCHAR, DOUBLE)"},
+    **{"check_correct": "BOOLEAN", "check_reward": "DOUBLE"},
+    **{"logprob_engine": "DOUBLE", "logprob_trainer": "DOUBLE", "entropy": "DOUBLE", "gap_max": "DOUBLE"},
+    **{"text_offset": "BIGINT", "text_length": "INTEGER"},
+}
+"""Name and DuckDB type of each column. ``step``, ``draw`` and ``sample`` together name a sample, ``row`` its prompt.
+``check_*``: verdict of the held-out check, where it was asked. ``logprob_*`` and ``entropy``: means over the tokens, in
+nats, NULL where they were not computed; ``gap_max``: the largest |engine - trainer|. ``text_offset`` and
+``text_length``: where its line is in ``step-NNNNN.jsonl``, in bytes, without the line end."""
+
+Row = dict[str, Any]
+
+
+def rows_of(folder: Path, step: int) -> list[Row]:
+    """The rows of one step, in the order of its file. A last line that was cut off while being written is left out.
+
+    Args:
+        folder: ``samples`` of the run.
+        step: from 1.
+
+    Raises:
+        UserError: the file is gone, or a line of it is not a sample.
+    """
+    path = samples_path(folder, step)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    rows: list[Row] = []
+    offset = 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                rows.append(_row(dict(json.loads(line)), step, offset, len(line)))
+        except (ValueError, TypeError):
+            if number < len(lines):  # otherwise it has no line end
+                raise UserError(f"{path}:{number}: not a line of samples") from None
+        offset += len(line) + 1
+    for row, measures in zip(rows, _measures(tokens_path(folder, step), rows), strict=True):
+        row.update(measures)
+    return rows
+
+
+def read_line(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample of a row with its texts, as it is in its step's file: one seek.
+
+    Raises:
+        UserError: the file is gone, or is not the one that the row was made from.
+    """
+    path = samples_path(folder, row["step"])
+    try:
+        with path.open("rb") as file:
+            file.seek(row["text_offset"])
+            return dict(json.loads(file.read(row["text_length"])))
+    except OSError as error:
+        raise UserError(f"{path}: the texts of this step cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: is not the file that was indexed; look again") from None
+
+
+def _row(line: Mapping[str, Any], step: int, offset: int, size: int) -> Row:
+    versions = line.get("versions")
+    first, last = versions if isinstance(versions, list) and len(versions) == 2 else (None, None)
+    derived = {"step": step, "sample": line.get("index"), "version_first": first, "version_last": last}
+    derived |= {"text_offset": offset, "text_length": size}
+    found = {**line, **derived}
+    return {name: _KINDS[kind](found.get(name)) for name, kind in COLUMNS.items()}
+
+
+def _whole(bits: int) -> Callable[[Any], int | None]:
+    return lambda value: value if type(value) is int and -(2 ** (bits - 1)) <= value < 2 ** (bits - 1) else None
+
+
+def _number(value: Any) -> float | None:
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        return None
+    return float(value)
+
+
+def _text(value: Any) -> str | None:
+    """Lone surrogates, which a database refuses, become question marks."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else None
+
+
+def _parts(value: Any) -> dict[str, float | None]:
+    return {str(_text(name)): _number(part) for name, part in value.items()} if isinstance(value, dict) else {}
+
+
+_KINDS: Mapping[str, Callable[[Any], Any]] = {
+    **{"SMALLINT": _whole(16), "INTEGER": _whole(32), "BIGINT": _whole(64)},
+    **{"DOUBLE": _number, "VARCHAR": _text, "MAP(VARCHAR, DOUBLE)": _parts},
+    "BOOLEAN": lambda value: value if isinstance(value, bool) else None,
+}
+
+
+def _measures(path: Path, rows: list[Row]) -> list[Row]:
+    """What the tokens say of each row; nothing where there are none, or those of other samples."""
+    nothing: list[Row] = [{} for _ in rows]
+    try:
+        arrays = TokenArrays.read(path)
+    except UserError:  # an older run has none
+        return nothing
+    if arrays.lengths.tolist() != [row["length"] for row in rows]:
+        return nothing
+    changes = [a["draw"] != b["draw"] for a, b in pairwise(rows)]
+    groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)]
+    ends = np.cumsum(arrays.lengths)
+    per_token = arrays.logprobs, arrays.trainer_logprobs, arrays.entropy
+    return [
+        {
+            "prompt_length": int(arrays.prompt_lengths[group]) if group < len(arrays.prompt_lengths) else None,
+            **_token_means(*(values[end - length : end] for values in per_token)),
+        }
+        for group, length, end in zip(groups, arrays.lengths, ends, strict=True)
+    ]
+
+
+def _token_means(engine: Any, trainer: Any, entropy: Any) -> Row:
+    gap = float(np.max(np.abs(engine - trainer), initial=-1.0))
+    means = {"logprob_engine": _mean(engine), "logprob_trainer": _mean(trainer), "entropy": _mean(entropy)}
+    return {**means, "gap_max": gap if 0 <= gap < math.inf else None}
+
+
+def _mean(values: Any) -> float | None:
+    mean = float(np.mean(values, dtype=np.float64)) if len(values) else math.nan
+    return mean if math.isfinite(mean) else None

@@ -1,0 +1,65 @@
+"""The made-up run that the page is timed on is a run like others, only larger."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("duckdb")
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import synthetic_run  # noqa: E402
+
+from dapo.observe.index import Manifest, SampleIndex  # noqa: E402
+from dapo.observe.run_view import RunView  # noqa: E402
+from dapo.observe.sample_rows import read_line  # noqa: E402
+
+
+def test_a_small_one_hangs_together(tmp_path: Path) -> None:
+    folder = synthetic_run.make_run(tmp_path / "run", steps=12, groups=16, samples=4, texts=2)
+    view = RunView.read(folder.root)
+    assert (view.state, view.steps_done, view.steps_with_samples) == ("finished", 12, [1, 12])
+    samples = SampleIndex(folder.root).connection()
+    assert samples.execute("SELECT count(*), count(DISTINCT step) FROM samples").fetchall() == [(12 * 16 * 4, 12)]
+    odd = samples.execute(
+        "SELECT draw FROM samples GROUP BY draw HAVING count(*) <> 4 OR count(DISTINCT status) <> 1 "
+        "OR any_value(status) <> CASE avg(correct::INT) WHEN 0 THEN 'all_wrong' WHEN 1 THEN 'all_right' ELSE 'kept' END"
+    )
+    assert odd.fetchall() == []
+    told = samples.execute(
+        "SELECT step, text_offset, text_length, sample, gold FROM samples WHERE text_offset IS NOT NULL"
+    )
+    names = [column[0] for column in told.description]
+    rows = [dict(zip(names, row, strict=True)) for row in told.fetchall()]
+    assert len(rows) == 2 * 16 * 4
+    line = read_line(folder.samples, rows[-1])
+    assert (line["index"], line["gold"]) == (rows[-1]["sample"], rows[-1]["gold"])
+
+
+@pytest.mark.nightly
+def test_a_million_samples_are_in_few_files_and_answer_at_once(tmp_path: Path) -> None:
+    folder = synthetic_run.make_run(tmp_path / "run")
+    index = SampleIndex(folder.root)
+    assert len(Manifest.read(index.folder).segments) <= 16
+    questions = [
+        "SELECT status, count(*) FROM samples GROUP BY 1",
+        "SELECT step, avg(length) FROM samples GROUP BY 1",
+        "SELECT * FROM samples WHERE step = 1000 ORDER BY length DESC LIMIT 50",
+        "SELECT step, draw, sample FROM samples WHERE NOT correct AND length > 3000 ORDER BY length DESC LIMIT 50",
+        "SELECT * FROM samples WHERE row = 17 ORDER BY step LIMIT 50",
+    ]
+    for question in questions:
+        taken = []
+        for _ in range(5):
+            start = time.perf_counter()
+            assert index.connection().execute(question).fetchall()
+            taken.append(time.perf_counter() - start)
+        assert min(taken) < 0.3, question
+    start = time.perf_counter()
+    assert index.update() == 0
+    assert time.perf_counter() - start < 0.3
