@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo.cli import app
+from dapo.observe.index import SampleIndex
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.records import Reward
@@ -96,7 +97,8 @@ def test_a_run_that_was_told_to_stay_on_the_cpu_had_no_gpu(tmp_path: Path) -> No
 # --- samples ------------------------------------------------------------------------------------------------------
 
 
-def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_path: Path, indexed: bool) -> None:
     failed = Reward(None, 0.0, error="timed out")
     stored_run(
         tmp_path / "r",
@@ -105,10 +107,22 @@ def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_pa
             2: [group(1, 0, [("new right", RIGHT), ("failed", failed)]), group(2, 1, [("half", Reward(None, 0.5))])],
         },
     )
+    if indexed:
+        pytest.importorskip("duckdb")
+        assert SampleIndex(tmp_path / "r").update() == 2
     steps, best, worst = extremes(RunView.read(tmp_path / "r"))
     assert steps == [1, 2]
     assert [sample["response"] for sample in best] == ["new right", "half"]
     assert [sample["response"] for sample in worst] == ["old wrong", "half"]
+
+
+def test_with_an_index_every_step_counts(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    rewards = {step: Reward(None, 2.0 if step == 50 else 1.0) for step in range(1, 101)}
+    stored_run(tmp_path / "r", {step: [group(step, step % 3, [("a", reward)])] for step, reward in rewards.items()})
+    SampleIndex(tmp_path / "r").update()
+    steps, best, _ = extremes(RunView.read(tmp_path / "r"))
+    assert (len(steps), best[0]["step"], best[0]["response"]) == (100, 50, "a")
 
 
 def test_of_a_long_run_some_steps_are_looked_at_the_first_and_the_last_among_them(tmp_path: Path) -> None:
