@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,10 @@ def run_with_models(root: Path, seeds: Mapping[str, int], settings: Mapping[str,
 
 
 @contextmanager
-def serving(root: Path, answerer: Answerer | None = None) -> Iterator[httpx.Client]:
-    """A client of the routes; the only run is called ``r``."""
+def serving(
+    root: Path, answerer: Answerer | None = None, extend: Callable[[FastAPI], object] = lambda app: None
+) -> Iterator[httpx.Client]:
+    """A client of the routes; the only run is called ``r``. ``extend``: adds others."""
 
     def folder_of(name: str) -> Path:
         if name != "r":
@@ -71,6 +73,7 @@ def serving(root: Path, answerer: Answerer | None = None) -> Iterator[httpx.Clie
     async def missing(_: Any, error: LookupError) -> JSONResponse:
         return JSONResponse({"error": str(error)}, 404)
 
+    extend(app)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
