@@ -1,4 +1,5 @@
-"""The page as an application: reads run folders and answers the browser. Writes nothing but the sample index.
+"""The page as an application: reads run folders and answers the browser. Writes nothing but the sample index
+and votes.
 
 Consumes files of runs; produces JSON, server-sent events and the static page. Every route below ``/api/`` names runs as
 :class:`~dapo.ui.runs.Runs` does. How the process starts and ends is in ``serving.py``.
@@ -20,14 +21,14 @@ from dapo.errors import UserError
 from dapo.observe.metrics import METRICS
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
-from dapo.ui import curves, queries
+from dapo.ui import curves, playground, queries, votes
 from dapo.ui.alarm_history import alarm_history
+from dapo.ui.answering import Answerer
 from dapo.ui.guard import Guard
 from dapo.ui.live import PERIOD, events
 from dapo.ui.runs import Run, Runs
 from dapo.ui.texts import summary_of, tokens_of
 
-VIEWS = ("overview", "groups", "sampling", "time", "alarms", "config", "evaluation", "hacking")
 STATIC = Path(__file__).parent / "static"
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=50)]
@@ -73,14 +74,13 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
     app.include_router(_overview(runs), prefix="/api")
     app.include_router(_samples(runs), prefix="/api")
     app.include_router(_details(runs), prefix="/api")
+    answerer = Answerer()
+    for module in (playground, votes):
+        app.include_router(module.router(lambda name: runs.get(name).folder.root, answerer), prefix="/api")
 
     @app.get("/api/events")
     async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> StreamingResponse:  # noqa: B006
         return StreamingResponse(events(runs, run, closing, period), media_type="text/event-stream")
-
-    @app.get("/api/about")
-    def about() -> dict[str, Any]:
-        return {"version": dapo.__version__, "views": VIEWS}
 
     @app.get("/")
     def page() -> FileResponse:

@@ -15,7 +15,7 @@ const TABS = [
   ["compare", "Compare", "./votes.js"],
 ];
 const byId = (id) => document.getElementById(id);
-const state = { tab: "overview", runs: [], params: {}, list: [], offered: TABS, mounted: null, events: null };
+const state = { tab: "overview", runs: [], params: {}, list: [], mounted: null, events: null };
 
 // --- the server -----------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ const hash = (tab, params = {}) => {
 function readAddress() {
   const [tab, query = ""] = location.hash.slice(1).split("?");
   const params = new URLSearchParams(query);
-  state.tab = state.offered.some(([id]) => id === tab) ? tab : "overview";
+  state.tab = TABS.some(([id]) => id === tab) ? tab : "overview";
   const wanted = params.getAll("run").filter((name) => api.info(name));
   state.runs = wanted.length ? wanted : state.list.filter((run) => run.state !== "unreadable").slice(0, 1).map((run) => run.name);
   params.delete("run");
@@ -78,7 +78,7 @@ function readAddress() {
 // --- frame ----------------------------------------------------------------------------------------------------------
 
 function drawTabs() {
-  const tabs = state.offered.map(([id, name]) =>
+  const tabs = TABS.map(([id, name]) =>
     h("button", { type: "button", role: "tab", id: `tab-${id}`, "aria-controls": "view", "aria-selected": String(id === state.tab), tabindex: id === state.tab ? 0 : -1, onclick: () => api.go(id) }, name));
   const focused = byId("tabs").contains(document.activeElement);
   fill(byId("tabs"), tabs);
@@ -124,7 +124,7 @@ async function drawView() {
   const element = h("section", { class: `view ${state.tab}` });
   if (!state.runs.length) return fill(view, note("No run here yet. This page shows it as soon as there is one."));
   try {
-    const module = await import(state.offered.find(([id]) => id === state.tab)[2]);
+    const module = await import(TABS.find(([id]) => id === state.tab)[2]);
     if (mine !== turn) return;
     fill(view, element);
     const mounted = await module.mount(element, api);
@@ -205,7 +205,5 @@ narrow.onchange = fold;
 fold();
 themeButton();
 await loadRuns();
-const { views = null } = await api.get("about").catch(() => ({}));
-if (views) state.offered = TABS.filter(([id]) => views.includes(id));
 addEventListener("hashchange", start);
 await start();
