@@ -9,6 +9,7 @@
       metrics.jsonl      one line per rollout step (observe/metrics.py)
       resources.jsonl    what the run used of its machine (observe/resources.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
+                         index/: all of them in a few files, but for texts and tokens (observe/index.py)
       faults/            a folder for each update that was skipped (training/faults.py)
       tensorboard/       the same metrics as event files, if run.trackers asks for them; wandb/, mlflow.db: likewise
       tracker.json       the name by which such services know the run
@@ -16,6 +17,7 @@
       model-before/      weights before the first update, Hugging Face layout
       model-after/       weights after the last one
       summary.json       what the run came to
+      votes.jsonl        which answers people preferred (observe/votes.py)
 
 Secrets are never written: values under keys such as `api_key` or `token`, and passwords in addresses, are blanked.
 """

@@ -13,10 +13,13 @@ import pytest
 
 pytest.importorskip("duckdb")
 
+from dapo.errors import UserError
 from dapo.observe.index import BackgroundIndex, Manifest, SampleIndex, forget_steps
 from dapo.observe.sample_rows import COLUMNS, read_line, rows_of
 from dapo.observe.samples import discard_samples, samples_path, tokens_path, write_samples
 from dapo.records import Group, Prompt, Reward, Sample
+from dapo.replay.replay import replay
+from run_cases import run
 
 
 def write_step(run: Path, step: int, text: str = "naïve 漢字", correct: bool = True, groups: int = 2) -> None:
@@ -192,6 +195,28 @@ def test_readers_see_whole_steps_while_steps_come(tmp_path: Path) -> None:
     done.set()
     thread.join()
     assert not wrong and len(seen) > 2
+
+
+def test_training_keeps_the_index_and_a_share_of_the_groups(tmp_path: Path) -> None:
+    drawn: dict[str, list[Any]] = {}
+    check = tmp_path / "check.py"
+    check.write_text("def check(response, answer):\n    return len(response) % 2 == 0\n")
+    settings = {"training.steps": 2, "run.save_every": 0, "monitor.share": 1.0}
+    settings |= {"monitor.check": {"kind": "function", "function": f"{check}:check", "workers": 1}}
+    for name, share in (("all", True), ("some", 0.5), ("again", 0.5), ("none", False)):
+        changes = settings if name == "all" else {"training.steps": 2, "run.save_every": 0}
+        run(tmp_path / name, changes | {"run.save_samples": share})
+        index = SampleIndex(tmp_path / name)
+        drawn[name] = ask(index, "SELECT DISTINCT draw, count(*) FROM samples GROUP BY draw ORDER BY 1")
+        assert index.update() == 0  # the run has done it
+        assert index.steps == ([] if name == "none" else [1, 2])
+    assert drawn["some"] == drawn["again"] and 0 < len(drawn["some"]) < len(drawn["all"]) and not drawn["none"]
+    assert set(drawn["some"]) < set(drawn["all"])  # whole groups
+    both = ask(SampleIndex(tmp_path / "all"), "SELECT check_correct, text_length, entropy, in_loss FROM samples")
+    assert {row[0] for row in both} == {True, False}
+    assert all((entropy is not None) == in_loss for _, _, entropy, in_loss in both)
+    with pytest.raises(UserError, match=r"run\.save_samples=0\.5: a step is replayed from all of its groups"):
+        replay(tmp_path / "some", 1)
 
 
 def test_of_two_writers_one_leaves_it_to_the_other(tmp_path: Path) -> None:

@@ -519,3 +519,33 @@ def test_prompts_that_wait_are_computed_with_the_weights_in_use() -> None:
     assert len(later) == 2 and all(set(s.versions.tolist()) == {1} for s in later)
     for sample in later:
         np.testing.assert_allclose(sample.logprobs, -np.log(model.config.vocab_size), atol=1e-5)
+
+
+def test_drafts_are_the_beginnings_of_the_samples_that_come() -> None:
+    engine = make_engine(stop=())
+    request = Request(7, (5, 6), (1, 2), Sampling(1.0, 28))
+
+    async def run() -> tuple[list, dict]:
+        drafts, samples = [], {}
+
+        async def watch() -> None:
+            while True:
+                drafts.extend(await engine.drafts())
+
+        watching = asyncio.create_task(watch())
+        try:
+            async for sample in engine.generate([request]):
+                samples[sample.request_id, sample.index] = sample
+        finally:
+            watching.cancel()
+            await engine.close()
+        return drafts, samples
+
+    drafts, samples = asyncio.run(run())
+    assert {draft.index for draft in drafts} == {0, 1}
+    for draft in drafts:
+        sample = samples[draft.request_id, draft.index]
+        size = len(draft.token_ids)
+        assert 0 < size < sample.length
+        assert list(draft.token_ids) == sample.token_ids[:size].tolist()
+        assert list(draft.logprobs) == pytest.approx(sample.logprobs[:size].tolist())

@@ -320,3 +320,19 @@ def test_tables_grow_all_rows_at_once() -> None:
         tables.grow(np.array([0, 1]), np.array([20, 20]))
     tables.end(2)
     assert allocator.free == 14 - 4 and tables.table[2].max() == 0
+
+
+def test_drafts_are_what_each_row_has_after_a_stretch() -> None:
+    decoder, _ = make(rows=4, pages=200, page_tokens=4, max_sequence=60, stretch=3)
+    request = Request(9, (8, 9), (1, 2, 3), Sampling(1.0, 40))
+    assert decoder.drafts() == []
+    decoder.submit(0, request)
+    seen = 0
+    while decoder.busy:
+        decoder.step()
+        for draft in decoder.drafts():
+            size = len(draft.token_ids)
+            assert draft.request_id == 9 and list(draft.token_ids) == expected(request, draft.index)[:size]
+            assert list(draft.logprobs) == [-float(place) for place in range(size)]
+            seen += 1
+    assert seen > 3

@@ -11,7 +11,22 @@ from typing import Annotated
 import typer
 
 import dapo
-from dapo.cli import config, data, demo, doctor, evaluate, generate, inspect, replay, reward, reward_server, train
+from dapo.cli import (
+    config,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    replay,
+    report,
+    reward,
+    reward_server,
+    train,
+    ui,
+    votes,
+)
 from dapo.cli.errors import EXIT_CODES
 from dapo.terminal import escape_what_cannot_be_written
 
@@ -51,11 +66,14 @@ for _command in (
     evaluate.evaluate,
     generate.generate,
     inspect.inspect,
+    ui.ui,
     config.config,
     demo.demo,
 ):
     app.command(epilog=EXIT_CODES)(_command)
 app.command(epilog=EXIT_CODES)(replay.replay)
+app.command(epilog=EXIT_CODES)(report.report)
+app.command(epilog=EXIT_CODES)(votes.votes)
 app.add_typer(data.app, name="data")
 app.add_typer(reward.app, name="reward")
 app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)

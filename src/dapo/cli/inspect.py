@@ -1,4 +1,5 @@
-"""``dapo inspect``: what a run did, in the terminal. Reads its folder only, so it can look at a run that is at work."""
+"""``dapo inspect``: what a run did, in the terminal. Reads its folder only, so it can look at a run that is at work;
+what it may write is the index of samples, if that is behind and several steps are asked about."""
 
 from __future__ import annotations
 

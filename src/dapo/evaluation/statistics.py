@@ -163,3 +163,17 @@ def estimate_means(values: Values, seed: int = 0, resamples: int = RESAMPLES) ->
         Estimate(float(mean), float(min(lower, mean)), float(max(upper, mean)))
         for mean, lower, upper in zip(means, low, high, strict=True)
     ]
+
+
+def estimate_share(successes: int, trials: int) -> Estimate:
+    """A share and its 95% Wilson interval: it has a width where all trials went the same way, too.
+
+    Args:
+        successes: of the trials.
+        trials: at least one, independent of each other.
+    """
+    z = 1.959964
+    share, spread = successes / trials, z * z / trials
+    middle = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / trials + spread / trials / 4) / (1 + spread)
+    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))

@@ -41,6 +41,8 @@ _ROWS = 65_536
 """Rows that are brought in at once."""
 _MOST_ROWS = 1_000_000
 """A segment with more is left as it is."""
+_PAUSE = 5.0
+"""Seconds between two updates beside training: short steps come in several at once, which costs less."""
 _GRACE = 60.0
 """Seconds that a segment stays after it went into a larger one."""
 
@@ -296,7 +298,7 @@ class BackgroundIndex:
             warn: told once, from that thread, if the index cannot be written.
         """
         self._index, self._warn = SampleIndex(run, threads=1), warn
-        self._wake, self._ended = threading.Event(), False
+        self._wake, self._end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="sample-index", daemon=True)
 
     def notify(self) -> None:
@@ -309,7 +311,7 @@ class BackgroundIndex:
 
     def close(self, patience: float = 10.0) -> None:
         """Bring in what is still missing, within ``patience`` seconds."""
-        self._ended = True
+        self._end.set()
         self._wake.set()
         if self._thread.ident:
             self._thread.join(patience)
@@ -319,11 +321,12 @@ class BackgroundIndex:
         while not ended:
             self._wake.wait()
             self._wake.clear()
-            ended = self._ended
+            ended = self._end.is_set()
             try:
                 self._index.update()
             except Exception as error:  # what is derived must not end what it is derived from
                 return self._warn(f"the index of samples is no longer kept up to date: {error}")
+            self._end.wait(_PAUSE)
 
 
 def forget_steps(samples: Path, after: int) -> None:

@@ -89,7 +89,7 @@ def _row(line: Mapping[str, Any], step: int, offset: int, size: int) -> Row:
     derived = {"step": step, "sample": line.get("index"), "version_first": first, "version_last": last}
     derived |= {"text_offset": offset, "text_length": size}
     found = {**line, **derived}
-    return {name: _KINDS[kind](found.get(name)) for name, kind in COLUMNS.items()}
+    return {name: read(found.get(name)) for name, read in _READERS}
 
 
 def _whole(bits: int) -> Callable[[Any], int | None]:
@@ -116,6 +116,8 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
     **{"DOUBLE": _number, "VARCHAR": _text, "MAP(VARCHAR, DOUBLE)": _parts},
     "BOOLEAN": lambda value: value if isinstance(value, bool) else None,
 }
+
+_READERS = tuple((name, _KINDS[kind]) for name, kind in COLUMNS.items())
 
 
 def _measures(path: Path, rows: list[Row]) -> list[Row]:
@@ -147,5 +149,5 @@ def _token_means(engine: Any, trainer: Any, entropy: Any) -> Row:
 
 
 def _mean(values: Any) -> float | None:
-    mean = float(np.mean(values, dtype=np.float64)) if len(values) else math.nan
+    mean = float(values.sum(dtype=np.float64)) / len(values) if len(values) else math.nan
     return mean if math.isfinite(mean) else None

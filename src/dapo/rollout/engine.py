@@ -54,6 +54,16 @@ class Request:
     sampling: Sampling
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A sample in flight, as far as it is: tokens and their log-probabilities, as :class:`Sample` will have them."""
+
+    request_id: int
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 @runtime_checkable
 class Engine(Protocol):
     """What the rest of the program may ask of an engine."""

@@ -17,7 +17,7 @@ import torch
 
 from dapo.model.forward import hidden_states, output_head
 from dapo.records import FinishReason, Sample
-from dapo.rollout.engine import Request, Sampling
+from dapo.rollout.engine import Draft, Request, Sampling
 from dapo.rollout.native.cache import KVCache, PromptEntry, SlotCache
 from dapo.rollout.native.checks import check_request, not_finite
 from dapo.rollout.native.sampler import most_likely, sample, uniforms
@@ -146,6 +146,10 @@ class Decoder:
         self._rows.clear()
         self._finished.clear()
         self.cache.clear()
+
+    def drafts(self) -> list[Draft]:
+        """The samples in flight, as far as they are."""
+        return [Draft(r.request.id, r.index, tuple(r.tokens), tuple(r.logprobs)) for r in self._rows]
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:

@@ -21,7 +21,7 @@ import torch
 
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
-from dapo.rollout.engine import EngineError, Request
+from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.decoder import Decoder
 
 CLOSE_SECONDS = 10.0
@@ -65,6 +65,10 @@ class AnyDecoder(Protocol):
 
     def step(self) -> list[tuple[int, Sample]]:
         """Decode for a while; returns what has finished."""
+        ...
+
+    def drafts(self) -> list[Draft]:
+        """What is in flight, as far as it is."""
         ...
 
     def use_weights(self, version: int) -> None:
@@ -177,6 +181,16 @@ class NativeEngine:
         finally:
             if not (self._closing or self._broken):
                 self._post(forget, None)
+
+    async def drafts(self) -> list[Draft]:
+        """The samples in flight of all streams, as far as they are: for who watches them being written.
+
+        Raises:
+            EngineError: the engine is closed, or broke down.
+        """
+        found: list[Draft] = []
+        await self._call(lambda: found.extend(self._decoder.drafts()))
+        return found
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         await self._call(lambda: self._copy_weights(version, tensors))

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo.records import Sample
-from dapo.rollout.engine import EngineError, Request
+from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request, not_finite
 from dapo.rollout.native.paged.device import NOTHING, Fetch, Response, RowStart, Runner, Variant
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, pages_for
@@ -176,6 +176,17 @@ class PagedDecoder:
         self._waiting.clear()
         self._end(list(self._rows))
         self._leaving = None
+
+    def drafts(self) -> list[Draft]:
+        """The samples in flight as they were after the last stretch; those that wait, or are on their way out, not."""
+        rows = [row for row in self._rows if self._generated[row]]
+        if not rows:
+            return []
+        responses = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0).result()
+        return [
+            Draft(sequence.request.id, sequence.index, tuple(found.tokens.tolist()), tuple(found.logprobs.tolist()))
+            for sequence, found in zip((self._rows[row] for row in rows), responses, strict=True)
+        ]
 
     def use_weights(self, version: int) -> None:
         """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""

@@ -1,0 +1,42 @@
+"""``dapo report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dapo.cli.completion import complete_run
+from dapo.cli.errors import errors_for_people
+from dapo.cli.options import Debug
+from dapo.errors import UserError
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)],
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write to; by default report/ in the run folder.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write what a run learned, what it cost and how to do it again: report.html, and report.md with plots.
+
+    Works while the run is at work, too. The HTML file needs no other file and no network.
+    """
+    with errors_for_people(debug):
+        from dapo.observe.run_view import RunView
+
+        found = RunView.read(run)
+        try:
+            from dapo.report.content import sections_of
+            from dapo.report.write import write_report
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
+            raise UserError(
+                "dapo report needs matplotlib, which is not installed: pip install 'dapo[report]'"
+            ) from None
+        pages = write_report(f"Report of {run.resolve().name}", sections_of(found), output or run / "report")
+        for page in pages:
+            print(page)

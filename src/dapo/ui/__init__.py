@@ -1,0 +1,1 @@
+"""The page over run folders: a server (``server.py``), its queries (``queries.py``) and plain files for the browser."""

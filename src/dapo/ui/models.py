@@ -1,0 +1,130 @@
+"""Models of a run, ready to answer: loaded once, at most two at a time.
+
+A model takes prompts and responses as long as the recipe says, but for :data:`MOST_TOKENS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo.errors import DataError
+from dapo.inference import FoundModel, Prompting, inference_config, load_engine, load_prompting, response_limit
+from dapo.progress import QuietListener
+from dapo.records import Prompt
+from dapo.ui.questions import Question
+
+if TYPE_CHECKING:
+    from dapo.rollout.native.engine import NativeEngine  # loads torch
+
+HELD = 2
+"""Models in memory."""
+MOST_SAMPLES = 8
+"""Of one model at a time."""
+MOST_TOKENS = 1024
+"""Of a response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with its tokenizer and template. ``max_tokens``: of a response; ``max_prompt``: tokens of a prompt."""
+
+    prompting: Prompting
+    engine: NativeEngine
+    max_tokens: int
+    max_prompt: int
+
+    def encode(self, question: Question) -> tuple[int, ...]:
+        """Token ids of the prompt, written as the run writes its own.
+
+        Raises:
+            DataError: nothing in it is known to the tokenizer, or it is too long.
+        """
+        ids = tuple(self.prompting.template.encode(question.prompt))
+        if not ids:
+            raise DataError(f"the tokenizer makes no tokens of {question.text[:60]!r}")
+        if len(ids) > self.max_prompt:
+            raise DataError(
+                f"the prompt has {len(ids)} tokens, but the run was made for prompts of up to {self.max_prompt} "
+                "(data.max_prompt_length)"
+            )
+        return ids
+
+
+class Models:
+    """The models that were asked last. For one event loop, and for one that asks at a time."""
+
+    def __init__(self, device: str) -> None:
+        """
+        Args:
+            device: as ``runtime.device``: where they are put. The run may need the other one for itself.
+        """
+        self._device = device
+        self._held: dict[Path, tuple[int, Loaded]] = {}  # the one asked last comes last
+
+    def holds(self, path: Path) -> bool:
+        """Whether it is loaded."""
+        return path in self._held and self._held[path][0] == _stamp(path)
+
+    async def get(self, path: Path) -> Loaded:
+        """The model in a folder of a run; another one makes way for it.
+
+        Raises:
+            UserError: it cannot be loaded.
+        """
+        stamp = _stamp(path)
+        known = self._held.pop(path, None)
+        if known is not None and known[0] == stamp:
+            self._held[path] = known
+            return known[1]
+        if known is not None:  # the run has written it anew
+            await known[1].engine.close()
+        while len(self._held) >= HELD:
+            await self._held.pop(next(iter(self._held)))[1].engine.close()
+        loaded = await asyncio.to_thread(load, path, self._device)
+        self._held[path] = stamp, loaded
+        return loaded
+
+    async def close(self) -> None:
+        """Let go of all."""
+        while self._held:
+            await self._held.popitem()[1][1].engine.close()
+
+
+def load(path: Path, device: str) -> Loaded:
+    """Load the model in ``path``, a folder inside a run folder, by the recipe of that run.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    run = path.parent if path.name.startswith("model-") else path.parents[2]
+    found = FoundModel(str(path), run / "config.yaml")
+    bounds: dict[str, Any] = {"runtime": {"device": device}, "rollout": {"max_concurrent_samples": MOST_SAMPLES * HELD}}
+    config = inference_config(found, bounds)
+    limit = min(response_limit(config), MOST_TOKENS)
+    config = inference_config(found, bounds, {"evaluation": {"max_response_length": limit}})
+    prompting = load_prompting(config)
+    longest = min(config.data.max_prompt_length, _positions(path, default=2**20) - limit)
+    room = {"prompt": [Prompt(0, "", (0,) * max(longest, 1))]}
+    engine = load_engine(prompting, room, MOST_SAMPLES * HELD, QuietListener())
+    return Loaded(prompting, engine, limit, longest)
+
+
+def _positions(path: Path, default: int) -> int:
+    """How many positions the model was made for, by its config."""
+    from transformers import AutoConfig
+
+    try:
+        known = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
+    except (OSError, ValueError):  # such as of an adapter; what is wrong shows when the model is loaded
+        return default
+    return int(known) if known else default
+
+
+def _stamp(path: Path) -> int:
+    try:
+        return max((file.stat().st_mtime_ns for file in path.iterdir()), default=0)
+    except OSError:
+        return 0

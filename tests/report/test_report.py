@@ -1,0 +1,228 @@
+"""The report of a run: what it counts, what it shows, and that nothing in it is more than text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dapo.cli import app
+from dapo.observe.index import SampleIndex
+from dapo.observe.metrics import MetricsLog
+from dapo.observe.run_view import RunView
+from dapo.records import Reward
+from dapo.report.blocks import Answer, Section, Text
+from dapo.report.content import sections_of
+from dapo.report.costs import costs, gains, gpus_of
+from dapo.report.extremes import extremes
+from dapo.report.write import as_html, as_markdown, write_report
+from stored_run import RIGHT, WRONG, group, stored_run
+
+HOSTILE = "</pre><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>\n````\n# heading"
+
+
+def a_run(root: Path, metrics: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None = None) -> RunView:
+    """A run with these lines of metrics, the first one that of step 0."""
+    folder = stored_run(root, {}, settings=settings)
+    with MetricsLog(folder.metrics) as log:
+        for step, entry in enumerate(metrics):
+            log.append(step, entry)
+    return RunView.read(root)
+
+
+def evaluated(accuracy: float, spread: float = 0.0, **others: float) -> dict[str, float]:
+    low, high = accuracy - spread, accuracy + spread
+    found = {"eval/accuracy": accuracy, "eval/accuracy_low": low, "eval/accuracy_high": high, "eval/rows": 10.0}
+    return found | others
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+# --- costs --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_seconds_of_a_point_count_up_to_the_last_evaluation(tmp_path: Path) -> None:
+    step = {"tokens/generated": 100, "tokens/wasted": 10, "time/step": 2.0}
+    run = a_run(tmp_path / "r", [evaluated(0.2), step, {**step, **evaluated(0.4)}, step])
+    (accuracy,) = gains(run)
+    spent = costs(run, accuracy.step)
+    assert accuracy.points == pytest.approx(20)  # 0.2 to 0.4
+    assert accuracy.cost(spent.tokens) == pytest.approx(200 / 20)
+    assert accuracy.cost(spent.seconds) == pytest.approx(4 / 20)
+    assert (costs(run).tokens, costs(run).wasted, costs(run).seconds) == (300, 30, 6.0)
+
+
+def test_without_an_evaluation_the_ends_of_the_training_are_compared(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "r", [{}, {"reward/mean": -1.0}, {"reward/mean": 0.0}, {"reward/mean": 0.5}])
+    (reward,) = gains(run)
+    assert (reward.before, reward.after, reward.step) == (-1.0, 0.5, 3)
+
+
+def test_a_point_that_was_not_gained_has_no_cost(tmp_path: Path) -> None:
+    (accuracy,) = gains(a_run(tmp_path / "r", [evaluated(0.4), evaluated(0.3)]))
+    assert accuracy.cost(100.0) is None
+
+
+def test_gpu_seconds_count_the_gpus_that_were_watched_on_every_host(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "r", [{}, {"time/step": 10.0}])
+    assert gpus_of(run) in (0, None)  # by the torch that is installed here
+    gpu = {"util": 0.5, "memory": 1, "power": 100}
+    lines = [{"host": "a", "gpu": [gpu, gpu]}, {"host": "b", "gpu": [gpu]}, {"host": "a", "gpu": [gpu]}]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"host": "a", "gp'  # being written
+    (tmp_path / "r/resources.jsonl").write_text(text, encoding="utf-8")
+    assert costs(run).gpu_seconds == 30.0
+
+
+def test_a_run_that_was_told_to_stay_on_the_cpu_had_no_gpu(tmp_path: Path) -> None:
+    assert gpus_of(a_run(tmp_path / "r", [{}], {"runtime.device": "cpu"})) == 0
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_path: Path, indexed: bool) -> None:
+    failed = Reward(None, 0.0, error="timed out")
+    stored_run(
+        tmp_path / "r",
+        {
+            1: [group(0, 0, [("old right", RIGHT), ("old wrong", WRONG)])],
+            2: [group(1, 0, [("new right", RIGHT), ("failed", failed)]), group(2, 1, [("half", Reward(None, 0.5))])],
+        },
+    )
+    if indexed:
+        pytest.importorskip("duckdb")
+        assert SampleIndex(tmp_path / "r").update() == 2
+    steps, best, worst = extremes(RunView.read(tmp_path / "r"))
+    assert steps == [1, 2]
+    assert [sample["response"] for sample in best] == ["new right", "half"]
+    assert [sample["response"] for sample in worst] == ["old wrong", "half"]
+
+
+def test_with_an_index_every_step_counts(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    rewards = {step: Reward(None, 2.0 if step == 50 else 1.0) for step in range(1, 101)}
+    stored_run(tmp_path / "r", {step: [group(step, step % 3, [("a", reward)])] for step, reward in rewards.items()})
+    SampleIndex(tmp_path / "r").update()
+    steps, best, _ = extremes(RunView.read(tmp_path / "r"))
+    assert (len(steps), best[0]["step"], best[0]["response"]) == (100, 50, "a")
+
+
+def test_of_a_long_run_some_steps_are_looked_at_the_first_and_the_last_among_them(tmp_path: Path) -> None:
+    stored_run(tmp_path / "r", {step: [group(step, 0, [("a", RIGHT)])] for step in range(1, 101)})
+    steps, best, _ = extremes(RunView.read(tmp_path / "r"))
+    assert (len(steps), steps[0], steps[-1], best[0]["step"]) == (20, 1, 100, 100)
+
+
+# --- pages --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_sample_holds_is_text_and_the_page_loads_nothing(tmp_path: Path) -> None:
+    stored_run(tmp_path / "r", {1: [group(0, 0, [(HOSTILE, RIGHT), ("plain", WRONG)])]})
+    html_page, markdown_page = write_report("r", sections_of(RunView.read(tmp_path / "r")), tmp_path / "out")
+    tags = _Tags()
+    tags.feed(html_page.read_text(encoding="utf-8"))
+    assert HOSTILE in tags.text
+    assert not {tag for tag, _ in tags.found} & {"script", "link", "iframe", "object", "base"}
+    assert all(not name.startswith("on") for _, attributes in tags.found for name in attributes)
+    sources = [value or "" for _, attributes in tags.found for name, value in attributes.items() if name == "src"]
+    assert sources and all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert ("`" * 5) + "text\n" + HOSTILE in markdown_page.read_text(encoding="utf-8")
+
+
+def test_markdown_names_plots_that_are_there(tmp_path: Path) -> None:
+    stored_run(tmp_path / "r", {1: [group(0, 0, [("a", RIGHT)])]})
+    _, page = write_report("r", sections_of(RunView.read(tmp_path / "r")), tmp_path / "out")
+    assert "](plots/learning.png)" in page.read_text(encoding="utf-8")
+    assert (tmp_path / "out/plots/learning.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_lone_surrogate_can_be_written_and_a_long_text_is_cut(tmp_path: Path) -> None:
+    sections = [Section("S", [Answer("a", "\ud800", "x" * 100_000)])]
+    page, _ = write_report("r", sections, tmp_path / "out")
+    text = page.read_text(encoding="utf-8")
+    assert "\\ud800" in text and "96,000 characters left out" in text
+
+
+def test_marks_in_a_text_mean_nothing_in_either_form() -> None:
+    sections = [Section("S", [Text("<b>a_b_c</b> *d* [e](f)")])]
+    assert "&lt;b&gt;a_b_c&lt;/b&gt;" in as_html("r", sections)
+    assert r"\<b\>a\_b\_c\</b\> \*d\* \[e\](f)" in as_markdown("r", sections)
+
+
+def words_of(run: RunView) -> str:
+    return as_markdown("r", sections_of(run)).replace("\\", "")
+
+
+def test_evaluations_before_and_after_have_intervals_and_so_has_the_difference(tmp_path: Path) -> None:
+    text = words_of(a_run(tmp_path / "r", [evaluated(0.2, 0.03), {}, evaluated(0.5, 0.04)]))
+    assert "| before training | 20.0% (17.0% to 23.0%) |" in text
+    assert "| after step 2 | 50.0% (46.0% to 54.0%) |" in text
+    assert "changed by +30.0 percentage points (95% interval +25.0 to +35.0)" in text  # 3, 4, 5
+    assert "no difference at all" not in text
+
+
+def test_a_difference_that_may_be_none_is_called_that(tmp_path: Path) -> None:
+    text = words_of(a_run(tmp_path / "r", [evaluated(0.50, 0.03), evaluated(0.52, 0.04)]))
+    assert "(95% interval -3.0 to +7.0)" in text and "It may be no difference at all." in text
+
+
+def test_it_says_what_differs_from_the_defaults_and_how_to_do_it_again(tmp_path: Path) -> None:
+    text = words_of(a_run(tmp_path / "r", [{}], {"training.learning_rate": 0.01}))
+    assert "| training.learning_rate | 0.01 | 1e-06 |" in text
+    assert "| training.steps |" not in text
+    assert "dapo train r.yaml" in text and f"dapo train {tmp_path}/r/config.yaml run.dir={tmp_path}/r-again" in text
+
+
+def test_a_run_in_its_first_moment_has_a_report(tmp_path: Path) -> None:
+    stored_run(tmp_path / "r", {})
+    text = words_of(RunView.read(tmp_path / "r"))
+    assert "No step is done yet." in text and "killed, it seems" in text
+
+
+def test_the_alarms_of_the_run_are_told_again(tmp_path: Path) -> None:
+    calm: dict[str, float] = {"grad_norm/max": 0.5}
+    text = words_of(a_run(tmp_path / "r", [{}, *[calm] * 10, {"grad_norm/max": 50.0}]))
+    assert "| step 11: gradient spike: a gradient norm of 50" in text
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_both_and_names_them(tmp_path: Path) -> None:
+    stored_run(tmp_path / "r", {1: [group(0, 0, [("a", RIGHT)])]})
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
+    assert done.exit_code == 0, done.output
+    pages = [Path(line) for line in done.output.split()]
+    assert [page.name for page in pages] == ["report.html", "report.md"] and all(page.is_file() for page in pages)
+
+
+def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 1 and "is not a run folder" in done.output
+    stored_run(tmp_path / "r", {})
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r"), "--output", str(tmp_path / "file")])
+    assert done.exit_code == 1 and "--output: cannot write" in done.output
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "dapo.report"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
+    assert done.exit_code == 1 and "pip install 'dapo[report]'" in done.output

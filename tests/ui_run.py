@@ -1,0 +1,97 @@
+"""A run with models that answer at once, and the routes of the page that ask them, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+
+from dapo.config import build_config, nested
+from dapo.demo.task import make_model, make_tokenizer
+from dapo.errors import UserError
+from dapo.run_folder import RunFolder
+from dapo.ui import playground, votes
+from dapo.ui.answering import Answerer
+
+HELD_OUT = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(5) for b in range(5)]
+
+
+def run_with_models(root: Path, seeds: Mapping[str, int], settings: Mapping[str, Any] | None = None) -> Path:
+    """A run of the demo's task. ``seeds``: of each model's random weights, by its name."""
+    data = root.with_name(f"{root.name}-rows.jsonl")
+    data.write_text("".join(json.dumps(row) + "\n" for row in HELD_OUT), encoding="utf-8")
+    given = {
+        "model.path": "gone",
+        "run.dir": str(root),
+        "reward.kind": "exact",
+        "reward.after": "#",
+        "data.template": "plain",
+        "data.max_prompt_length": 16,
+        "rollout.max_response_length": 24,
+        "evaluation.data": str(data),
+        "algorithm.overlong_buffer.enable": False,
+    }
+    folder = RunFolder.create(build_config(nested({**given, **(settings or {})})), ["dapo", "train", "r.yaml"])
+    (folder.root / "metrics.jsonl").touch()
+    tokenizer = make_tokenizer()
+    for name, seed in seeds.items():
+        place = folder.root / name if name.startswith("model-") else folder.checkpoints / name / "model"
+        make_model(seed, len(tokenizer)).save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    return folder.root
+
+
+@contextmanager
+def serving(
+    root: Path, answerer: Answerer | None = None, extend: Callable[[FastAPI], object] = lambda app: None
+) -> Iterator[httpx.Client]:
+    """A client of the routes; the only run is called ``r``. ``extend``: adds others."""
+
+    def folder_of(name: str) -> Path:
+        if name != "r":
+            raise LookupError(f"there is no run {name!r} here")
+        return root
+
+    app, asked = FastAPI(), answerer or Answerer()
+    app.include_router(playground.router(folder_of, asked), prefix="/api")
+    app.include_router(votes.router(folder_of, asked), prefix="/api")
+
+    @app.exception_handler(UserError)
+    async def wrong(_: Any, error: UserError) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, 422)
+
+    @app.exception_handler(LookupError)
+    async def missing(_: Any, error: LookupError) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, 404)
+
+    extend(app)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/api/"
+        with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+        listener.close()
+
+
+def stream(client: httpx.Client, **wanted: Any) -> list[dict[str, Any]]:
+    """All events of the answers to a question."""
+    body = {"run": "r", "models": ["model-before", "model-after"], **wanted}
+    with client.stream("POST", "playground", json=body) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
