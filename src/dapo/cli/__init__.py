@@ -24,6 +24,7 @@ from dapo.cli import (
     reward,
     reward_server,
     train,
+    ui,
     votes,
 )
 from dapo.cli.errors import EXIT_CODES
@@ -65,6 +66,7 @@ for _command in (
     evaluate.evaluate,
     generate.generate,
     inspect.inspect,
+    ui.ui,
     config.config,
     demo.demo,
 ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +40,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe, print it with the numbers that follow, start nothing.")
     ] = False,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Show the run in the browser while it trains (dapo ui shows it afterwards).")
+    ] = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -55,7 +58,8 @@ def train(
             _dry_run(config)
             return
         _require_data(config, named)
-        _train(config, named, resume, quiet)
+        with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
+            _train(config, named, resume, quiet)
 
 
 def _config(recipe: Path | None, overrides: list[str], resume: Path | None) -> Config:
@@ -68,6 +72,15 @@ def _config(recipe: Path | None, overrides: list[str], resume: Path | None) -> C
     if recipe is None:
         raise ConfigError("a recipe is needed: dapo train RECIPE; or dapo train --resume RUN to go on with a run")
     return load_config(recipe, overrides)
+
+
+def _page(folder: Path) -> AbstractContextManager[None]:
+    from dapo.cli.ui import require_ui
+
+    require_ui("--ui")
+    from dapo.ui.serving import beside
+
+    return beside(folder, lambda text: print(text, flush=True))
 
 
 def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> None:

@@ -1,0 +1,66 @@
+"""``dapo ui``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dapo.cli.completion import complete_run
+from dapo.cli.errors import errors_for_people
+from dapo.cli.options import Debug, Quiet
+from dapo.errors import ConfigError
+
+_NEEDS = ("duckdb", "fastapi", "uvicorn")
+
+
+def ui(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN|FOLDER", help="Run folders, or folders that hold runs.", autocompletion=complete_run
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port; 0: any free one. By default 7860, or the next free one.")
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN", help="What a browser must show; by default DAPO_UI_TOKEN, or a new one where it is needed."
+        ),
+    ] = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Show runs in the browser: curves, samples, alarms, time, live while they train. Ctrl-C ends it."""
+    with errors_for_people(debug):
+        require_ui("dapo ui")
+        from dapo.ui.runs import check_folders
+        from dapo.ui.serving import address_of, listening_socket, open_browser, serve, token_for
+
+        check_folders(folders)
+        wanted = token_for(host, token or os.environ.get("DAPO_UI_TOKEN", "").strip() or None)
+        listening = listening_socket(host, port)
+        address = address_of(listening, wanted)
+        print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)
+        if not no_browser:
+            open_browser(address)
+        serve(folders, listening, wanted)
+
+
+def require_ui(what: str) -> None:
+    """
+    Raises:
+        ConfigError: a package that the page needs is missing.
+    """
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{what}: needs {', '.join(missing)}, which is not installed: pip install 'dapo[ui]'")

@@ -1,0 +1,40 @@
+"""The alarms of a run, told again from its metrics: which, when, what was seen, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dapo.config import Config, build_config
+from dapo.errors import UserError
+from dapo.observe.alarms import FIRST, RULES, WINDOW, History, alarms_on
+
+
+def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last.
+
+    Args:
+        config: the run's recipe.
+        entries: its metrics, in order.
+    """
+    recipe = _recipe(config)
+    found: dict[str, dict[str, Any]] = {
+        rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
+        for rule in RULES
+    }
+    steps = [entry for entry in entries if entry.get("step")]
+    for end in range(1, len(steps) + 1) if recipe is not None else ():
+        assert recipe is not None
+        history = History(steps[: min(FIRST, end)], steps[max(0, end - WINDOW) : end], recipe)
+        for name, seen in alarms_on(history).items():
+            found[name]["steps"].append(steps[end - 1]["step"])
+            found[name]["seen"] = seen
+    return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
+
+
+def _recipe(config: Mapping[str, Any]) -> Config | None:
+    """None: it is of a version with other keys."""
+    try:
+        return build_config(dict(config))
+    except UserError:
+        return None

@@ -1,0 +1,102 @@
+"""Who may use the page: this machine alone, or whoever has the token. Sets the headers that keep a text a text."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+_COOKIE = "dapo_token"
+_HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Guard:
+    """Turns away who has not the token, or, where there is none, who does not ask for this machine by its name.
+
+    The token comes as ``Authorization: Bearer``, as a cookie, or once in the address (``?token=``), which sets the
+    cookie. Without a token a foreign page could reach the server through a name that leads to 127.0.0.1, so the name is
+    looked at; what changes something is taken from this page only.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        refused = self._refusal(scope)
+        await (self._app if refused is None else refused)(scope, receive, with_headers)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        host = _name_of(headers.get("host", ""))
+        if scope["method"] not in ("GET", "HEAD") and headers.get("origin"):
+            origin = urlsplit(headers["origin"])
+            if origin.netloc != headers.get("host"):
+                return _error(403, "this page takes changes from itself only")
+        if self._token is None:
+            return None if host in LOOPBACK else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1")
+        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        if "token" in query:
+            return self._welcome(scope, query) if self._is_token(query["token"][0]) else _error(401, "a wrong token")
+        if self._is_token(_given(headers)):
+            return None
+        return _error(
+            401, "a token is needed: open the address that dapo ui has printed, or send Authorization: Bearer"
+        )
+
+    def _welcome(self, scope: Scope, query: dict[str, list[str]]) -> Response:
+        """Keep the token in a cookie and out of the address, which people copy and servers log."""
+        rest = urlencode({name: values for name, values in query.items() if name != "token"}, doseq=True)
+        path = "/" + scope["path"].lstrip("/")  # two slashes in front would be another machine
+        answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
+        answer.set_cookie(_COOKIE, query["token"][0], httponly=True, samesite="strict")
+        return answer
+
+    def _is_token(self, given: str) -> bool:
+        return self._token is not None and hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _given(headers: Headers) -> str:
+    kind, _, value = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    try:
+        found = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def _name_of(host: str) -> str:
+    """Without the port."""
+    return host if host.endswith("]") else host.rpartition(":")[0] if ":" in host else host
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status)

@@ -1,0 +1,361 @@
+"""The page as an application: reads run folders and answers the browser. Writes nothing but the sample index.
+
+Consumes files of runs; produces JSON, server-sent events and the static page. Every route below ``/api/`` names runs as
+:class:`~dapo.ui.runs.Runs` does. How the process starts and ends is in ``serving.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.staticfiles import StaticFiles
+
+import dapo
+from dapo.errors import UserError
+from dapo.observe.metrics import METRICS
+from dapo.observe.sample_rows import read_line
+from dapo.observe.samples import STATUSES
+from dapo.ui import curves, playground, queries, votes
+from dapo.ui.alarm_history import alarm_history
+from dapo.ui.answering import Answerer
+from dapo.ui.guard import Guard
+from dapo.ui.live import PERIOD, events
+from dapo.ui.runs import Run, Runs
+from dapo.ui.texts import summary_of, tokens_of
+
+VIEWS = ("overview", "groups", "sampling", "time", "alarms", "config", "evaluation", "hacking", "playground", "compare")
+STATIC = Path(__file__).parent / "static"
+
+Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=50)]
+Name = Annotated[str, Query(alias="run")]
+Points = Annotated[int, Query(ge=10, le=5000)]
+
+
+def _wanted(
+    first_step: Annotated[int, Query(ge=0)] = 0,
+    last_step: Annotated[int, Query(ge=0, le=queries.LAST_STEP)] = queries.LAST_STEP,
+    status: str | None = None,
+    correct: bool | None = None,
+    longer_than: int | None = None,
+    truncated: bool = False,
+    disagree: bool = False,
+    failed: bool = False,
+    row: int | None = None,
+    order: queries.Order = "newest",
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+) -> queries.GroupFilter:
+    """The filters of the list as they stand in an address."""
+    return queries.GroupFilter(
+        first_step, last_step, status, correct, longer_than, truncated, disagree, failed, row, order, limit, offset
+    )
+
+
+Wanted = Annotated[queries.GroupFilter, Depends(_wanted)]
+
+
+def create_app(folders: Sequence[Path], token: str | None = None, period: float = PERIOD) -> FastAPI:
+    """The application.
+
+    Args:
+        folders: run folders, or folders that hold runs; nothing else is read.
+        token: what a client must show; None: there is no token, and only this machine's own names are answered.
+        period: seconds between two looks at the files for what is new.
+    """
+    app = FastAPI(title="dapo", version=dapo.__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    runs, closing = Runs(folders), threading.Event()
+    app.state.closing = closing  # set: streams end, so that the server can
+    app.add_middleware(Guard, token=token)
+    app.include_router(_overview(runs), prefix="/api")
+    app.include_router(_samples(runs), prefix="/api")
+    app.include_router(_details(runs), prefix="/api")
+
+    def folder_of(name: str) -> Path:
+        return runs.get(name).folder.root
+
+    answerer = Answerer()
+    app.include_router(playground.router(folder_of, answerer), prefix="/api")
+    app.include_router(votes.router(folder_of, answerer), prefix="/api")
+
+    @app.get("/api/events")
+    async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> StreamingResponse:  # noqa: B006
+        return StreamingResponse(events(runs, run, closing, period), media_type="text/event-stream")
+
+    @app.get("/api/about")
+    def about() -> dict[str, Any]:
+        return {"version": dapo.__version__, "views": VIEWS}
+
+    @app.get("/")
+    def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html")
+
+    @app.exception_handler(UserError)
+    async def wrong(_: Request, error: UserError) -> Response:
+        return JSONResponse({"error": str(error)}, 422)
+
+    @app.exception_handler(LookupError)
+    async def missing(_: Request, error: LookupError) -> Response:
+        return JSONResponse({"error": str(error)}, 404)
+
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app
+
+
+def _overview(runs: Runs) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/runs")
+    def list_runs() -> list[dict[str, Any]]:
+        """All runs, the newest first; one that cannot be read says why."""
+        return [_card(run) for run in runs.all()]
+
+    @router.get("/metrics")
+    def list_metrics(names: Names) -> dict[str, Any]:
+        """What the metrics are, which of them these runs have, and which to show first."""
+        entries = [entry for name in names for entry in runs.get(name).view.metrics]
+        have = curves.names_in(entries)
+        known = {m.name: {"unit": m.unit, "meaning": m.meaning} for m in METRICS.values()}
+        return {"known": known, "available": have, "headlines": [n for n in curves.HEADLINES if n in have]}
+
+    @router.get("/curves")
+    def list_curves(
+        names: Names,
+        metrics: Annotated[list[str], Query(alias="metric", min_length=1, max_length=120)],
+        points: Points = 400,
+        x: Literal["step", "time/elapsed", "tokens"] = "step",
+    ) -> dict[str, dict[str, list[list[float]]]]:
+        """By run and metric the points of its curve."""
+        found = {}
+        for name in names:
+            entries = _with_tokens(runs.get(name).view.metrics) if x == "tokens" else runs.get(name).view.metrics
+            found[name] = {metric: curves.curve(entries, metric, points, x) for metric in metrics}
+        return found
+
+    @router.get("/ablation")
+    def ablation(names: Names) -> dict[str, Any]:
+        """Final values against what is different in the recipes."""
+        views = {name: runs.get(name).view for name in names}
+        keys = curves.ablation_keys([view.config for view in views.values()])
+        metrics = ("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "time/elapsed")
+        rows = [
+            {
+                "run": name,
+                "steps": view.steps_done,
+                "config": {key: dict(curves.flat(view.config)).get(key) for key in keys},
+                "final": {metric: curves.final(view.metrics, metric) for metric in metrics},
+            }
+            for name, view in views.items()
+        ]
+        return {"keys": keys, "metrics": list(metrics), "rows": rows}
+
+    @router.get("/config")
+    def config(names: Names) -> dict[str, Any]:
+        """Every key of the recipes, and which keys differ."""
+        configs = [runs.get(name).view.config for name in names]
+        tables = [dict(curves.flat(one)) for one in configs]
+        keys = dict.fromkeys(key for table in tables for key in table)
+        values = {key: [table.get(key) for table in tables] for key in keys}
+        return {"values": values, "differing": curves.differing(configs)}
+
+    return router
+
+
+def _samples(runs: Runs) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/groups")
+    def groups(name: Name, wanted: Wanted) -> dict[str, Any]:
+        """Groups, with the end of each prompt."""
+        run = runs.get(name)
+        found = queries.groups(run.samples(), wanted)
+        total = found[0].pop("total") if found else 0
+        for group in found:
+            group.pop("total", None)
+            group["prompt"] = summary_of(_line(run, group))
+            del group["text_offset"], group["text_length"]
+        return {"total": total, "groups": found, "statuses": STATUSES, **queries.bounds(run.samples())}
+
+    @router.get("/group")
+    def group(name: Name, step: int, draw: int) -> dict[str, Any]:
+        """One group: its prompt, and every sample with text, tokens and numbers."""
+        run = runs.get(name)
+        found = queries.group(run.samples(), step, draw)
+        if not found:
+            raise HTTPException(404, f"step {step} of {name} has no draw {draw}")
+        lines = [_line(run, row) for row in found]
+        tokens = tokens_of(run.folder, step, [row["position"] for row in found])
+        samples = [
+            row | {"response": line.get("response"), "tokens": arrays}
+            for row, line, arrays in zip(found, lines, tokens, strict=True)
+        ]
+        status = found[0]["status"]
+        return {
+            "prompt": lines[0].get("prompt"),
+            "gold": found[0]["gold"],
+            "status": status,
+            "step": step,
+            "draw": draw,
+            "row": found[0]["row"],
+            "why": STATUSES.get(status, status),
+            "samples": samples,
+        }
+
+    @router.get("/sampling")
+    def sampling(name: Name, points: Points = 300) -> dict[str, Any]:
+        """Dynamic sampling over time, what became of the groups, and how hard the prompts were."""
+        run = runs.get(name)
+        view, connection = run.view, run.samples()
+        metrics = (
+            "groups/all_wrong",
+            "groups/mixed",
+            "groups/all_right",
+            "groups/flat",
+            "groups/drawn",
+            "groups/kept",
+            "groups/keep_rate",
+            "groups/rounds",
+            "tokens/generated",
+            "tokens/wasted",
+        )
+        tenth = max(view.steps_done // 10, 1)
+        found = queries.outcomes(connection, tenth, view.steps_done - tenth)
+        return {
+            "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
+            "difficulty": found["difficulty"],
+            "statuses": [row | {"why": STATUSES.get(row["status"], "")} for row in found["statuses"]],
+            "tenth": tenth,
+        }
+
+    @router.get("/hacking")
+    def hacking(name: Name, points: Points = 300) -> dict[str, Any]:
+        """Trained reward against the held-out check and against length; the samples that they disagree on."""
+        run = runs.get(name)
+        view, connection = run.view, run.samples()
+        metrics = (
+            "monitor/reward",
+            "monitor/check",
+            "monitor/false_right",
+            "monitor/length_correlation",
+            "reward/mean",
+            "response_length/mean",
+        )
+        found = queries.disagreements(connection)
+        for row in found:
+            line = _line(run, row)
+            row["prompt"], row["response"] = summary_of(line), str(line.get("response") or "")[:600]
+        return {
+            "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
+            "lengths": queries.reward_by_length(connection),
+            "disagreements": found,
+            **queries.bounds(connection),
+        }
+
+    return router
+
+
+def _details(runs: Runs) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/time")
+    def time(name: Name, points: Points = 240) -> dict[str, Any]:
+        """Where the seconds of each step went, speeds, and what each role used."""
+        run = runs.get(name)
+        view = run.view
+        speeds = (
+            "tokens_per_second/rollout",
+            "tokens_per_second/update",
+            "tokens_per_second/total",
+            "samples_per_second",
+        )
+        return {
+            "phases": curves.phases(view.metrics, points),
+            "speeds": {metric: curves.curve(view.metrics, metric, points) for metric in speeds},
+            "memory": curves.curve(view.metrics, "memory/rss", points),
+            "resources": queries.resources(_in_memory(), run.folder.root / "resources.jsonl"),
+        }
+
+    @router.get("/alarms")
+    def alarms(name: Name) -> dict[str, Any]:
+        """Alarms with the steps they were on in, and what else a person should know."""
+        view = runs.get(name).view
+        return {
+            "alarms": alarm_history(view.config, view.metrics),
+            "warnings": view.warnings(),
+            "hacking": [e["step"] for e in view.metrics if (e.get("monitor/alarms") or 0) > 0],
+            "steps": view.steps_done,
+        }
+
+    @router.get("/evaluation")
+    def evaluation(name: Name) -> dict[str, Any]:
+        """Every evaluation of the run, what it came to, and which was the best."""
+        view = runs.get(name).view
+        found = [
+            {key: value for key, value in entry.items() if key == "step" or key.startswith("eval/")}
+            for entry in view.metrics
+            if any(key.startswith("eval/") for key in entry)
+        ]
+        return {"evaluations": found, "summary": view.summary, "best": view.best, "checkpoints": view.checkpoints}
+
+    return router
+
+
+def _card(run: Run) -> dict[str, Any]:
+    try:
+        view = run.view
+        before, after = view.accuracies
+        last = view.metrics[-1] if view.metrics else {}
+        shown = {
+            name: last.get(name)
+            for name in (
+                "reward/mean",
+                "response_length/mean",
+                "entropy",
+                "accuracy",
+                "tokens_per_second/total",
+                "alarms/count",
+                "monitor/alarms",
+            )
+        }
+        return {
+            "name": run.name,
+            "path": str(run.folder.root),
+            "state": view.state,
+            "status": view.why,
+            "steps": view.steps_done,
+            "planned": view.steps_planned,
+            "seconds": view.seconds,
+            "model": str((view.config.get("model") or {}).get("path", "")),
+            "before": before,
+            "after": after,
+            "last": shown,
+        }
+    except UserError as error:
+        return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
+
+
+def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The texts of a sample; empty where they are gone, as the numbers may be there without them."""
+    try:
+        return read_line(run.folder.samples, row)
+    except UserError:
+        return {}
+
+
+def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With ``tokens``: generated so far."""
+    total, found = 0.0, []
+    for entry in entries:
+        total += entry.get("tokens/generated") or 0.0
+        found.append(entry | {"tokens": total})
+    return found
+
+
+def _in_memory() -> Any:
+    import duckdb
+
+    return duckdb.connect(":memory:")

@@ -1,0 +1,127 @@
+"""Starting and ending the page's process: alone (``dapo ui``), or beside a training and no longer than it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dapo.errors import UserError
+from dapo.ui.guard import LOOPBACK
+
+PORT = 7860
+_TRIED = 20
+
+
+def listening_socket(host: str, port: int | None) -> socket.socket:
+    """A socket that listens there; ``port`` None: :data:`PORT` or the next free one; 0: any.
+
+    Raises:
+        UserError: the address cannot be listened on.
+    """
+    tried = range(PORT, PORT + _TRIED) if port is None else (port,)
+    problem: OSError | None = None
+    for candidate in tried:
+        try:
+            family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
+            found = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise UserError(f"--host {host}: not an address of this machine: {error}") from None
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, candidate))
+            found.listen(128)
+            return found
+        except OSError as error:
+            found.close()
+            problem = error
+    shown = f"{tried[0]} to {tried[-1]}" if len(tried) > 1 else f"{tried[0]}"
+    raise UserError(f"cannot listen on {host}, port {shown}: {problem and problem.strerror}; try --port 0")
+
+
+def token_for(host: str, token: str | None) -> str | None:
+    """The token that the page asks for: the one given, a new one where others can reach it, none on loopback."""
+    return token or (None if host in LOOPBACK else secrets.token_urlsafe(24))
+
+
+def address_of(listening: socket.socket, token: str | None) -> str:
+    """What to open in a browser."""
+    host, port = listening.getsockname()[:2]
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    shown = f"[{shown}]" if ":" in shown else shown
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+
+
+def serve(folders: Sequence[Path], listening: socket.socket, token: str | None) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    make_server(folders, token).run(sockets=[listening])
+
+
+def open_browser(address: str) -> None:
+    """In a thread: some programs that show pages do not return at once."""
+    threading.Thread(target=lambda: webbrowser.open(address), daemon=True).start()
+
+
+@contextlib.contextmanager
+def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """The page over ``folder``, in a process of its own, as long as the block lasts; says its address.
+
+    A process of its own, so that no query takes time from the training; it ends with the pipe that it reads, so it
+    outlives a training that is killed by nothing.
+    """
+    listening = listening_socket("127.0.0.1", None)
+    number = listening.fileno()
+    command = [sys.executable, "-m", "dapo.ui.serving", str(number), str(folder)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
+    say(f"the page is at {address_of(listening, None)}")
+    listening.close()  # the child's copy goes on
+    try:
+        yield
+    finally:
+        assert child.stdin is not None
+        child.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=5)
+        if child.poll() is None:
+            child.kill()
+
+
+def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5) -> Any:
+    """A uvicorn server of the page that is not yet running; ``period``: seconds between two looks for what is new."""
+    import uvicorn
+
+    from dapo.ui.server import create_app
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.closing.set()
+            await super().shutdown(sockets)
+
+    app = create_app(folders, token, period)
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, server_header=False, lifespan="on"
+    )
+    return Server(settings)
+
+
+def _child(number: int, folder: Path) -> None:
+    """Serve until standard input ends."""
+    server = make_server([folder], None)
+
+    def wait_for_the_end() -> None:
+        sys.stdin.buffer.read()
+        server.should_exit = True
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    server.run(sockets=[socket.socket(fileno=number)])
+
+
+if __name__ == "__main__":
+    _child(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,211 @@
+// The frame: which runs and which view, the address, the connection for what is new. Views are in views/.
+
+import { fill, h, note, percent, roving } from "./dom.js";
+
+const TABS = [
+  ["overview", "Overview", "./views/overview.js"],
+  ["groups", "Groups", "./views/groups.js"],
+  ["sampling", "Dynamic sampling", "./views/sampling.js"],
+  ["time", "Time & resources", "./views/time.js"],
+  ["alarms", "Alarms", "./views/alarms.js"],
+  ["config", "Config", "./views/config.js"],
+  ["evaluation", "Evaluation", "./views/evaluation.js"],
+  ["hacking", "Hacking", "./views/hacking.js"],
+  ["playground", "Playground", "./playground.js"],
+  ["compare", "Compare", "./votes.js"],
+];
+const byId = (id) => document.getElementById(id);
+const state = { tab: "overview", runs: [], params: {}, list: [], offered: TABS, mounted: null, events: null };
+
+// --- the server -----------------------------------------------------------------------------------------------------
+
+function address(path, params = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(params)) {
+    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") query.append(name, one);
+  }
+  const text = query.toString();
+  return `/api/${path}${text ? `?${text}` : ""}`;
+}
+
+async function answer(response) {
+  const body = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(body.error ?? (typeof body.detail === "string" ? body.detail : `the server answered ${response.status}`));
+  return body;
+}
+
+const send = (path, body) =>
+  fetch(address(path), { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+
+const api = {
+  get: async (path, params) => answer(await fetch(address(path, params))),
+  post: async (path, body) => answer(await send(path, body)),
+  async stream(path, body, onText) {
+    const response = await send(path, body);
+    if (!response.ok) return answer(response);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let part = await reader.read(); !part.done; part = await reader.read()) onText(part.value);
+  },
+  get runs() { return state.runs; },
+  get run() { return state.runs[0]; },
+  get params() { return state.params; },
+  get tab() { return state.tab; },
+  info: (name) => state.list.find((run) => run.name === name),
+  go: (tab, params = {}) => { location.hash = hash(tab, params); },
+  keep: (params) => {  // in the address, without a new entry in the history
+    state.params = params;
+    history.replaceState(null, "", hash(state.tab, params));
+  },
+};
+
+// --- address: #tab?run=a&run=b&step=3 --------------------------------------------------------------------------------
+
+const hash = (tab, params = {}) => {
+  const query = new URLSearchParams([...state.runs.map((run) => ["run", run]), ...Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false)]);
+  return `#${tab}?${query}`;
+};
+
+function readAddress() {
+  const [tab, query = ""] = location.hash.slice(1).split("?");
+  const params = new URLSearchParams(query);
+  state.tab = state.offered.some(([id]) => id === tab) ? tab : "overview";
+  const wanted = params.getAll("run").filter((name) => api.info(name));
+  state.runs = wanted.length ? wanted : state.list.filter((run) => run.state !== "unreadable").slice(0, 1).map((run) => run.name);
+  params.delete("run");
+  state.params = Object.fromEntries(params);
+}
+
+// --- frame ----------------------------------------------------------------------------------------------------------
+
+function drawTabs() {
+  const tabs = state.offered.map(([id, name]) =>
+    h("button", { type: "button", role: "tab", id: `tab-${id}`, "aria-controls": "view", "aria-selected": String(id === state.tab), tabindex: id === state.tab ? 0 : -1, onclick: () => api.go(id) }, name));
+  const focused = byId("tabs").contains(document.activeElement);
+  fill(byId("tabs"), tabs);
+  byId("tabs").onkeydown = roving(tabs);
+  const chosen = byId(`tab-${state.tab}`);
+  if (focused) chosen.focus();
+  chosen.scrollIntoView({ block: "nearest", inline: "nearest" });
+  byId("view").setAttribute("aria-labelledby", chosen.id);
+  document.title = `${chosen.textContent} · ${state.runs.join(", ") || "dapo"}`;
+}
+
+function drawRuns() {
+  const rows = state.list.map((run) => {
+    const here = state.runs.includes(run.name);
+    const toggle = () => {
+      const left = state.runs.filter((name) => name !== run.name);
+      state.runs = here ? (left.length ? left : state.runs) : [...left, run.name];
+      api.go(state.tab, {});
+    };
+    const only = (event) => {
+      if (event.target.tagName === "INPUT") return;
+      event.preventDefault();
+      state.runs = [run.name];
+      api.go(state.tab, {});
+    };
+    const gain = run.after !== null && run.after !== undefined ? ` · ${percent(run.after)}` : "";
+    return h("label", { class: `run ${run.state} ${here ? "chosen" : ""}`, title: `${run.path}\n${run.status}\nClick: this one alone. Box: beside the others.`, onclick: only },
+      h("input", { type: "checkbox", checked: here, disabled: run.state === "unreadable", "aria-label": `show ${run.name}`, onchange: toggle }),
+      h("span", { class: "name" }, run.name),
+      h("span", { class: "facts" }, run.state === "unreadable" ? "cannot be read" : `${run.state} · ${run.steps}${run.planned ? `/${run.planned}` : ""}${gain}`));
+  });
+  const focused = document.activeElement?.getAttribute?.("aria-label");
+  fill(byId("runs"), h("h2", {}, `${state.list.length} run${state.list.length === 1 ? "" : "s"}`), rows);
+  if (focused) document.querySelector(`#runs [aria-label="${CSS.escape(focused)}"]`)?.focus();
+  byId("chosen").textContent = state.runs.length ? state.runs.join(", ") : "no run yet";
+}
+
+let turn = 0;
+async function drawView() {
+  const mine = ++turn, view = byId("view");
+  state.mounted?.close?.();
+  state.mounted = null;
+  const element = h("section", { class: `view ${state.tab}` });
+  if (!state.runs.length) return fill(view, note("No run here yet. This page shows it as soon as there is one."));
+  try {
+    const module = await import(state.offered.find(([id]) => id === state.tab)[2]);
+    if (mine !== turn) return;
+    fill(view, element);
+    const mounted = await module.mount(element, api);
+    if (mine === turn) state.mounted = mounted ?? null;
+    else mounted?.close?.();
+  } catch (error) {
+    if (mine === turn) fill(view, h("p", { class: "problem", role: "alert" }, error.message));
+  }
+  view.dataset.ready = state.tab;
+}
+
+// --- what is new ----------------------------------------------------------------------------------------------------
+
+let waiting = null;
+const news = new Map();
+
+function heard(type, event) {
+  news.set(type, { type, ...JSON.parse(event.data) });
+  waiting ??= setTimeout(async () => {
+    const events = [...news.values()];
+    news.clear();
+    waiting = null;
+    await loadRuns();
+    drawRuns();
+    if (!state.mounted) return events.some((one) => one.type === "runs") && start();
+    for (const one of events) {
+      try {
+        await state.mounted?.refresh?.(one);
+      } catch (error) {
+        console.warn("not refreshed:", error.message);
+      }
+    }
+  }, 250);
+}
+
+function listen() {
+  state.events?.close();
+  const source = (state.events = new EventSource(address("events", { run: state.runs })));
+  const say = (text, kind) => { byId("live").textContent = text; byId("live").className = kind; };
+  source.addEventListener("hello", () => say("live", "on"));
+  source.onerror = () => say("not connected", "off");
+  for (const type of ["metrics", "samples", "state", "runs"]) source.addEventListener(type, (event) => heard(type, event));
+}
+
+async function loadRuns() {
+  const known = await api.get("runs").catch(() => null);
+  if (known) state.list = known;
+}
+
+let listened = null;
+async function start() {
+  readAddress();
+  drawTabs();
+  drawRuns();
+  if (listened !== state.runs.join("\n")) {
+    listened = state.runs.join("\n");
+    listen();
+  }
+  await drawView();
+}
+
+function themeButton() {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const now = () => document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light");
+  const draw = () => { byId("theme").textContent = now() === "dark" ? "☀" : "☾"; byId("theme").title = now() === "dark" ? "light" : "dark"; };
+  byId("theme").onclick = () => {
+    document.documentElement.dataset.theme = now() === "dark" ? "light" : "dark";
+    localStorage.setItem("dapo-theme", document.documentElement.dataset.theme);
+    draw();
+  };
+  dark.onchange = draw;
+  draw();
+}
+
+const narrow = matchMedia("(max-width: 760px)");
+const fold = () => (byId("side").open = !narrow.matches);
+narrow.onchange = fold;
+fold();
+themeButton();
+await loadRuns();
+const { views = null } = await api.get("about").catch(() => ({}));
+if (views) state.offered = TABS.filter(([id]) => views.includes(id));
+addEventListener("hashchange", start);
+await start();

@@ -1,0 +1,275 @@
+// Charts as SVG. A chart is made once and given data as often as there is new data; all charts share one cursor.
+
+import { fill, h, number, percent } from "./dom.js";
+
+const MARGIN = { right: 10, top: 8, bottom: 20 };
+export const COLOURS = Array.from({ length: 8 }, (_, place) => `s${place}`);
+
+const cursors = new Set();
+const moveCursors = (x, from) => cursors.forEach((chart) => chart.element.isConnected ? chart.point(x, from === chart) : cursors.delete(chart));
+
+const resized = new ResizeObserver((entries) => entries.forEach((entry) => {
+  const width = Math.round(entry.contentRect.width);
+  if (width && width !== entry.target.chart.width) {
+    entry.target.chart.width = width;
+    entry.target.chart.draw();
+  }
+}));
+
+export function niceTicks(low, high, count) {
+  const rough = (high - low) / count || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, i) => (first + i) * step);
+}
+
+// No more decimals than it takes to tell the ticks apart.
+function tickLabels(ticks, format) {
+  const plain = format === number && ticks.every((tick) => tick === 0 || (Math.abs(tick) < 1e4 && Math.abs(tick) >= 1e-3));
+  if (format !== percent && !plain) return ticks.map(format);
+  const scaled = format === percent ? ticks.map((tick) => 100 * tick) : ticks;
+  const decimals = [0, 1, 2, 3].find((count) => scaled.every((tick) => Math.abs(tick - Number(tick.toFixed(count))) < 1e-9 + Math.abs(tick) * 1e-6)) ?? 3;
+  return scaled.map((tick) => tick.toFixed(decimals) + (format === percent ? "%" : ""));
+}
+
+// Exponential moving average that starts unbiased; weight 0 leaves the values as they are.
+export function smooth(points, weight) {
+  let mean = 0, mass = 0;
+  return points.map(([x, y]) => {
+    mean = weight * mean + (1 - weight) * y;
+    mass = weight * mass + (1 - weight);
+    return [x, mean / mass];
+  });
+}
+
+class Frame {
+  constructor({ title, unit = "", meaning = "", height = 150, format = number, xName = "step" }) {
+    Object.assign(this, { title, unit, meaning, height, format, xName, width: 0, left: 40, extent: null, nothing: "nothing yet" });
+    this.readout = h("output", { class: "readout" });
+    this.plot = h("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${title}: arrow keys read the values` });
+    this.legend = h("div", { class: "legend" });
+    this.element = h("figure", { class: "chart", "data-chart": title },
+      h("figcaption", { title: meaning }, h("b", {}, title), unit && format !== percent && !title.startsWith(unit) && h("span", { class: "muted" }, ` ${unit}`), this.readout), this.plot, this.legend);
+    this.plot.chart = this;
+    resized.observe(this.plot);
+    this.plot.addEventListener("pointermove", (event) => this.#hover(event));
+    this.plot.addEventListener("pointerleave", () => moveCursors(null, this));
+    this.plot.addEventListener("keydown", (event) => this.#key(event));
+    this.plot.addEventListener("blur", () => moveCursors(null, this));
+    cursors.add(this);
+  }
+
+  scale(xs, low, high) {
+    const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
+    const right = this.width - MARGIN.right, bottom = this.height - MARGIN.bottom;
+    this.extent = { x0, x1, low, high };
+    this.ticks = low === high ? [low] : niceTicks(low, high, 3);
+    this.labels = tickLabels(this.ticks, this.format);
+    this.left = 12 + 5.9 * Math.max(3, ...this.labels.map((label) => label.length));
+    this.X = (x) => this.left + ((x - x0) / (x1 - x0 || 1)) * (right - this.left);
+    this.Y = (y) => bottom - ((y - low) / (high - low || 1)) * (bottom - MARGIN.top);
+  }
+
+  axes(xFormat = number) {
+    const { x0, x1 } = this.extent;
+    const right = this.width - MARGIN.right, bottom = this.height - MARGIN.bottom;
+    const rows = this.ticks.flatMap((y, place) => [
+      h("line", { class: "grid", x1: this.left, x2: right, y1: this.Y(y), y2: this.Y(y) }),
+      h("text", { x: this.left - 6, y: this.Y(y) + 3, "text-anchor": "end" }, this.labels[place]),
+    ]);
+    const columns = niceTicks(x0, x1, Math.max(2, Math.round(this.width / 110))).map((x) =>
+      h("text", { x: Math.min(this.X(x), right - 8), y: this.height - 5, "text-anchor": "middle" }, xFormat(x)));
+    return [...rows, h("line", { class: "axis", x1: this.left, x2: right, y1: bottom, y2: bottom }), ...columns];
+  }
+
+  show(...children) {
+    this.cursor = h("g", { class: "cursor" });
+    fill(this.plot, h("svg", { width: this.width, height: this.height, viewBox: `0 0 ${this.width} ${this.height}`, "aria-hidden": "true" }, ...children, this.cursor));
+  }
+
+  empty() {
+    this.extent = null;
+    fill(this.plot, h("p", { class: "muted centre" }, this.nothing));
+  }
+
+  #hover(event) {
+    if (!this.extent) return;
+    const { x0, x1 } = this.extent;
+    const share = (event.offsetX - this.left) / (this.width - this.left - MARGIN.right);
+    moveCursors(x0 + Math.min(1, Math.max(0, share)) * (x1 - x0), this);
+  }
+
+  #key(event) {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by || !this.extent) return;
+    event.preventDefault();
+    const xs = this.places();
+    const now = this.at === undefined || this.at === null ? (by > 0 ? -1 : xs.length) : nearest(xs, this.at);
+    moveCursors(xs[Math.min(xs.length - 1, Math.max(0, now + by))], this);
+  }
+
+  line(x) {
+    return h("line", { x1: this.X(x), x2: this.X(x), y1: MARGIN.top, y2: this.height - MARGIN.bottom });
+  }
+}
+
+// series: [{name, colour, points: [[x, mean, low, high]], band: [[x, low, high]]}]
+export class LineChart extends Frame {
+  series = [];
+  smoothing = 0;
+
+  set(series, smoothing = this.smoothing) {
+    this.series = series.filter((one) => one.points.length);
+    this.smoothing = smoothing;
+    this.draw();
+    return this;
+  }
+
+  places() {
+    return this.series[0].points.map(([x]) => x);
+  }
+
+  draw() {
+    if (!this.width) return;
+    this.#latest();
+    if (!this.series.length) return this.empty();
+    this.drawn = this.series.map((one) => smooth(one.points, this.smoothing));
+    const values = this.series.flatMap((one, place) => [
+      ...this.drawn[place].map(([, y]) => y), ...one.points.flatMap((p) => (this.smoothing ? [p[1]] : p.slice(1))), ...(one.band ?? []).flatMap((p) => p.slice(1)),
+    ]);
+    let low = Math.min(...values), high = Math.max(...values);
+    const room = (high - low) * 0.06 || Math.abs(high) * 0.1;
+    [low, high] = [low >= 0 && low < room * 3 ? 0 : low - room, high + room];
+    this.scale(this.series.flatMap((one) => one.points.map(([x]) => x)), low, high);
+    this.show(...this.axes(), ...this.series.flatMap((one, place) => this.#paths(one, place)));
+  }
+
+  #paths(one, place) {
+    const raw = one.points, path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${this.X(x).toFixed(1)} ${this.Y(y).toFixed(1)}`).join("");
+    const area = (points) => `${path(points.map(([x, , , b]) => [x, b]))}${path([...points].reverse().map(([x, , a]) => [x, a])).replace("M", "L")}Z`;
+    const band = one.band ? one.band.map(([x, a, b]) => [x, 0, a, b]) : raw;
+    const spread = raw.length > 1 && (one.band || !this.smoothing) && band.some((p) => p[3] > p[2]);
+    return [
+      spread && h("path", { class: `band ${one.colour}`, d: area(band) }),
+      this.smoothing && h("path", { class: `raw ${one.colour}`, d: path(raw) }),
+      h("path", { class: `line ${one.colour} ${one.dashed ? "dashed" : ""}`, d: path(this.drawn[place]) }),
+      ...(raw.length < 13 ? this.drawn[place].map(([x, y]) => h("circle", { class: one.colour, cx: this.X(x), cy: this.Y(y), r: 2.2 })) : []),
+    ].filter(Boolean);
+  }
+
+  #latest() {
+    const last = this.series.map((one) => one.points.at(-1)[1]);
+    fill(this.readout, ...last.slice(0, 3).map((value, place) => h("span", { class: this.series.length > 1 ? `ink ${this.series[place].colour}` : "" }, this.format(value))));
+    fill(this.legend, ...(this.named && this.series.length > 1 ? this.series.map((one) => h("span", { class: `ink ${one.colour}` }, one.name)) : []));
+  }
+
+  point(x) {
+    this.at = x;
+    if (!this.extent || !this.cursor) return;
+    if (x === null) {
+      fill(this.cursor);
+      return this.#latest();
+    }
+    const found = this.drawn.map((points) => points[nearest(points.map((p) => p[0]), x)]);
+    fill(this.cursor, this.line(found[0][0]), ...found.map(([px, py], place) => h("circle", { class: this.series[place].colour, cx: this.X(px), cy: this.Y(py), r: 3 })));
+    fill(this.readout, h("span", { class: "muted" }, `${this.xName} ${number(found[0][0])}`), ...found.slice(0, 4).map(([, y], place) =>
+      h("span", { class: this.series.length > 1 ? `ink ${this.series[place].colour}` : "" }, this.format(y))));
+  }
+}
+
+// rows: [[x, value of each name...]]; parts: [{name, colour}]; share: each row adds up to 1
+export class StackChart extends Frame {
+  rows = [];
+
+  set(parts, rows, share = false) {
+    Object.assign(this, { parts, share, raw: rows });
+    this.rows = rows.map(([x, ...values]) => {
+      const sum = share ? values.reduce((a, b) => a + b, 0) || 1 : 1;
+      return [x, ...values.map((value) => value / sum)];
+    });
+    fill(this.legend, parts.map((part) => h("span", { class: `swatch ${part.colour}` }, part.name)));
+    this.draw();
+    return this;
+  }
+
+  places() {
+    return this.rows.map(([x]) => x);
+  }
+
+  draw() {
+    if (!this.width) return;
+    if (!this.rows.length) return this.empty();
+    const sums = this.rows.map(([, ...values]) => values.reduce((a, b) => a + b, 0));
+    this.scale(this.places(), 0, this.share ? 1 : Math.max(...sums) * 1.04 || 1);
+    const base = this.rows.map(() => 0), areas = [];
+    this.parts.forEach((part, place) => {
+      const top = this.rows.map((row, i) => base[i] + row[place + 1]);
+      areas.push(h("path", { class: `stack ${part.colour}`, d: this.#area(top, base) }));
+      top.forEach((value, i) => (base[i] = value));
+    });
+    this.show(...areas, ...this.axes());
+  }
+
+  // as steps, so that a column is as wide as what it stands for
+  #area(top, base) {
+    const xs = this.places().map(this.X);
+    const left = (i) => (i ? (xs[i - 1] + xs[i]) / 2 : xs[0]), right = (i) => (i < xs.length - 1 ? (xs[i] + xs[i + 1]) / 2 : xs[i] + (xs.length === 1 ? 20 : 0));
+    const f = (value) => this.Y(value).toFixed(1);
+    const there = top.map((y, i) => `${i ? "L" : "M"}${left(i).toFixed(1)} ${f(y)}L${right(i).toFixed(1)} ${f(y)}`).join("");
+    const back = base.map((y, i) => `L${right(i).toFixed(1)} ${f(y)}L${left(i).toFixed(1)} ${f(y)}`).reverse().join("");
+    return `${there}${back}Z`;
+  }
+
+  point(x) {
+    this.at = x;
+    if (!this.extent || !this.cursor) return;
+    if (x === null) {
+      fill(this.cursor);
+      fill(this.readout);
+      return;
+    }
+    const place = nearest(this.places(), x), row = this.rows[place];
+    fill(this.cursor, this.line(row[0]));
+    fill(this.readout, h("span", { class: "muted" }, `${this.xName} ${number(row[0])}`), ...this.parts.map((part, i) => row[i + 1] > 0 && h("span", {}, `${part.name} ${this.format(this.raw[place][i + 1])}`)).filter(Boolean));
+  }
+}
+
+// groups: [{name, colour, values}] side by side over labels
+export function bars(title, labels, groups, format = percent1) {
+  const most = Math.max(...groups.flatMap((group) => group.values), 1e-9), width = 460, height = 150, left = 38;
+  const each = (width - left - 6) / labels.length, thick = Math.min(14, (each - 4) / groups.length);
+  const Y = (value) => height - 22 - (value / most) * (height - 34);
+  return h("figure", { class: "chart", "data-chart": title },
+    h("figcaption", {}, h("b", {}, title)),
+    h("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title },
+      niceTicks(0, most, 3).flatMap((y) => [h("line", { class: "grid", x1: left, x2: width, y1: Y(y), y2: Y(y) }), h("text", { x: left - 5, y: Y(y) + 3, "text-anchor": "end" }, format(y))]),
+      labels.map((label, i) => h("text", { x: left + each * (i + 0.5), y: height - 7, "text-anchor": "middle" }, label)),
+      groups.flatMap((group, g) => group.values.map((value, i) =>
+        h("rect", { class: `stack ${group.colour}`, x: left + each * (i + 0.5) + (g - groups.length / 2) * thick, y: Y(value), width: Math.max(thick - 1, 1), height: Math.max(height - 22 - Y(value), 0) },
+          h("title", {}, `${group.name}, ${labels[i]}: ${format(value)}`))))),
+    h("div", { class: "legend" }, groups.map((group) => h("span", { class: `swatch ${group.colour}` }, group.name))));
+}
+
+const percent1 = (value) => `${(100 * value).toFixed(0)}%`;
+
+// cells: [[column, row, count]] on a grid of columns x rows
+export function heat(title, { cells, columns, rows, shortest, longest, lowest, highest }, xName, yName) {
+  const width = 460, height = 220, left = 42, bottom = 30, most = Math.max(...cells.map((cell) => cell[2]), 1);
+  const w = (width - left - 6) / columns, t = (height - bottom - 8) / rows;
+  const square = ([x, y, count]) => h("rect", { class: "cell", x: left + x * w, y: 8 + (rows - 1 - y) * t, width: w + 0.3, height: t + 0.3, "fill-opacity": 0.12 + 0.88 * Math.sqrt(count / most) },
+    h("title", {}, `${xName} ${number(shortest + ((longest - shortest) * x) / columns)}…, ${yName} ${number(lowest + ((highest - lowest) * y) / rows)}…: ${number(count)} samples`));
+  const marks = [[lowest, height - bottom], [highest, 16]].map(([value, y]) => h("text", { x: left - 5, y, "text-anchor": "end" }, number(value)));
+  return h("figure", { class: "chart", "data-chart": title },
+    h("figcaption", {}, h("b", {}, title), h("span", { class: "muted" }, " samples of each, darker: more")),
+    h("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, cells.map(square), marks,
+      h("line", { class: "axis", x1: left, x2: width - 6, y1: height - bottom + 1, y2: height - bottom + 1 }),
+      h("text", { x: left, y: height - 14 }, number(shortest)), h("text", { x: width - 6, y: height - 14, "text-anchor": "end" }, number(longest)),
+      h("text", { x: (left + width) / 2, y: height - 14, "text-anchor": "middle" }, xName)));
+}
+
+function nearest(xs, x) {
+  let best = 0;
+  for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - x) < Math.abs(xs[best] - x)) best = i;
+  return best;
+}

@@ -1,0 +1,24 @@
+// The recipe, key by key, and where several runs differ.
+
+import { fill, h, note, panel, table } from "../dom.js";
+import { shown } from "./overview.js";
+
+export async function mount(element, api) {
+  const found = await api.get("config", { run: api.runs });
+  const several = api.runs.length > 1, differing = new Set(found.differing);
+  let only = several && api.params.all !== "true", text = "";
+  const body = h("div"), count = h("span", { class: "muted", role: "status" });
+
+  function draw() {
+    const keys = Object.keys(found.values).filter((key) => (!only || differing.has(key)) && key.includes(text));
+    count.textContent = several ? `${differing.size} of ${Object.keys(found.values).length} keys differ` : `${keys.length} keys`;
+    const sections = Map.groupBy ? Map.groupBy(keys, (key) => (key.includes(".") ? key.split(".")[0] : "")) : new Map([["", keys]]);
+    fill(body, keys.length ? [...sections].map(([section, names]) => panel(section || null, table(["key", ...(several ? api.runs : ["value"])], names.map((key) => [
+      h("td", { class: "value" }, section ? key.slice(section.length + 1) : key), ...found.values[key].map((value) => h("td", { class: `value ${several && differing.has(key) ? "differs" : ""}` }, shown(value)))])))) : note(only && !text ? "These runs have the same recipe." : "No key is like this."));
+  }
+  fill(element, h("div", { class: "bar" },
+    h("input", { type: "search", placeholder: "filter keys", "aria-label": "filter keys", oninput: (event) => { text = event.target.value.trim(); draw(); } }),
+    several && h("label", {}, h("input", { type: "checkbox", checked: only, onchange: (event) => { only = event.target.checked; draw(); } }), "differences only"), count,
+    !several && h("span", { class: "muted" }, "Tick a second run to compare them.")), body);
+  draw();
+}

@@ -1,0 +1,182 @@
+// Groups side by side: what was asked, what was answered, what it earned, why it was trained on or not.
+
+import { fill, h, note, number, panel, percent, segmented } from "../dom.js";
+
+const LEVELS = 8;
+const level = (share) => Math.max(0, Math.min(LEVELS, Math.round(share * LEVELS)));
+const COLOURINGS = {
+  none: { name: "plain", class: () => "" },
+  advantage: { name: "advantage", scale: ["−2", "0", "+2"], both: true, class: (token) => signed(token.advantage / 2) },
+  probability: { name: "probability", scale: ["sure", "unlikely"], needs: "logprob_engine", class: (token) => `n${level(1 - Math.exp(token.logprob_engine))}` },
+  gap: { name: "engine–trainer gap", scale: ["≤1e-4", "≥1 nat"], needs: "logprob_trainer", class: (token) => `n${level((Math.log10(Math.max(Math.abs(token.logprob_engine - token.logprob_trainer), 1e-4)) + 4) / 4)}` },
+  entropy: { name: "entropy", scale: ["0", "≥3 nats"], needs: "entropy", class: (token) => `p${level(token.entropy / 3)}` },
+};
+const signed = (share) => (share >= 0 ? "p" : "n") + level(Math.abs(share ?? 0));
+
+export async function mount(element, api) {
+  const wanted = { order: "newest", ...api.params };
+  delete wanted.draw;
+  const list = h("div", { class: "panel list", role: "listbox", "aria-label": "groups", tabindex: -1 });
+  const detail = h("div", { class: "detail" }), count = h("span", { class: "muted", role: "status" });
+  const fresh = h("button", { type: "button", class: "quiet", hidden: true, onclick: () => { fresh.hidden = true; load(); } });
+  let groups = [], total = 0, open = api.params.draw ? `${api.params.at ?? api.params.step}/${api.params.draw}` : null, colouring = api.params.colour ?? "advantage", known = null;
+
+  const keep = () => api.keep({ ...wanted, ...(open ? { at: open.split("/")[0], draw: open.split("/")[1] } : {}), colour: colouring });
+  const query = () => {
+    const { step, at, colour, draw, correct, longer_than, ...rest } = wanted;
+    return { ...rest, run: api.run, correct, longer_than, first_step: step, last_step: step };
+  };
+  const change = (name, value) => {
+    if (value === "" || value === false) delete wanted[name];
+    else wanted[name] = value;
+    open = null;
+    load();
+  };
+
+  async function load(offset = 0) {
+    const found = await api.get("groups", { ...query(), offset });
+    known = found;
+    groups = offset ? [...groups, ...found.groups] : found.groups;
+    total = offset ? total : found.total;
+    count.textContent = `${number(total)} group${total === 1 ? "" : "s"} of ${number(found.samples)} samples, steps ${found.first ?? "–"} to ${found.last ?? "–"}`;
+    drawList();
+    const first = groups.find((group) => key(group) === open) ?? (open ? null : groups[0]);
+    if (first && !offset) await show(first);
+    else if (open && !offset) await show({ step: open.split("/")[0], draw: open.split("/")[1] });
+    else if (!groups.length) fill(detail, note("No group is like this. Take a filter away."));
+  }
+
+  function drawList() {
+    const rows = groups.map((group) => h("div", { role: "option", "aria-selected": String(key(group) === open), tabindex: key(group) === open ? 0 : -1, "data-key": key(group), onclick: () => show(group) },
+      h("span", { class: "prompt" }, group.prompt || "(text is gone)"),
+      h("span", { class: "dots", title: `${group.right} of ${group.scored} right` }, group.verdicts.slice(0, 32).map((right) => h("i", { class: right === null ? "" : right ? "right" : "wrong" }))),
+      h("span", { class: `tag ${group.status === "kept" ? "good" : ""}` }, group.status.replaceAll("_", " ")),
+      h("span", { class: "muted" }, `step ${group.step} · row ${group.row}`),
+      h("span", { class: "muted" }, `${number(group.length)} tok${group.truncated ? `, ${group.truncated} cut` : ""}`)));
+    const more = groups.length < total && h("button", { type: "button", class: "more", onclick: () => load(groups.length) }, `${number(total - groups.length)} more`);
+    fill(list, rows, more);
+    if (rows.length && !rows.some((row) => row.tabIndex === 0)) rows[0].tabIndex = 0;
+    list.onkeydown = (event) => {
+      const here = rows.indexOf(document.activeElement), to = { ArrowDown: here + 1, ArrowUp: here - 1, Home: 0, End: rows.length - 1 }[event.key];
+      if (event.key === "Enter" && here >= 0) return detail.querySelector(".tokens")?.focus();
+      if (to === undefined || here < 0 || !rows[to]) return;
+      event.preventDefault();
+      rows[to].focus();
+      show(groups[to]);
+    };
+  }
+
+  let turn = 0;
+  async function show(group) {
+    const mine = ++turn;
+    open = key(group);
+    for (const row of list.querySelectorAll("[role=option]")) {
+      const here = row.dataset.key === open;
+      row.setAttribute("aria-selected", String(here));
+      row.tabIndex = here ? 0 : -1;
+    }
+    keep();
+    const found = await api.get("group", { run: api.run, step: group.step, draw: group.draw });
+    if (mine === turn) fill(detail, drawGroup(found, colouring, (name) => { colouring = name; keep(); }));
+  }
+
+  const control = (name, input) => h("label", {}, name, input);
+  const integer = (name, label, placeholder) => control(label, h("input", { type: "number", min: 0, value: wanted[name] ?? "", placeholder, "aria-label": label, name, onchange: (event) => change(name, event.target.value) }));
+  const choose = (name, label, options) => control(label, h("select", { "aria-label": label, name, onchange: (event) => change(name, event.target.value) }, options.map(([value, text]) => h("option", { value, selected: (wanted[name] ?? options[0][0]) === value }, text))));
+  const box = (name, label) => h("label", {}, h("input", { type: "checkbox", name, checked: wanted[name] === "true", onchange: (event) => change(name, event.target.checked ? "true" : "") }), label);
+  const statuses = ["kept", "all_right", "all_wrong", "flat", "too_few_scored", "surplus", "carried", "stale"];
+  fill(element,
+    h("div", { class: "bar" },
+      integer("step", "step", "all"),
+      choose("status", "status", [["", "any"], ...statuses.map((name) => [name, name.replaceAll("_", " ")])]),
+      choose("correct", "has a sample", [["", "any"], ["true", "right"], ["false", "wrong"]]),
+      integer("longer_than", "longer than", "tokens"), integer("row", "row", "any"),
+      box("truncated", "cut"), box("failed", "score failed"), box("disagree", "check disagrees"),
+      choose("order", "order", [["newest", "newest"], ["hardest", "hardest"], ["easiest", "easiest"], ["longest", "longest"], ["spread", "spread of reward"], ["gap", "engine–trainer gap"]]),
+      count, fresh),
+    h("div", { class: "split" }, list, detail));
+  await load();
+  return {
+    refresh({ type, steps }) {
+      if (type !== "samples") return;
+      if (!groups.length) return load();
+      fresh.hidden = false;
+      fresh.textContent = `step ${steps} is there: show`;
+    },
+  };
+}
+
+const key = (group) => `${group.step}/${group.draw}`;
+
+function drawGroup(group, colouring, choose) {
+  const reading = h("div", { class: "reading muted", role: "status" }, "Point at a token, or focus a text and use the arrow keys.");
+  const scale = h("span", { class: "scale" }), cards = h("div", { class: "cards" });
+  const has = (name) => group.samples.some((sample) => sample.tokens[name]?.some((value) => value !== null));
+  const offered = Object.entries(COLOURINGS).map(([id, one]) => [id, one.name, one.needs && !has(one.needs) ? "not stored for this step" : undefined, Boolean(one.needs && !has(one.needs))]);
+  if (offered.find(([id]) => id === colouring)?.[3]) colouring = "advantage";
+  const paint = (id) => {
+    const one = COLOURINGS[id];
+    const swatches = one.both ? ["n8", "n5", "n2", "p2", "p5", "p8"] : (one.class({ logprob_engine: -5, logprob_trainer: 0, entropy: 3 }) || "n")[0] === "p" ? ["p1", "p3", "p5", "p8"] : ["n1", "n3", "n5", "n8"];
+    fill(scale, one.scale && [one.scale[0], h("span", {}, swatches.map((name) => h("i", { class: name }))), one.scale.at(-1)]);
+    fill(cards, group.samples.map((sample) => drawSample(sample, one, reading)));
+  };
+  paint(colouring);
+  const samples = group.samples, right = samples.filter((sample) => sample.correct).length, scored = samples.filter((sample) => sample.correct !== null).length;
+  return panel(null,
+    h("div", { class: "bar" }, h("b", {}, `Step ${group.step}, draw ${group.draw}`), h("span", { class: "muted" }, `row ${group.row}`),
+      h("span", { class: `tag ${group.status === "kept" ? "good" : "warm"}` }, `${group.status.replaceAll("_", " ")}: ${group.why}`),
+      h("span", {}, `${right} of ${scored} right`), h("span", {}, "answer ", h("code", {}, group.gold ?? "–"))),
+    h("pre", { class: "prompt-box" }, group.prompt ?? "(the text is gone)"),
+    h("div", { class: "bar" }, segmented("colour of the tokens", offered, colouring, (id) => { paint(id); choose(id); }), scale),
+    cards, reading);
+}
+
+function drawSample(sample, colouring, reading) {
+  const mark = sample.correct === null ? ["?", "muted"] : sample.correct ? ["✓", "good"] : ["✗", "warm"];
+  const differs = sample.check_correct !== null && sample.check_correct !== sample.correct;
+  const facts = Object.entries(sample.parts ?? {}).map(([name, value]) => h("span", {}, `${name} ${number(value)}`));
+  const mean = (name, text, format = number) => sample[name] !== null && sample[name] !== undefined && h("span", {}, `${text} ${format(sample[name])}`);
+  return h("article", { class: "card", "data-sample": sample.sample },
+    h("header", {},
+      h("b", { class: mark[1], title: sample.correct ? "right" : "wrong" }, `${mark[0]} ${sample.extracted ?? (sample.correct === null ? "no verdict" : "no answer")}`),
+      h("span", {}, h("span", { class: "muted" }, "reward "), number(sample.reward)),
+      h("span", {}, h("span", { class: "muted" }, "advantage "), number(sample.advantage)),
+      h("span", { class: "muted" }, `${sample.length} tok`),
+      sample.finish_reason === "length" && h("span", { class: "tag warm" }, "cut"),
+      differs && h("span", { class: "tag warm" }, `check: ${sample.check_correct ? "right" : "wrong"}`),
+      sample.status === "kept" && !sample.in_loss && h("span", { class: "tag" }, "not in the loss"),
+      sample.error && h("span", { class: "tag warm", title: sample.error }, "score failed")),
+    drawTokens(sample, colouring, reading),
+    h("footer", {}, h("span", {}, `#${sample.sample}`), sample.shaped_reward !== null && sample.shaped_reward !== sample.reward && h("span", {}, `shaped ${number(sample.shaped_reward)}`), facts,
+      mean("logprob_engine", "mean logprob"), mean("entropy", "entropy"), mean("gap_max", "largest gap"),
+      sample.version_first !== null && h("span", {}, sample.version_first === sample.version_last ? `policy ${sample.version_first}` : `policies ${sample.version_first}–${sample.version_last}`)));
+}
+
+function drawTokens(sample, colouring, reading) {
+  const { pieces } = sample.tokens;
+  if (!pieces) return h("pre", { class: `tokens ${colouring.both ? colouring.class(sample) : ""}`, tabindex: 0 }, sample.response ?? "(the text is gone)");
+  const token = (place) => ({ advantage: sample.advantage ?? 0, ...Object.fromEntries(["logprob_engine", "logprob_trainer", "entropy"].map((name) => [name, sample.tokens[name]?.[place] ?? null])) });
+  const spans = pieces.map((text, place) => h("span", { class: `tok ${colouring.class(token(place))}` }, text));
+  let at = -1;
+  const read = (place) => {
+    spans[at]?.classList.remove("at");
+    at = Math.max(0, Math.min(spans.length - 1, place));
+    spans[at].classList.add("at");
+    spans[at].scrollIntoView?.({ block: "nearest" });
+    say(at);
+  };
+  const say = (place) => {
+    const now = token(place), facts = [`token ${place + 1} of ${spans.length}`];
+    if (now.logprob_engine !== null) facts.push(`probability ${percent(Math.exp(now.logprob_engine))}`, `engine ${now.logprob_engine.toFixed(4)}`);
+    if (now.logprob_trainer !== null) facts.push(`trainer ${now.logprob_trainer.toFixed(4)}`, `gap ${number(Math.abs(now.logprob_engine - now.logprob_trainer))}`);
+    if (now.entropy !== null) facts.push(`entropy ${now.entropy.toFixed(3)}`);
+    facts.push(`advantage ${number(sample.advantage)}`);
+    fill(reading, h("code", {}, JSON.stringify(pieces[place])), "  ", facts.join(" · "));
+  };
+  return h("pre", {
+    class: "tokens", tabindex: 0, "aria-label": `sample ${sample.sample}`,
+    onpointerover: (event) => { const place = spans.indexOf(event.target); if (place >= 0) say(place); },
+    onkeydown: (event) => { const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key]; if (by) { event.preventDefault(); read(at + by); } },
+    onblur: () => { spans[at]?.classList.remove("at"); at = -1; },
+  }, spans);
+}

@@ -1,0 +1,115 @@
+// Curves of one run or several, and what the runs came to against what is different in them.
+
+import { COLOURS, LineChart } from "../charts.js";
+import { fill, formatOf, h, number, panel, percent, seconds, segmented, table } from "../dom.js";
+
+const POINTS = 400;
+
+export async function mount(element, api) {
+  const metrics = await api.get("metrics", { run: api.runs });
+  const chosen = { smoothing: Number(api.params.smoothing ?? 0), x: api.params.x ?? "step" };
+  let extra = (api.params.more ?? "").split(",").filter((name) => metrics.available.includes(name));
+  const charts = new Map();
+  const tiles = h("div", { class: "panel tiles" }), grid = h("div", { class: "grid" }), compared = h("div");
+  const remember = () => api.keep({ smoothing: chosen.smoothing || "", x: chosen.x === "step" ? "" : chosen.x, more: extra.join(",") });
+  let data = {};
+
+  const about = (name) => metrics.known[name] ?? Object.entries(metrics.known).find(([pattern]) => pattern.includes("{}") && name.startsWith(pattern.split("{}")[0]))?.[1] ?? {};
+
+  function chartOf(name) {
+    if (!charts.has(name)) {
+      const { unit = "", meaning = "" } = about(name);
+      const chart = new LineChart({ title: name, unit, meaning, format: formatOf(unit) });
+      chart.named = api.runs.length > 1;
+      charts.set(name, chart);
+    }
+    const chart = charts.get(name);
+    chart.xName = { step: "step", "time/elapsed": "s", tokens: "tokens" }[chosen.x];
+    return chart;
+  }
+
+  function draw() {
+    const names = [...metrics.headlines, ...extra.filter((name) => !metrics.headlines.includes(name))];
+    for (const name of names) {
+      const series = api.runs.map((run, place) => {
+        const curves = data[run] ?? {};
+        const band = name === "eval/accuracy" ? interval(curves) : undefined;
+        return { name: run, colour: COLOURS[place % COLOURS.length], points: curves[name] ?? [], band };
+      });
+      chartOf(name).set(series, name.startsWith("eval/") ? 0 : chosen.smoothing);
+    }
+    fill(grid, names.map((name) => chartOf(name).element));
+  }
+
+  async function load() {
+    const wanted = [...new Set([...metrics.headlines, ...extra, "eval/accuracy_low", "eval/accuracy_high"])];
+    data = await api.get("curves", { run: api.runs, metric: wanted, points: POINTS, x: chosen.x });
+    draw();
+    drawTiles();
+  }
+
+  function drawTiles() {
+    const run = api.info(api.run);
+    if (!run) return;
+    const last = run.last ?? {}, alarms = (last["alarms/count"] ?? 0) + (last["monitor/alarms"] ?? 0);
+    const tile = (value, name, kind = "") => h("div", { class: "tile" }, h("b", { class: kind }, value), h("span", {}, name));
+    const speed = last["tokens_per_second/total"];
+    fill(tiles,
+      tile(`${run.steps}${run.planned ? ` / ${run.planned}` : ""}`, `step, ${run.state}`),
+      run.after !== null && tile(`${percent(run.before)} → ${percent(run.after)}`, "held-out accuracy, then and now"),
+      tile(number(last["reward/mean"]), "mean reward"),
+      tile(number(last["response_length/mean"]), "tokens per response"),
+      tile(number(last.entropy), "entropy, nats"),
+      tile(number(speed), "tokens per second"),
+      tile(seconds(run.seconds), "so far"),
+      h("div", { class: "tile" }, h("b", {}, alarms ? h("a", { class: "warm", href: "#", onclick: (event) => { event.preventDefault(); api.go("alarms"); } }, String(alarms)) : "0"), h("span", {}, "alarms on")));
+  }
+
+  async function drawAblation() {
+    if (api.runs.length < 2) return fill(compared);
+    const found = await api.get("ablation", { run: api.runs });
+    const best = Object.fromEntries(found.metrics.map((metric) => [metric, Math.max(...found.rows.map((row) => row.final[metric] ?? -Infinity))]));
+    const higher = new Set(["eval/accuracy", "accuracy", "reward/mean"]);
+    fill(compared, panel("What it came to, against what is different", table(
+      ["run", "steps", ...found.metrics, ...found.keys],
+      found.rows.map((row, place) => [
+        h("span", { class: `nowrap` }, h("span", { class: COLOURS[place % COLOURS.length] }, "■ "), row.run), row.steps,
+        ...found.metrics.map((metric) => h("td", { class: higher.has(metric) && row.final[metric] === best[metric] ? "best" : "" }, formatOf(about(metric).unit)(row.final[metric]))),
+        ...found.keys.map((key) => h("td", { class: "value short", title: shown(row.config[key]) }, shown(row.config[key]))),
+      ]))));
+  }
+
+  const picker = h("select", { "aria-label": "add a curve", onchange: () => {
+    if (picker.value) extra = [...extra.filter((name) => name !== picker.value), picker.value];
+    picker.value = "";
+    remember();
+    load();
+  } }, h("option", { value: "" }, "add a curve…"), metrics.available.filter((name) => !metrics.headlines.includes(name)).map((name) => h("option", { value: name }, name)));
+  const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: chosen.smoothing, "aria-label": "smoothing", oninput: () => {
+    chosen.smoothing = Number(slider.value);
+    remember();
+    draw();
+  } });
+  const bar = h("div", { class: "bar" },
+    segmented("horizontal axis", [["step", "steps"], ["time/elapsed", "time"], ["tokens", "tokens"]], chosen.x, (x) => { chosen.x = x; remember(); load(); }),
+    h("label", {}, "smoothing", slider), picker,
+    extra.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => { extra = []; remember(); load(); } }, "fewer curves"));
+  fill(element, tiles, bar, compared, grid);
+  await Promise.all([load(), drawAblation()]);
+  return {
+    async refresh({ type }) {
+      if (type === "state") drawTiles();
+      if (type !== "metrics") return;
+      if (!metrics.headlines.length || metrics.headlines.length < 6) Object.assign(metrics, await api.get("metrics", { run: api.runs }));
+      await load();
+    },
+  };
+}
+
+const interval = (curves) => {
+  const high = new Map((curves["eval/accuracy_high"] ?? []).map(([x, y]) => [x, y]));
+  const band = (curves["eval/accuracy_low"] ?? []).filter(([x]) => high.has(x)).map(([x, y]) => [x, y, high.get(x)]);
+  return band.length ? band : undefined;
+};
+
+export const shown = (value) => (value === undefined || value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value));

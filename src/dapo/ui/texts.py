@@ -1,0 +1,94 @@
+"""What one group holds: numbers per token from the step's arrays, and the pieces of text that
+the tokens are. Reads the bytes of the group and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dapo.observe.samples import tokens_path
+from dapo.run_folder import RunFolder
+
+SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", "entropies": "entropy"}
+"""Arrays with a number per response token, and what the page calls them."""
+
+
+def tokens_of(folder: RunFolder, step: int, positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Per sample its ``pieces`` of text and the signals that were stored, one number for each piece.
+
+    Args:
+        folder: of the run.
+        step: whose samples.
+        positions: of the samples among those of the step.
+
+    Returns:
+        One entry for each position; empty ones where the arrays or the tokenizer are missing.
+    """
+    path, tokenizer = tokens_path(folder.samples, step), tokenizer_of(folder)
+    arrays = _slices(path, positions) if path.is_file() else None
+    if arrays is None:
+        return [{} for _ in positions]
+    found = []
+    for sample in arrays:
+        ids = sample.pop("token_ids").tolist()
+        signals = {name: [_number(value) for value in values] for name, values in sample.items()}
+        found.append({"pieces": pieces(tokenizer, ids) if tokenizer is not None else None, **signals})
+    return found
+
+
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text that each token adds. A character that several tokens make up belongs to the last of them."""
+    found, begin, read = [], 0, 0
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode(ids[begin:read], skip_special_tokens=False)
+        now = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
+        if now.endswith("�") and end < len(ids) and end - read < 8:  # half of a character so far
+            found.append("")
+            continue
+        found.append(now[len(before) :])
+        begin, read = read, end
+    return found
+
+
+def tokenizer_of(folder: RunFolder) -> Any:
+    """The tokenizer that the run has saved, or None."""
+    path = folder.model_before / "tokenizer.json"
+    return _load(path, path.stat().st_mtime_ns) if path.is_file() else None
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, _changed: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def _slices(path: Path, positions: Sequence[int]) -> list[dict[str, Any]] | None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = {"token_ids": "token_ids"} | {k: v for k, v in SIGNALS.items() if k in file.keys()}  # noqa: SIM118
+            ends = np.cumsum(file.get_tensor("lengths"), dtype=np.int64)
+            slices = {shown: file.get_slice(stored) for stored, shown in names.items()}
+            return [
+                {name: array[int(ends[p - 1]) if p else 0 : int(ends[p])] for name, array in slices.items()}
+                for p in positions
+            ]
+    except (OSError, SafetensorError, IndexError, KeyError):
+        return None
+
+
+def _number(value: Any) -> float | None:
+    number = float(value)
+    return round(number, 5) if np.isfinite(number) else None
+
+
+def summary_of(line: Mapping[str, Any], characters: int = 160) -> str:
+    """The end of a prompt, which is what tells prompts with one beginning apart."""
+    prompt = str(line.get("prompt") or "")
+    return prompt if len(prompt) <= characters else "…" + prompt[-characters:]

@@ -1,0 +1,161 @@
+"""The page in a real browser, beside a run that is going on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from page_run import SCRIPT, page_run, served
+from run_cases import Recorder, run
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+pytest.importorskip("duckdb")
+pytest.importorskip("uvicorn")
+
+CHROMIUM = shutil.which("chromium")
+WAIT = 30_000
+SHOTS = os.environ.get("DAPO_SHOTS")
+"""A folder that the pictures are kept in; by default they are only taken."""
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # containers have none
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab that fails the test if a script of the page does."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    found, problems = context.new_page(), []
+    found.set_default_timeout(WAIT)
+    found.on("pageerror", lambda error: problems.append(str(error)))
+    found.on("console", lambda m: problems.append(m.text) if m.type == "error" and "net::" not in m.text else None)
+    yield found
+    context.close()
+    assert problems == []
+
+
+def ready(page: Any, view: str) -> None:
+    page.wait_for_selector(f'#view[data-ready="{view}"]')
+    assert page.locator(".problem").count() == 0
+
+
+def test_curves_move_while_a_run_trains(page: Any, tmp_path: Path) -> None:
+    go_on = threading.Semaphore(2)
+
+    def after(step: int) -> None:
+        go_on.acquire(timeout=60)  # two steps at once, the others when the page has been looked at
+
+    settings = {"training.steps": 4}
+    training = threading.Thread(target=run, args=(tmp_path / "runs" / "live", settings, Recorder(after)))
+    with served(tmp_path / "runs") as address:
+        training.start()
+        try:
+            page.goto(address)
+            page.wait_for_selector("#live.on")
+            line = page.locator('[data-chart="accuracy"] path.line')
+            line.wait_for()
+            before = line.get_attribute("d")
+            assert page.locator(".run.running").count() == 1
+            go_on.release(8)
+            sync_api.expect(line).not_to_have_attribute("d", before, timeout=WAIT)
+            page.wait_for_selector(".run.finished")
+            assert "4 / 4" in page.locator(".tiles").inner_text()
+        finally:
+            go_on.release(8)
+            training.join(60)
+
+
+def test_groups_are_filtered_and_markup_is_shown_as_text(page: Any, tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r")
+    shutil.rmtree(folder.model_before)  # without the tokenizer the text is shown as it was written
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#groups?run=r")
+        ready(page, "groups")
+        options = page.locator('.list [role="option"]')
+        assert options.count() == 6
+        page.locator('select[name="status"]').select_option("kept")
+        sync_api.expect(options).to_have_count(2)
+        page.locator('input[name="step"]').fill("1")
+        page.locator('input[name="step"]').press("Enter")
+        sync_api.expect(options).to_have_count(1)
+        options.first.click()
+        sample = page.locator('[data-sample="0"] .tokens')
+        assert sample.inner_text() == SCRIPT
+        assert page.locator("#view script, #view .tokens b").count() == 0
+        assert page.title() != "owned" and "status=kept" in page.url
+        page.locator('select[name="status"]').select_option("stale")
+        page.get_by_text("No group is like this").wait_for()
+
+
+def test_tokens_are_coloured_by_what_is_asked_for(page: Any, tmp_path: Path) -> None:
+    page_run(tmp_path / "r")
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#groups?run=r&step=1&status=kept")
+        ready(page, "groups")
+        tokens = page.locator('[data-sample="1"] .tok')
+        assert tokens.all_inner_texts() == list("1+2=3")
+        assert "n4" in tokens.first.get_attribute("class")  # an advantage of -1 on a scale to -2
+        page.get_by_role("radio", name="probability").click()
+        sync_api.expect(tokens.first).to_have_class(re.compile("n1"))
+        assert page.get_by_role("radio", name="trainer gap").is_disabled()  # was not stored
+        page.locator('[data-sample="1"] .tokens').focus()
+        page.keyboard.press("ArrowRight")
+        assert "probability 81.9%" in page.locator(".reading").inner_text()  # exp(-0.2)
+
+
+def test_the_keyboard_reaches_every_view(page: Any, tmp_path: Path) -> None:
+    page_run(tmp_path / "r")
+    with served(tmp_path) as address:
+        page.goto(address)
+        ready(page, "overview")
+        page.locator("#tab-overview").focus()
+        views = page.locator('[role="tab"]').evaluate_all("tabs => tabs.map(tab => tab.id.slice(4))")
+        assert len(views) >= 8
+        for view in views[1:]:
+            page.keyboard.press("ArrowRight")
+            ready(page, view)
+            assert page.evaluate("document.activeElement.id") == f"tab-{view}"
+        page.keyboard.press("Home")
+        ready(page, "overview")
+        plot = page.locator('[data-chart="accuracy"] .plot')
+        plot.focus()
+        page.keyboard.press("ArrowRight")
+        assert re.search(r"step 1\s*10\.0%", page.locator('[data-chart="accuracy"] output').inner_text())
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)], ids=["desktop", "phone"])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_page_fits_and_has_two_themes(browser: Any, tmp_path: Path, theme: str, width: int, height: int) -> None:
+    page_run(tmp_path / "r", steps=4)
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    back: Callable[[], str] = lambda: page.evaluate("getComputedStyle(document.body).backgroundColor")  # noqa: E731
+    with served(tmp_path) as address:
+        for view in ("overview", "groups", "sampling", "hacking"):
+            page.goto(f"{address}/#{view}?run=r")
+            ready(page, view)
+            picture = page.screenshot(path=f"{SHOTS}/{view}-{theme}-{width}.png" if SHOTS else None)
+            assert picture.startswith(b"\x89PNG")
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        first = back()
+        page.locator("#theme").click()
+        assert back() != first
+        page.reload()
+        ready(page, "hacking")
+        assert back() != first  # it is remembered
+    context.close()

@@ -1,0 +1,66 @@
+"""Series and tables of the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from dapo.ui import curves
+from dapo.ui.alarm_history import alarm_history
+from page_run import step_metrics
+
+
+def test_a_thinned_curve_keeps_its_extremes_and_its_last_step() -> None:
+    entries = [{"step": step, "loss": 100.0 if step == 37 else float(step % 2)} for step in range(1, 101)]
+    found = curves.curve(entries, "loss", points=10)
+    assert len(found) == 10 and found[-1] == [100, 0.5, 0, 1]
+    assert max(high for *_, high in found) == 100
+    assert curves.curve(entries, "loss", points=1000)[36] == [37, 100, 100, 100]
+
+
+def test_a_number_that_is_missing_is_left_out() -> None:
+    entries = [{"step": 1, "kl/reference": None}, {"step": 2, "kl/reference": 0.5}, {"step": 3}]
+    assert curves.curve(entries, "kl/reference", 10) == [[2, 0.5, 0.5, 0.5]]
+    assert curves.names_in(entries) == ["kl/reference"]
+
+
+def test_phases_add_up_to_the_step() -> None:
+    found = curves.phases([{"step": step} | step_metrics(step) for step in (1, 2, 3)], points=10)
+    row = dict(zip(found["names"], found["rows"][0][1:], strict=True))
+    assert row == {
+        "rollout": 1.5,
+        "reward_wait": 0.5,
+        "prepare": 0,
+        "update": 0.75,
+        "sync": 0,
+        "evaluation": 0,
+        "other": 0.25,
+    }
+    assert sum(found["totals"].values()) == pytest.approx(9)
+
+
+def test_recipes_differ_in_the_keys_that_have_other_values() -> None:
+    one = {"seed": 1, "run": {"dir": "a"}, "training": {"steps": 5, "lr": 1e-3}}
+    two = {"seed": 1, "run": {"dir": "b"}, "training": {"steps": 6, "lr": 1e-3, "new": None}}
+    assert curves.differing([one, two]) == ["run.dir", "training.steps"]
+    assert curves.ablation_keys([one, two]) == ["training.steps"]
+    assert curves.differing([one]) == []
+
+
+def test_the_end_of_a_curve_is_a_mean_of_steps_but_the_last_evaluation() -> None:
+    entries = [{"step": step, "accuracy": step / 100, "eval/accuracy": step / 100} for step in range(1, 21)]
+    assert curves.final(entries, "accuracy") == pytest.approx(0.155)
+    assert curves.final(entries, "eval/accuracy") == 0.2
+    assert curves.final(entries, "reward/mean") is None
+
+
+def test_alarms_are_told_again_from_the_metrics() -> None:
+    config = {"model": {"path": "m"}, "reward": {"kind": "exact"}}
+    entries = [{"step": step, "lr": 0.0 if step > 4 else 1e-3, "reward/errors": 0.0} for step in range(1, 10)]
+    first, *others = alarm_history(config, entries)
+    assert first["name"] == "zero learning" and first["steps"] == [7, 8, 9]  # once three steps in a row were 0
+    assert "learning rate is 0" in first["seen"] and first["advice"]
+    assert not any(alarm["steps"] for alarm in others)
+
+
+def test_a_recipe_with_other_keys_has_no_alarms_but_is_no_error() -> None:
+    assert not any(a["steps"] for a in alarm_history({"of": "another version"}, [{"step": 1, "lr": 0.0}]))

@@ -1,0 +1,242 @@
+"""The page's server, asked over HTTP: who may, what it answers, what is new."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from typer.testing import CliRunner
+
+from dapo.cli import app as program
+from dapo.errors import UserError
+from dapo.ui.serving import address_of, beside, listening_socket, token_for
+from page_run import SCRIPT, add_step, page_run, served
+
+pytest.importorskip("duckdb")
+pytest.importorskip("uvicorn")
+
+VIEWS = ("runs", "metrics?run=r", "curves?run=r&metric=accuracy", "ablation?run=r", "config?run=r", "groups?run=r",
+         "group?run=r&step=1&draw=10", "sampling?run=r", "hacking?run=r", "time?run=r", "alarms?run=r",
+         "evaluation?run=r")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("runs")
+    page_run(root / "r")
+    page_run(root / "other", settings={"training.steps": 7, "seed": 3})
+    with served(root) as address:
+        yield address
+
+
+def get(address: str, headers: dict[str, str] | None = None) -> tuple[int, Any, http.client.HTTPMessage]:
+    request = urllib.request.Request(address, headers=headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            body, status, found = answer.read(), answer.status, answer.headers
+    except HTTPError as error:
+        body, status, found = error.read(), error.code, error.headers
+    return status, json.loads(body) if "json" in found.get("Content-Type", "") else body, found
+
+
+def raw(address: str, target: str, headers: dict[str, str], method: str = "GET") -> tuple[int, dict[str, str]]:
+    """A request with exactly these headers, whose redirection is not followed."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+    connection.request(method, target, headers=headers)
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status, dict(answer.headers)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_is_answered(page: str, view: str) -> None:
+    status, found, _ = get(f"{page}/api/{view}")
+    assert status == 200 and found
+
+
+def test_the_list_names_runs_and_how_far_they_are(page: str) -> None:
+    found = {run["name"]: run for run in get(f"{page}/api/runs")[1]}
+    assert set(found) == {"r", "other"}
+    assert (found["r"]["steps"], found["r"]["planned"], found["other"]["planned"]) == (2, 9, 7)
+
+
+def test_a_group_holds_texts_as_they_are(page: str) -> None:
+    _, found, headers = get(f"{page}/api/group?run=r&step=1&draw=10")
+    assert found["samples"][0]["response"] == SCRIPT and headers["Content-Type"] == "application/json"
+    assert found["samples"][0]["tokens"]["pieces"] == list("1+2=3")
+    assert (found["prompt"], found["why"]) == ("what is 10?", "trained on")
+
+
+def test_runs_are_set_against_what_is_different_in_them(page: str) -> None:
+    found = get(f"{page}/api/ablation?run=r&run=other")[1]
+    assert found["keys"] == ["seed", "training.steps"]
+    assert [row["config"]["training.steps"] for row in found["rows"]] == [9, 7]
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("api/alarms?run=none", 404),
+        ("api/alarms?run=../../etc", 404),
+        ("api/group?run=r&step=1&draw=999", 404),
+        ("api/groups?run=r&limit=100000", 422),
+        ("api/groups?run=r&order=1%3B%20DROP", 422),
+        ("api/curves?run=r&metric=a&points=1", 422),
+        ("static/../server.py", 404),
+        ("static/%2e%2e/server.py", 404),
+        ("nothing", 404),
+    ],
+)
+def test_what_is_not_there_is_refused(page: str, target: str, status: int) -> None:
+    assert raw(page, f"/{target}", {"Host": "localhost"})[0] == status
+
+
+def test_texts_that_are_gone_leave_the_numbers(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=1)
+    with served(tmp_path) as address:
+        assert get(f"{address}/api/groups?run=r")[1]["groups"][0]["prompt"] == "what is 10?"
+        (folder.samples / "step-00001.safetensors").unlink()
+        found = get(f"{address}/api/group?run=r&step=1&draw=10")[1]
+        assert found["samples"][0]["reward"] == 1.0 and found["samples"][0]["tokens"] == {}
+
+
+def test_a_spoilt_line_is_told_and_the_other_runs_are_there(tmp_path: Path) -> None:
+    page_run(tmp_path / "good")
+    page_run(tmp_path / "bad").metrics.write_text("no JSON\n")
+    with served(tmp_path) as address:
+        states = {run["name"]: run["state"] for run in get(f"{address}/api/runs")[1]}
+        assert states["bad"] == "unreadable" and states["good"] == "killed"
+        status, found, _ = get(f"{address}/api/alarms?run=bad")
+        assert status == 422 and "metrics.jsonl:1: not a line of metrics" in found["error"]
+
+
+# --- who may -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["/", "/static/app.js", "/api/runs", "/api/alarms?run=none", "/nothing"])
+def test_every_answer_allows_scripts_and_styles_of_its_own_only(page: str, target: str) -> None:
+    headers = get(page + target)[2]
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy and "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_without_a_token_only_this_machine_is_known_by_name(page: str) -> None:
+    assert raw(page, "/api/runs", {"Host": "localhost:80"})[0] == 200
+    assert raw(page, "/api/runs", {"Host": "[::1]:80"})[0] == 200
+    for foreign in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80"):
+        assert raw(page, "/api/runs", {"Host": foreign})[0] == 403
+
+
+def test_changes_are_taken_from_the_page_itself_only(page: str) -> None:
+    host = page.removeprefix("http://")
+    assert raw(page, "/api/runs", {"Origin": "http://evil.example"}, "POST")[0] == 403
+    assert raw(page, "/api/runs", {"Origin": "null"}, "POST")[0] == 403
+    assert raw(page, "/api/runs", {"Origin": f"http://{host}"}, "POST")[0] == 405  # nothing here can be changed
+
+
+def test_a_token_opens_the_page_and_nothing_else_does(tmp_path: Path) -> None:
+    page_run(tmp_path / "r")
+    with served(tmp_path, token="right-ünd-long") as address:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "dapo_token=wrong"}):
+            for target in ("/", "/static/app.js", "/api/runs", "/api/events?run=r"):
+                assert raw(address, target, headers)[0] == 401
+        assert raw(address, "/?token=wrong", {})[0] == 401
+
+
+def test_the_token_of_the_address_becomes_a_cookie(tmp_path: Path) -> None:
+    page_run(tmp_path / "r")
+    with served(tmp_path, token="secret") as address:
+        status, headers = raw(address, "/?token=secret&x=1", {"Host": "any.name"})
+        assert status == 303 and headers["location"] == "/?x=1"
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=strict" in cookie
+        assert raw(address, "/api/runs", {"Cookie": cookie.partition(";")[0]})[0] == 200
+        assert raw(address, "/api/runs", {"Authorization": "Bearer secret"})[0] == 200
+        assert raw(address, "//evil.example/?token=secret", {})[1].get("location") == "/evil.example/"
+
+
+def test_a_token_is_made_where_others_can_reach_the_page() -> None:
+    assert token_for("127.0.0.1", None) is None and token_for("localhost", None) is None
+    assert token_for("127.0.0.1", "mine") == "mine"
+    made = {token_for("0.0.0.0", None) for _ in range(3)}
+    assert len(made) == 3 and all(token and len(token) >= 24 for token in made)
+
+
+# --- what is new ---------------------------------------------------------------------------------------------------
+
+
+def test_new_steps_come_as_events(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=1)
+    with served(tmp_path) as address:
+        with urllib.request.urlopen(f"{address}/api/events?run=r", timeout=30) as stream:
+            assert stream.headers["Content-Type"].startswith("text/event-stream")
+            assert stream.readline() == b"event: hello\n"
+            time.sleep(0.5)  # one look at what is there already
+            add_step(folder, 2)
+            heard: dict[str, Any] = {}
+            name = "hello"
+            while not {"metrics", "samples"} <= set(heard):
+                line = stream.readline().decode()
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ").strip()
+                elif line.startswith("data: "):
+                    heard[name] = json.loads(line.removeprefix("data: "))
+        assert heard["metrics"]["run"] == "r" and heard["metrics"]["steps"] == 2
+        assert get(f"{address}/api/curves?run=r&metric=accuracy")[1]["r"]["accuracy"][-1][:2] == [2, 0.2]
+
+
+# --- the process ---------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_left_for_the_next_one() -> None:
+    first, second = listening_socket("127.0.0.1", 0), None
+    taken = first.getsockname()[1]
+    try:
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1, port {taken}.*--port 0"):
+            listening_socket("127.0.0.1", taken)
+        second = listening_socket("127.0.0.1", None)
+        assert address_of(second, "t").endswith("/?token=t")
+    finally:
+        first.close()
+        if second:
+            second.close()
+
+
+def test_beside_a_training_the_page_lasts_as_long_as_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    with beside(tmp_path / "runs" / "r", said.append):
+        address = said[0].rpartition(" ")[2].rstrip("/")
+        assert get(f"{address}/api/runs")[1] == []  # the run has not begun
+        page_run(tmp_path / "runs" / "r")
+        assert [run["name"] for run in get(f"{address}/api/runs")[1]] == ["r"]
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5)
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    page_run(tmp_path / "r")
+    command = [sys.executable, "-m", "dapo", "ui", str(tmp_path), "--port", "0", "--no-browser", "--quiet"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip().rstrip("/")
+        assert [run["name"] for run in get(f"{address}/api/runs")[1]] == ["r"]
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+
+
+def test_a_folder_that_is_no_run_is_an_error_for_people(tmp_path: Path) -> None:
+    done = CliRunner().invoke(program, ["ui", str(tmp_path), "--no-browser"])
+    assert done.exit_code == 1 and "neither is a run folder nor holds any" in done.output
