@@ -115,7 +115,7 @@ def test_a_key_votes_once_on_answers_whose_models_are_not_shown(browser: Any, tm
         assert prompt in {row["prompt"] for row in HELD_OUT} and {left, right} == {f"{HOSTILE} 0", f"{HOSTILE} 1"}
         assert "model-" not in "".join(page.locator("article").all_inner_texts())
         page.keyboard.press("ArrowLeft")
-        page.get_by_text("1 votes cast").wait_for()
+        page.get_by_text("votes cast: 1;").wait_for()
         page.get_by_role("button", name="Show result").click()
         page.get_by_role("table").wait_for()
         assert page.title() == "t" and errors == []

@@ -106,7 +106,7 @@ def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5)
 
     app = create_app(folders, token, period)
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, server_header=False
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, server_header=False, lifespan="on"
     )
     return Server(settings)
 

@@ -87,7 +87,7 @@ class Comparison {
       make("div", { className: "sides" }, card("left", left), card("right", right)),
       make("div", { className: "controls" }, buttons));
     const alike = same ? `; ${same} with the same answer twice left out` : "";
-    this.say(`${this.count} votes cast, ${rows_left} prompts left${alike}`);
+    this.say(`votes cast: ${this.count}; prompts left: ${rows_left}${alike}`);
   }
 
   key(event) {
