@@ -116,7 +116,8 @@ def our_cycle(seconds: float, metrics: dict[str, Any]) -> dict[str, Any]:
     """A cycle from the metrics of its step; ``inside``: phases that are part of others, as far as there are any."""
     times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     phases = {name: times.get(name, 0.0) for name in PHASES}
-    outer = (*PHASES, "step", "evaluation", "elapsed", "training")
+    phases["rollout"] += times.get("reward_wait", 0.0)
+    outer = (*PHASES, "step", "evaluation", "elapsed", "training", "wall", "rest")
     return {
         "seconds": seconds,
         "phases": phases | {"rest": seconds - sum(phases.values())},

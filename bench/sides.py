@@ -165,6 +165,7 @@ def run_ours(work: Work) -> Timing:
     seconds, cpu_seconds = marks[-1].since(marks[work.warmup - 1])
     steps = metrics_of[work.warmup :]
     phases = {name: sum(m[f"time/{name}"] for m in steps) for name in ("rollout", "prepare", "update", "sync")}
+    phases["rollout"] += sum(m["time/reward_wait"] for m in steps)
     return Timing(
         seconds,
         cpu_seconds,

@@ -158,7 +158,7 @@ class Looker:
             return round(max(0.0, counters[name] - before[name]) / passed, 3)  # below 0: a child has ended
 
         line: Look = {"time": round(now, 3), "host": self._host, "role": role, "cpu": rate("cpu_s")}
-        return line | {"rss": counters["rss"], "gpu": gpu} | {name: rate(name) for name in _RATES}
+        return line | {"rss": int(counters["rss"]), "gpu": gpu} | {name: rate(name) for name in _RATES}
 
     def _counters(self, processes: Sequence[Any]) -> dict[str, float]:
         found = {"cpu_s": 0.0, "rss": 0.0}
@@ -174,8 +174,9 @@ class Looker:
 
     def _network(self) -> dict[str, float]:
         with contextlib.suppress(Exception):
-            network = self._psutil.net_io_counters()
-            return {"net_sent": network.bytes_sent, "net_received": network.bytes_recv}
+            cards = self._psutil.net_io_counters(pernic=True)
+            outside = [counts for name, counts in cards.items() if not name.startswith("lo")]
+            return {"net_sent": sum(c.bytes_sent for c in outside), "net_received": sum(c.bytes_recv for c in outside)}
         return {}
 
 
