@@ -28,6 +28,9 @@ def test_the_wheel_holds_the_package_its_types_its_rubric_and_every_recipe(wheel
     assert "cpu-demo.yaml" in recipes
     assert {f"dapo/shipped_recipes/{name}" for name in recipes} | {"dapo/py.typed"} <= names
     assert "dapo/reward/judge/rubric.jinja" in names
+    static = ROOT / "src" / "dapo" / "ui" / "static"
+    page = {f"dapo/ui/static/{path.relative_to(static)}" for path in static.rglob("*") if path.is_file()}
+    assert "dapo/ui/static/index.html" in page and page <= names
     sources = {f"dapo/{path.relative_to(ROOT / 'src' / 'dapo')}" for path in (ROOT / "src" / "dapo").rglob("*.py")}
     assert sources == {name for name in names if name.endswith(".py")}
     assert not [name for name in names if name.startswith(("tests", "src"))]

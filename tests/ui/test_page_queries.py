@@ -108,7 +108,6 @@ def test_resources_are_told_by_role(tmp_path: Path) -> None:
     trainer = [row for row in found if row["role"] == "trainer"]
     assert [(row["seconds"], row["cpu"], row["rss"]) for row in trainer] == [(0, 0, 0), (1, 0.5, 10), (2, 1, 20)]
     assert (trainer[0]["gpu_util"], trainer[0]["gpu_memory"], trainer[0]["gpu_power"]) == (0.5, 6, 140)
-    assert queries.resources(duckdb.connect(), tmp_path / "none.jsonl") == []
 
 
 def test_a_new_step_is_found(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ _RESOURCES = """
 
 def resources(connection: DuckDBPyConnection, path: Path, points: int = 200) -> list[Row]:
     """What each role of each host used, in at most ``points`` intervals since the first line of the file."""
-    return _rows(connection, _RESOURCES, {"path": str(path), "points": points}) if path.is_file() else []
+    return _rows(connection, _RESOURCES, {"path": str(path), "points": points})
 
 
 def _rows(connection: DuckDBPyConnection, statement: str, parameters: Mapping[str, Any]) -> list[Row]:

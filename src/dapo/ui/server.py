@@ -268,7 +268,7 @@ def _details(runs: Runs) -> APIRouter:
             "phases": curves.phases(view.metrics, points),
             "speeds": {metric: curves.curve(view.metrics, metric, points) for metric in speeds},
             "memory": curves.curve(view.metrics, "memory/rss", points),
-            "resources": queries.resources(_in_memory(), run.folder.root / "resources.jsonl"),
+            "resources": _resources(run.folder.root / "resources.jsonl"),
         }
 
     @router.get("/alarms")
@@ -347,7 +347,10 @@ def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _in_memory() -> Any:
+def _resources(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
     import duckdb
 
-    return duckdb.connect(":memory:")
+    with duckdb.connect(":memory:") as connection:
+        return queries.resources(connection, path)

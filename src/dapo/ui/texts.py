@@ -12,8 +12,9 @@ import numpy as np
 
 from dapo.observe.samples import tokens_path
 from dapo.run_folder import RunFolder
+from dapo.ui.pieces import Pieces
 
-SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", "entropies": "entropy"}
+SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", "entropy": "entropy"}
 """Arrays with a number per response token, and what the page calls them."""
 
 
@@ -41,17 +42,8 @@ def tokens_of(folder: RunFolder, step: int, positions: Sequence[int]) -> list[di
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds. A character that several tokens make up belongs to the last of them."""
-    found, begin, read = [], 0, 0
-    for end in range(1, len(ids) + 1):
-        before = tokenizer.decode(ids[begin:read], skip_special_tokens=False)
-        now = tokenizer.decode(ids[begin:end], skip_special_tokens=False)
-        if now.endswith("�") and end < len(ids) and end - read < 8:  # half of a character so far
-            found.append("")
-            continue
-        found.append(now[len(before) :])
-        begin, read = read, end
-    return found
+    """The text that each token adds, those that end a response too."""
+    return Pieces(lambda some: str(tokenizer.decode(some, skip_special_tokens=False))).add(ids, last=True)
 
 
 def tokenizer_of(folder: RunFolder) -> Any:
