@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.files import plain, write_atomic, write_json
+from dapo.files import new_folder, plain, write_atomic, write_json
+from dapo.training.checkpoint import save_tensors
 
 
 def test_json_holds_plain_types_and_null_for_what_is_not_finite(tmp_path: Path) -> None:
@@ -47,3 +49,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path) ->
         write_atomic(path, pieces())
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_of_a_new_folder_follow_the_umask_whoever_writes_them(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with new_folder(tmp_path / "outer") as staging:
+            save_tensors(staging / "optimizer", {"w": torch.zeros(2)}, {})
+            write_json(staging / "state.json", {})
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "outer").rglob("*") if path.is_file()]
+    assert len(files) == 3
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}

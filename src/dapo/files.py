@@ -58,12 +58,21 @@ def new_folder(target: Path) -> Iterator[Path]:
     staging.mkdir(parents=True)
     try:
         yield staging
+        follow_umask(staging)
         for path in [*staging.rglob("*"), staging]:
             flush_to_disk(path)
         staging.replace(target)
         flush_to_disk(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give the files in a folder that was just made its own rights: safetensors lets nobody but the owner read."""
+    rights = folder.stat().st_mode & 0o666  # the umask itself can only be read by changing it, for all threads
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(rights)
 
 
 def flush_to_disk(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -90,6 +91,7 @@ def test_a_planted_mistake_is_told_by_name_and_nothing_else_is(case: Path, what:
     one = found[mistake.name]
     assert one["status"] == mistake.status
     assert mistake.says in one["found"] + one["fix"], one
+    assert not one["fix"] or one["fix"] not in one["found"], "the fix is told once"
     assert done.exit_code == {"warn": 0, "fail": 2 if one["area"] in ("recipe", "data") else 1}[mistake.status]
 
 
@@ -141,24 +143,43 @@ def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pyte
 
 def test_a_model_that_learned_other_ids_is_told_by_what_it_cannot_read(case: Path) -> None:
     """The model is taught to read the very prompts; then its tokenizer's letters change places."""
+    teach(case, 60, lambda row: (row["prompt"][:1], row["prompt"][1:] + "#" + row["answer"]))
+    assert not complaints(doctor())
+    change_letters(case)
+    assert set(complaints(doctor(code=0))) == {"reading"}
+
+
+def test_a_model_that_thinks_first_is_not_taken_for_one_with_other_ids(case: Path) -> None:
+    """It was trained on responses only, none of which begins with the answer: it reads nothing as well as a guess."""
+    teach(case, 150, lambda row: (row["prompt"], row["prompt"] * 3 + "#" + row["answer"]))
+    found = next(one for one in doctor(code=0) if one["name"] == "reading")
+    assert found["status"] == "pass" and "or more with other ids" in found["found"], found
+    change_letters(case)
+    assert set(complaints(doctor(code=0))) == {"reading"}
+
+
+def teach(case: Path, updates: int, text_of: Callable[[dict[str, Any]], tuple[str, str]]) -> None:
+    """Train the model to write the second text after the first."""
     tokenizer, taught = load_tokenizer("./model"), load_model("./model")
-    texts = [tokenizer(row["prompt"] + "#" + row["answer"])["input_ids"] for row in rows(0, 6)]
+    texts = [tuple(tokenizer(text)["input_ids"] for text in text_of(row)) for row in rows(0, 6)]
     policy = Policy(taught, 1.0, 4096, torch.float32)
     optimizer = torch.optim.Adam(taught.parameters(), lr=0.01)
-    batch = as_batch([(text[:1], text[1:]) for text in texts], policy.device)
-    for _ in range(60):
+    batch = as_batch([(given, read) for given, read in texts], policy.device)
+    for _ in range(updates):
         optimizer.zero_grad()
         (-policy.evaluate(batch)[0].mean()).backward()
         optimizer.step()
-    taught.save_pretrained("model")
-    assert not complaints(doctor())
+    taught.save_pretrained(case / "model")
+
+
+def change_letters(case: Path) -> None:
+    """Each letter of the model's tokenizer gets the id of the next one."""
     file = case / "model/tokenizer.json"
     found = json.loads(file.read_text(encoding="utf-8"))
     letters = {token: number for token, number in found["model"]["vocab"].items() if not token.startswith("<")}
     numbers = [*letters.values()]
     found["model"]["vocab"] |= dict(zip(letters, numbers[1:] + numbers[:1], strict=True))
     file.write_text(json.dumps(found), encoding="utf-8")
-    assert set(complaints(doctor(code=0))) == {"reading"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from dapo.config import Config, load_config
 from dapo.demo.task import Expression, draw_expressions, make_model, make_tokenizer
 from dapo.demo.warmup import OPERATORS, WarmUp, warm_up
 from dapo.errors import ConfigError
-from dapo.files import json_line, write_atomic
+from dapo.files import follow_umask, json_line, write_atomic
 from dapo.process import Stopping
 from dapo.progress import Listener
 from dapo.recipes import recipe_path
@@ -113,6 +114,7 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     warmed = warm_up(model, tokenizer, sets["warmup"], sets["exam"], rng, listener.advance)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    follow_umask(folder / "model")
     listener.phase(
         f"warmed up: in {warmed.steps} updates it learned to work in steps ({warmed.skill:.0%} right when made to), "
         "and then the habit of not doing so"
@@ -155,8 +157,10 @@ def show(
             "this was the control: the rewarded answers were shuffled, so nothing was to be learned from them"
         )
         return
+    control = "data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled"
+    command = f"make demo ARGS='{control}'" if "MAKELEVEL" in os.environ else f"dapo demo {control}"
     console.print(
-        "try next the control, in which the rewarded answers are shuffled:\n"
-        "  make demo ARGS='data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled'",
+        f"try next the control, in which the rewarded answers are shuffled:\n  {command}",
         highlight=False,
+        soft_wrap=True,
     )

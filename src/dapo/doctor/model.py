@@ -53,7 +53,8 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
     try:
         patient.template = PromptTemplate(config.data, patient.tokenizer)
     except ConfigError as error:
-        yield Finding("recipe", "chat-template", "fail", str(error), "data.template=plain")
+        text, _, fix = str(error).partition("; use ")
+        yield Finding("recipe", "chat-template", "fail", text, fix or "data.chat_template=FILE that can be used")
         return
     has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
     yield Finding(

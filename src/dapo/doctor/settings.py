@@ -64,7 +64,7 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
         yield (
             f"training.warmup_steps={training.warmup_steps} is more than training.steps={training.steps}: the learning "
             "rate never gets where it should",
-            f"training.warmup_steps={training.steps // 10}",
+            f"training.warmup_steps={-(-training.steps // 10)}",
         )
     if training.learning_rate > 1e-3:
         yield (
