@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo.config import load_config
+from dapo.demo.run import page_command
 from dapo.demo.word_problems import WordProblem, draw_problems, split_pairs
 from dapo.errors import ConfigError
 from dapo.files import json_line, write_atomic
@@ -124,7 +125,8 @@ def show(console: Console, summary: dict[str, Any], before: Evaluation, after: E
     root = summary["run_dir"]
     console.print(
         f"{summary['seconds_total']:.0f} s in all. No pair of numbers is in both training and held-out problems.\n"
-        f"run folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
+        f"run folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)\n"
+        f"look at it in a browser: {page_command(root)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -148,7 +148,8 @@ def show(
     root = summary["run_dir"]
     console.print(
         f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
-        f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
+        f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)\n"
+        f"look at it in a browser: {page_command(root)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -164,3 +165,9 @@ def show(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def page_command(root: str) -> str:
+    """What opens a run's page, as it has to be typed by whoever called the demo."""
+    program = ".venv/bin/dapo" if "MAKELEVEL" in os.environ else "dapo"
+    return f"{program} ui {root}"
