@@ -124,7 +124,8 @@ def show(console: Console, summary: dict[str, Any], before: Evaluation, after: E
     root = summary["run_dir"]
     console.print(
         f"{summary['seconds_total']:.0f} s in all. No pair of numbers is in both training and held-out problems.\n"
-        f"run folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
+        f"run folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)\n"
+        f"see it in the browser: dapo ui {root}",
         highlight=False,
         soft_wrap=True,
     )

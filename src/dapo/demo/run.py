@@ -146,7 +146,8 @@ def show(
     root = summary["run_dir"]
     console.print(
         f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
-        f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)",
+        f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)\n"
+        f"see it in the browser: dapo ui {root}",
         highlight=False,
         soft_wrap=True,
     )
