@@ -141,6 +141,8 @@ def next_commands(recipe: Path, run_dir: str | None) -> list[str]:
         lines.append(
             f"train on from here: dapo train {recipe} model.path={folder / 'model-after'} run.dir={folder}-more"
         )
+    if (folder / "metrics.jsonl").is_file():
+        lines.append(f"see it in the browser: dapo ui {folder}")
     return lines
 
 

@@ -33,8 +33,13 @@ export async function mount(element, api) {
     load();
   };
 
+  let turn = 0, loading = 0;  // an answer that comes after a later question is dropped
   async function load(offset = 0) {
+    const mine = ++loading;
+    turn += 1;
     const found = await api.get("groups", { ...query(), offset });
+    if (mine !== loading) return;
+    turn += 1;
     known = found;
     groups = offset ? [...groups, ...found.groups] : found.groups;
     total = offset ? total : found.total;
@@ -66,7 +71,6 @@ export async function mount(element, api) {
     };
   }
 
-  let turn = 0;
   async function show(group) {
     const mine = ++turn;
     open = key(group);
