@@ -187,7 +187,9 @@ MISTAKES: dict[str, Mistake] = {
     "a learning rate for another optimizer": Mistake(
         "settings", "warn", _recipe(training__learning_rate=0.1), "training.learning_rate=1.0e-6"
     ),
-    "a warm-up longer than the run": Mistake("settings", "warn", _recipe(training__warmup_steps=20, training__steps=15), "warmup_steps=2"),
+    "a warm-up longer than the run": Mistake(
+        "settings", "warn", _recipe(training__warmup_steps=20, training__steps=15), "warmup_steps=2"
+    ),
     "an evaluation that never comes": Mistake("settings", "warn", _recipe(evaluation__every=50), "evaluation.every=2"),
     "one update a step": Mistake("settings", "warn", _recipe(training__groups_per_update=8), "clipping does nothing"),
     "a punishment for ordinary lengths": Mistake(

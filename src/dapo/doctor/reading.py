@@ -61,7 +61,9 @@ def check_reading(patient: Patient) -> Iterator[Finding]:
     shuffled = [min(log_loss(policy, pairs) for pairs in _shuffles(pairs, special)) for pairs in texts]
     gain, loss, other = max((other - loss, loss, other) for loss, other in zip(losses, shuffled, strict=True))
     if gain >= _KNOWN:
-        text = f"the model reads text of this kind at {loss:.1f} nats a token, and at {other:.1f} or more with other ids"
+        text = (
+            f"the model reads text of this kind at {loss:.1f} nats a token, and at {other:.1f} or more with other ids"
+        )
         yield Finding("model", "reading", "pass", text)
         return
     yield Finding(
