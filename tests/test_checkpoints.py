@@ -23,12 +23,15 @@ import torch
 from dapo import checkpoints as module
 from dapo.budget import Budget
 from dapo.checkpoints import MANIFEST, Checkpoints, CheckpointWriter, Place, Snapshot, damages
+from dapo.cli.run_report import facts
+from dapo.cli.train import _where_it_goes_on
 from dapo.config import EvaluationConfig
 from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.inputs import Inputs
 from dapo.keeping import Keeper, RunState
 from dapo.launch import run_experiment
+from dapo.observe.run_view import RunView
 from dapo.process import Stopping
 from dapo.run_folder import RunFolder
 from dapo.training import checkpoint
@@ -115,6 +118,31 @@ def test_a_run_goes_on_from_the_newest_intact_one_and_comes_to_the_same(three: P
     assert weights_hash(RunFolder(three).model_after) == weights_hash(RunFolder(done).model_after)
     assert damages(checkpoints / "step-00003") == []  # written anew, not taken for the damaged one
     assert (checkpoints / "damaged-step-00003").is_dir()
+
+
+def test_a_dry_run_of_a_resume_says_where_it_would_go_on_and_changes_nothing(three: Path) -> None:
+    checkpoints = RunFolder(three).checkpoints
+    assert _where_it_goes_on(three) == str(checkpoints / "step-00003")
+    flip_a_bit(checkpoints / "step-00003" / "model" / "model.safetensors")
+    (checkpoints / "step-00002" / "state.json").unlink()
+    told = _where_it_goes_on(three)
+    assert told.startswith(f"{checkpoints / 'step-00001'}; step-00003 is damaged: model/model.safetensors is not what")
+    assert "; step-00002 is damaged: state.json is missing" in told
+    assert len(names(three)) == 3
+    truncate(checkpoints / "step-00001" / "state.json")
+    assert _where_it_goes_on(three).startswith("none of its checkpoints; ")
+    shutil.rmtree(checkpoints)
+    assert _where_it_goes_on(three) == "no checkpoint yet: from the start"
+
+
+def test_an_overview_finds_what_is_cut_and_shows_what_was_put_aside(three: Path) -> None:
+    checkpoints = RunFolder(three).checkpoints
+    assert RunView.read(three).damage is None
+    truncate(checkpoints / "step-00003" / "state.json")
+    (checkpoints / "step-00001").rename(checkpoints / "damaged-step-00001")
+    shown = dict(facts(RunView.read(three)))["checkpoints"]
+    assert shown.startswith("step-00002, step-00003 (damaged: state.json has ")
+    assert "), damaged-step-00001, " in shown
 
 
 def test_if_all_are_damaged_nothing_is_loaded_and_nothing_started(three: Path) -> None:

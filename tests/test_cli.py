@@ -18,8 +18,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dapo.cli import app
+from dapo.cli.train import _longer as longer
 from dapo.cli.train import next_commands
-from dapo.config import build_config
+from dapo.config import build_config, load_config
+from dapo.demo.task import make_tokenizer
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
 from dapo.rollout.engine import NotFiniteError
 
@@ -263,3 +265,23 @@ def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
     for step in (2, 1):
         (workplace / "samples" / f"step-{step:05d}.jsonl").write_text(json.dumps({}))
     assert next_commands(Path("r.yaml"), str(workplace))[0].endswith(f"dapo inspect {workplace} --samples")
+
+
+def test_a_run_whose_minutes_are_over_is_to_be_gone_on_with(workplace: Path) -> None:
+    (workplace / "model-after").mkdir()
+    assert "model.path=" in next_commands(Path("r.yaml"), str(workplace))[0]
+    config = load_config(Path("r.yaml"), ["training.steps=9", "training.minutes=3"])
+    over = longer(config, {"steps": 4, "stopped": "the minutes are over: 4 steps took"})
+    (line,) = next_commands(Path("r.yaml"), str(workplace), over)
+    assert line.endswith(f"dapo train --resume {workplace} training.minutes=6")
+    assert longer(config, {"steps": 9, "stopped": "all steps are done"}) is None
+    assert longer(config, {"steps": 4, "stopped": "converged: no better"}) is None
+
+
+def test_a_dry_run_tries_the_template_with_a_tokenizer_that_is_at_hand(workplace: Path) -> None:
+    make_tokenizer().save_pretrained(workplace / "tokenizer")
+    arguments = ["train", "r.yaml", "model.tokenizer=./tokenizer", "--dry-run"]
+    assert run(*arguments, "data.template=plain").exit_code == 0
+    refused = run(*arguments, "data.template=chat")
+    assert refused.exit_code == 2
+    assert "data.template: is chat, but the tokenizer has no chat template" in " ".join(refused.stderr.split())

@@ -169,6 +169,18 @@ def test_good_groups_beyond_n_are_trained_on_one_step_later(tmp_path: Path) -> N
         assert entry["response_length/mean"] == pytest.approx(sum(s["length"] for s in new) / len(new))
 
 
+def test_a_step_is_told_before_its_evaluation(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Told(Recorder):
+        def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
+            told.append(name)
+
+    changes = {"training.steps": 2, "evaluation.every": 1}
+    run(tmp_path / "run", changes, heldout=PROMPTS[:2], listener=Told(on_step=told.append))
+    assert told == ["before training", 1, "after step 1", 2, "after training"]
+
+
 def test_evaluation_and_checkpoints_come_when_asked_for(tmp_path: Path) -> None:
     root = tmp_path / "run"
     changes = {"training.steps": 3, "evaluation.every": 2, "run.save_every": 2, "evaluation.samples_per_prompt": 2}

@@ -119,25 +119,32 @@ class Checkpoints:
         Raises:
             UserError: there are checkpoints, and all are damaged.
         """
-        damaged: list[tuple[Path, str]] = []
-        for place in reversed(self.places()):
-            folder = self._folder / place.name
-            problems = damages(folder)
-            if problems is None:
-                tell(f"{folder}: was written by an earlier version, without {MANIFEST}: its files cannot be checked")
-            if not problems:
-                for bad, why in damaged:
-                    aside = self._put_aside(bad)
-                    tell(f"{bad} is damaged ({why}): going on from {folder.name}; it is kept as {aside.name}")
-                return folder
-            damaged.append((folder, "; ".join(problems)))
-        if damaged:
+        intact, damaged = self.find_intact()
+        if intact is None and damaged:
             lines = "\n".join(f"{bad} is damaged: {why}" for bad, why in damaged)
             raise UserError(
                 f"{lines}\nThere is no other checkpoint to go on from. Bring the files back, or start a new run; a "
                 "model/ that is intact can be its model.path"
             )
-        return None
+        if intact is not None:
+            if not _has_manifest(intact):
+                tell(f"{intact}: was written by an earlier version, without {MANIFEST}: its files cannot be checked")
+            for bad, why in damaged:
+                aside = self._put_aside(bad)
+                tell(f"{bad} is damaged ({why}): going on from {intact.name}; it is kept as {aside.name}")
+        return intact
+
+    def find_intact(self) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """The furthest checkpoint whose files are those that were written, or that is too old to tell, and the damaged
+        ones after it, with what is wrong with them. Reads all of their files, and changes nothing."""
+        damaged: list[tuple[Path, str]] = []
+        for place in reversed(self.places()):
+            folder = self._folder / place.name
+            if problems := damages(folder):
+                damaged.append((folder, "; ".join(problems)))
+            else:
+                return folder, damaged
+        return None, damaged
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint and, once it is complete, remove those that are no longer wanted.
@@ -225,8 +232,16 @@ class Checkpoints:
         return folder.replace(aside)
 
 
-def damages(folder: Path) -> list[str] | None:
-    """What is wrong with the files of a checkpoint, compared with its manifest; None: it is older than manifests."""
+def _has_manifest(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def damages(folder: Path, quick: bool = False) -> list[str] | None:
+    """What is wrong with the files of a checkpoint, compared with its manifest; None: it is older than manifests.
+
+    Args:
+        quick: compare their sizes only, and read none of them.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
@@ -234,17 +249,17 @@ def damages(folder: Path) -> list[str] | None:
         return [f"{MANIFEST} is missing"] if _has_format(folder) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
-    found = (_damage(folder / name, name, *expected) for name, expected in files.items())
+    found = (_damage(folder / name, name, size, None if quick else digest) for name, (size, digest) in files.items())
     return [problem for problem in found if problem]
 
 
-def _damage(path: Path, name: str, size: int, digest: str) -> str | None:
+def _damage(path: Path, name: str, size: int, digest: str | None) -> str | None:
     try:
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size:,} bytes, not {size:,}"
-        return None if file_hash(path) == digest else f"{name} is not what was written: its SHA-256 differs"
+        return None if digest in (None, file_hash(path)) else f"{name} is not what was written: its SHA-256 differs"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
 

@@ -296,6 +296,7 @@ class Experiment:
             await in_thread(self.keeper.save_model, self.folder.model_before)
         self.before = self.after = found = await self.evaluate("before training")
         if found is not None:
+            self.listener.evaluated("before training", found.metrics())
             self.metrics.append(0, found.metrics())
             self.at.scores = {"before": scores_of(found), "after": scores_of(found)}
             self.best.observe(0, found.metrics())
@@ -312,7 +313,6 @@ class Experiment:
         found = await evaluate(
             self.heldout, self.engine, self.scorer, self.template.decode, self.config, self.listener.advance
         )
-        self.listener.evaluated(name, found.metrics())
         return found
 
     async def _rescue(self, error: BaseException) -> str:
@@ -345,7 +345,7 @@ class Experiment:
         every, step, last = self.config.evaluation.every, budget.steps, budget.used_up
         if not last and not (every and step % every == 0):
             return {}
-        found = await self.evaluate("after training" if last else f"after step {step}")
+        found = await self.evaluate(_when(budget))
         clock.lap("evaluation")
         if found is None:
             return {}
@@ -383,6 +383,8 @@ class Experiment:
             await in_thread(work.write_samples, self.folder.samples, step, share, seed, checks)
             self.index.notify()
         self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics | count))
+        if evaluation:
+            self.listener.evaluated(_when(budget), dict(evaluation))
 
     def _summarise(self, stopped: str) -> dict[str, Any]:
         facts = {
@@ -399,3 +401,8 @@ class Experiment:
         self.folder.write_summary(summary)
         self.metrics.summarise(summary)
         return summary
+
+
+def _when(budget: Budget) -> str:
+    """The time of an evaluation, for people."""
+    return "after training" if budget.used_up else f"after step {budget.steps}"

@@ -95,9 +95,29 @@ def test_the_tokens_of_a_sample_are_a_table(kept_run: Path) -> None:
     lines = (kept_run / "samples/step-00001.jsonl").read_text().splitlines()
     line = next(one for one in map(json.loads, lines) if (one["draw"], one["index"]) == (0, 0))
     assert f"sample 0:0 of row {line['row']}, kept, in update 0\n" in result.stdout
-    table = result.stdout[result.stdout.index("place ") :].splitlines()[:-1]
+    assert result.stdout.startswith("sample 0:0 "), "what was asked for comes first"
+    table = result.stdout[result.stdout.index("place ") : result.stdout.index("\n\n")].splitlines()
     assert len(table) == 1 + line["length"]
     assert [row.split()[0] for row in table[1:]] == [str(place) for place in range(line["length"])]
+
+
+def test_what_cannot_be_made_again_is_said_first_and_not_counted_as_the_same(kept_run: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(kept_run, tmp_path / "copy"))
+    for weights in (root / "model-before", *(root / "checkpoints").iterdir()):
+        shutil.rmtree(weights, ignore_errors=True)
+    result = dapo_replay(root, "--step", 2, "--no-rewards")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("could not be made again: ")
+    assert any(line.startswith("could not be made again: losses and gradients: ") for line in lines[:3])
+    assert not any(line.startswith("update  groups") for line in lines), "no table of dashes"
+    assert lines[-1].startswith("of what needs no weights nothing differs; not made again: ")
+    assert "losses and gradients" in lines[-1] and "rewards" in lines[-1]
+
+
+def test_gradient_norms_are_shown_when_they_are_asked_for(kept_run: Path) -> None:
+    asked = [dapo_replay(kept_run, "--step", 1, "--no-rewards", *more).stdout for more in ([], ["--samples", 1])]
+    assert [any(line.startswith("update  sample") for line in text.splitlines()) for text in asked] == [False, True]
 
 
 def test_a_token_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def replay(
     ] = None,
     samples: Annotated[
         int, typer.Option(min=0, metavar="N", help="Gradient norms of so many samples per update; 0: none.")
-    ] = 8,
+    ] = 0,
     rewards: Annotated[
         bool, typer.Option("--rewards/--no-rewards", help="Score the samples again, which may call a judge.")
     ] = True,
@@ -64,10 +64,11 @@ def replay(
         if as_json:
             print(json.dumps(plain(found.as_json()), indent=2, ensure_ascii=False))
         else:
-            for line in report(found):
-                print(line)
             if found.sample is not None:
                 _print_tokens(found.sample)
+                print()
+            for line in report(found):
+                print(line)
             print(verdict(found))
         if found.differences:
             raise typer.Exit(1)
@@ -92,6 +93,7 @@ def report(found: Replay) -> Iterator[str]:
     from dapo.cli.tables import columns
     from dapo.terminal import visible
 
+    yield from (f"could not be made again: {visible(text)}" for text in found.missing)
     batch = found.batch
     dropped = "".join(f", {count} {status}" for status, count in batch["dropped"].items())
     yield (
@@ -107,12 +109,11 @@ def report(found: Replay) -> Iterator[str]:
     if found.start is not None:
         again = f", then the updates of {len(found.rerun)} steps made again" if found.rerun else ""
         yield f"weights: from {found.start}{again}"
-    if found.updates:
+    if _made_again(found):  # otherwise there is nothing to show of them but what was planned
         yield ""
         yield from columns(_HEADER, [_row(one, _differing(found)) for one in found.updates])
         yield from _norms(found.updates)
-    for title, texts in (("could not be made again", found.missing), ("note", found.notes)):
-        yield from (f"{title}: {visible(text)}" for text in texts)
+    yield from (f"note: {visible(text)}" for text in found.notes)
     if found.differences:
         yield ""
         yield from _summary(found.differences)
@@ -203,8 +204,17 @@ def verdict(found: Replay) -> str:
     if found.differences:
         return f"{len(found.differences)} differences"
     compared = "to the bit" if not found.tolerance else f"losses and gradients to {found.tolerance:g}"
-    missing = f"; could not be made again: {len(found.missing)}" if found.missing else ""
-    return f"nothing differs ({compared}){missing}"
+    if not found.missing:
+        return f"nothing differs ({compared})"
+    missing = ", ".join(dict.fromkeys(text.partition(":")[0] for text in found.missing))
+    if not _made_again(found):
+        return f"of what needs no weights nothing differs; not made again: {missing}"
+    return f"nothing differs in what was made again ({compared}); not made again: {missing}"
+
+
+def _made_again(found: Replay) -> bool:
+    """Whether any update was."""
+    return any(update.get("recomputed") for update in found.updates)
 
 
 def _print_tokens(sample: Mapping[str, Any]) -> None:

@@ -48,7 +48,9 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
 def facts(run: RunView) -> list[tuple[str, str]]:
     """What the run is, as label and text."""
     planned = "?" if run.steps_planned is None else run.steps_planned
-    checkpoints, best = run.checkpoints, run.best
+    checkpoints, best = [*run.checkpoints], run.best
+    if run.damage:
+        checkpoints[-1] += f" (damaged: {run.damage})"
     weights = [f.name for f in (run.folder.model_before, run.folder.model_after) if f.is_dir()]
     sampled = run.steps_with_samples
     found = {
@@ -60,7 +62,7 @@ def facts(run: RunView) -> list[tuple[str, str]]:
         "command": " ".join(map(str, run.environment.get("command") or [])),
         "model": _get(run.config, "model", "path"),
         "seed": run.config.get("seed", ""),
-        "checkpoints": ", ".join([*checkpoints, *weights]) or "none yet",
+        "checkpoints": ", ".join([*checkpoints, *run.damaged_checkpoints, *weights]) or "none yet",
         "best": f"{best['metric']} {number(best['metric'], best['value'])} after step {best['step']}"
         if {"metric", "value", "step"} <= set(best)
         else "",
@@ -84,6 +86,8 @@ def as_json(run: RunView, steps: Steps) -> dict[str, Any]:
         "accuracy_before": before,
         "accuracy_after": after,
         "checkpoints": run.checkpoints,
+        "newest_checkpoint_damaged": run.damage,
+        "damaged_checkpoints": run.damaged_checkpoints,
         "best": dict(run.best) or None,
         "steps_with_samples": run.steps_with_samples,
         "warnings": run.warnings(),

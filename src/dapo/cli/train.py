@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -55,7 +55,7 @@ def train(
         config = _config(named, changes, resume)
         named = named or RunFolder(resume or Path()).config
         if dry_run:
-            _dry_run(config)
+            _dry_run(config, resume)
             return
         _require_data(config, named)
         with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
@@ -99,7 +99,7 @@ def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> No
     finally:
         listener.close()
     if not quiet:
-        for line in next_commands(recipe, summary.get("run_dir") or config.run.dir):
+        for line in next_commands(recipe, summary.get("run_dir") or config.run.dir, _longer(config, summary)):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -128,8 +128,23 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
             raise typer.Exit(code) from None
 
 
-def next_commands(recipe: Path, run_dir: str | None) -> list[str]:
-    """What to do after a run, as far as the files for it exist."""
+def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
+    """The setting with which a run whose minutes were over before its steps would train on; None: it was another."""
+    from dapo.budget import Budget
+
+    budget = Budget(config.training, summary.get("steps", 0))
+    unfinished = budget.steps < config.training.steps and config.training.minutes is not None
+    return budget.how_to_go_on() if unfinished and not str(summary.get("stopped")).startswith("converged") else None
+
+
+def next_commands(recipe: Path, run_dir: str | None, longer: str | None = None) -> list[str]:
+    """What to do after a run, as far as the files for it exist.
+
+    Args:
+        recipe: of the run.
+        run_dir: its folder.
+        longer: a setting with which it would train on.
+    """
     if run_dir is None:
         return []
     folder = Path(run_dir)
@@ -137,7 +152,9 @@ def next_commands(recipe: Path, run_dir: str | None) -> list[str]:
     first = next(iter(sorted((folder / "samples").glob("step-*.jsonl"))), None)
     if first is not None:
         lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
-    if (folder / "model-after").is_dir():
+    if longer:
+        lines.append(f"go on with this run: dapo train --resume {folder} {longer}")
+    elif (folder / "model-after").is_dir():
         lines.append(
             f"train on from here: dapo train {recipe} model.path={folder / 'model-after'} run.dir={folder}-more"
         )
@@ -146,7 +163,7 @@ def next_commands(recipe: Path, run_dir: str | None) -> list[str]:
     return lines
 
 
-def _dry_run(config: Config) -> None:
+def _dry_run(config: Config, resume: Path | None) -> None:
     from dapo.config import warnings_for
     from dapo.plan import missing_files, plan_of
     from dapo.run_folder import config_yaml
@@ -154,7 +171,9 @@ def _dry_run(config: Config) -> None:
     console = Terminal()
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
     plan["memory"] = _predicted_memory(config)
-    plan["not looked into here"] = "tokenizer, weights, reward function, rows of the data (dapo doctor)"
+    if resume is not None:
+        plan["goes on from"] = _where_it_goes_on(resume)
+    plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
     notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
     if console.is_terminal:
         from rich.syntax import Syntax
@@ -169,6 +188,34 @@ def _dry_run(config: Config) -> None:
     missing = missing_files(config)
     if missing:
         raise DataError("\n".join(missing))
+    _try_template(config)
+
+
+def _try_template(config: Config) -> None:
+    """Load a tokenizer that lies in a folder, and see whether prompts can be written with it as the recipe says.
+
+    Raises:
+        UserError: they cannot.
+    """
+    name = config.model.tokenizer or config.model.path
+    if not Path(name).expanduser().is_dir():
+        return
+    from dapo.data.template import PromptTemplate
+    from dapo.model.loading import load_tokenizer
+
+    PromptTemplate(config.data, load_tokenizer(name, config.model.trust_remote_code))
+
+
+def _where_it_goes_on(run: Path) -> str:
+    """The checkpoint that a resumed run would begin with. All of its files are read, as they will be then."""
+    from dapo.checkpoints import Checkpoints
+
+    folder = RunFolder(run).checkpoints
+    intact, damaged = Checkpoints(folder).find_intact() if folder.is_dir() else (None, [])
+    told = [f"{bad.name} is damaged: {why}" for bad, why in damaged]
+    if intact is not None:
+        return "; ".join([f"{intact}", *told])
+    return "; ".join(["none of its checkpoints", *told]) if told else "no checkpoint yet: from the start"
 
 
 def _predicted_memory(config: Config) -> str:

@@ -70,8 +70,8 @@ def check_reading(patient: Patient) -> Iterator[Finding]:
         "model",
         "reading",
         "warn",
-        f"{text}, and no better than with its ids shuffled: either its tokenizer is another model's, with other ids for the same words, or it knows nothing of "
-        "such text",
+        f"{text}, and no better than with its ids shuffled: either its tokenizer is another model's, with other ids "
+        "for the same words, or it knows nothing of such text",
         "model.tokenizer=FOLDER of the tokenizer that the model was trained with; dapo generate shows what it writes",
     )
 

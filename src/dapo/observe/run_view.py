@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dapo.checkpoints import Checkpoints
+from dapo.checkpoints import Checkpoints, damages
 from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import steps_with_samples
@@ -115,6 +115,17 @@ class RunView:
         """Names of the complete checkpoints, in the order of the run."""
         folder = self.folder.checkpoints
         return [place.name for place in Checkpoints(folder).places()] if folder.is_dir() else []
+
+    @cached_property
+    def damage(self) -> str | None:
+        """What is wrong with the newest checkpoint, as far as it shows without reading its files; None: nothing."""
+        problems = damages(self.folder.checkpoints / self.checkpoints[-1], quick=True) if self.checkpoints else None
+        return "; ".join(problems) if problems else None
+
+    @property
+    def damaged_checkpoints(self) -> list[str]:
+        """Names of those that a resumed run put aside."""
+        return sorted(path.name for path in self.folder.checkpoints.glob("damaged-*"))
 
     @property
     def best(self) -> Mapping[str, Any]:
