@@ -101,6 +101,17 @@ def test_a_step_whose_texts_are_gone_stays_until_it_is_taken_back(tmp_path: Path
     assert index.steps == [1]
 
 
+def test_the_name_of_a_run_folder_is_no_column(tmp_path: Path) -> None:
+    """DuckDB takes folders such as ``length=20`` for columns, unless it is told not to."""
+    run = tmp_path / "reward=math" / "length=20"
+    for step in (1, 2):
+        write_step(run, step)
+    index = SampleIndex(run)
+    index.update()
+    forget_steps(index.samples, after=1)
+    assert everything(index) == rows_of(run / "samples", 1)
+
+
 @pytest.mark.parametrize("damage", ["manifest", "cut", "gone", "format"])
 def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str) -> None:
     for step in (1, 2):

@@ -37,6 +37,8 @@ _FORMAT = 1
 """Of the manifest and of :data:`COLUMNS`: an index of another one is made anew."""
 _FANOUT = 8
 """So many segments of about the same size become one."""
+_PLAIN = "hive_partitioning=false"
+"""Else DuckDB takes a column from a run folder such as ``length=20``, instead of that in the file."""
 _ROWS = 65_536
 """Rows that are brought in at once."""
 _MOST_ROWS = 1_000_000
@@ -244,7 +246,7 @@ class SampleIndex:
             file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
             file.flush()
             types = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
-            source = f"read_json({_quoted(file.name)}, format='newline_delimited', columns={{{types}}})"
+            source = f"read_json({_quoted(file.name)}, format='newline_delimited', columns={{{types}}}, {_PLAIN})"
             return self._copied(f"SELECT * FROM {source}", steps)
 
     def _copied(self, select: str, steps: Mapping[int, Stamp]) -> Segment:
@@ -354,11 +356,12 @@ def _database(threads: int | None) -> duckdb.DuckDBPyConnection:
 def _select(folder: Path, segments: Sequence[Segment]) -> str:
     """The query for all rows that count."""
     whole = [folder / s.file for s in segments if not s.hidden]
-    parts = [f"SELECT * FROM read_parquet([{', '.join(map(_quoted, whole))}])"] if whole else []
+    parts = [f"SELECT * FROM read_parquet([{', '.join(map(_quoted, whole))}], {_PLAIN})"] if whole else []
     for segment in segments:
         if segment.hidden:
             hidden = ", ".join(map(str, segment.hidden))
-            parts.append(f"SELECT * FROM read_parquet({_quoted(folder / segment.file)}) WHERE step NOT IN ({hidden})")
+            file = _quoted(folder / segment.file)
+            parts.append(f"SELECT * FROM read_parquet({file}, {_PLAIN}) WHERE step NOT IN ({hidden})")
     nothing = ", ".join(f"NULL::{kind} AS {name}" for name, kind in COLUMNS.items())
     return " UNION ALL ".join(parts) or f"SELECT {nothing} WHERE false"
 

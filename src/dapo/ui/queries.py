@@ -208,7 +208,8 @@ _RESOURCES = """
         SELECT time, host, role, cpu, rss, disk_read, disk_write, net_sent, net_received,
                list_avg([g.util FOR g IN gpu]) AS gpu_util, list_sum([g.memory FOR g IN gpu]) AS gpu_memory,
                list_sum([g.power FOR g IN gpu]) AS gpu_power
-        FROM read_json($path, format = 'newline_delimited', ignore_errors = true, columns = {
+        FROM read_json($path, format = 'newline_delimited', ignore_errors = true, hive_partitioning = false,
+                       columns = {
             time: 'DOUBLE', host: 'VARCHAR', role: 'VARCHAR', cpu: 'DOUBLE', rss: 'DOUBLE',
             gpu: 'STRUCT(util DOUBLE, memory DOUBLE, power DOUBLE)[]',
             disk_read: 'DOUBLE', disk_write: 'DOUBLE', net_sent: 'DOUBLE', net_received: 'DOUBLE'})
