@@ -32,11 +32,11 @@ def test_a_weight_counts_if_it_is_multiplied_by(tied: bool) -> None:
 
 def test_the_shares_of_a_step() -> None:
     """33 + 17 computed tokens x 6 operations in 2 s of 1,000 a second; 5 decode steps x 100 bytes and one sample of 10
-    tokens after a prompt of 1, at 2 bytes a token: 10 x (1 + 5) x 2."""
+    tokens after a prompt of 1, at 2 bytes a token: 10 x (1 + 5) x 2, in the 0.5 s before the wait for rewards."""
     limits = Limits(Card(1000.0, 620.0), 6.0, 100.0, 2.0)
     fill = Fill(0, 0, (make_group(0, [(10, True)]),), (), STATS)
     reports = [replace(make_report(9), computed_tokens=33), replace(make_report(9), computed_tokens=17)]
-    found = limits.shares(fill, reports, {"update": 2.0, "rollout": 0.5}, 5)
+    found = limits.shares(fill, reports, {"update": 2.0, "rollout": 0.5 + STATS.reward_wait_s}, 5)
     assert found == {"share/matmul": pytest.approx(0.15), "share/bandwidth": pytest.approx(2.0)}
     assert limits.shares(fill, [], {"update": 2.0, "rollout": 0.5}, 0) == {}
 

@@ -92,15 +92,16 @@ class Limits:
         Args:
             fill: its rollout.
             reports: of its updates.
-            seconds: by phase.
+            seconds: by phase: rollout (with the wait for rewards), update.
             decode_steps: times that the engine went through the weights for a token of each row.
         """
         found: dict[str, float] = {}
         if reports and seconds.get("update"):
             done = self.operations_per_token * sum(r.computed_tokens for r in reports)
             found["share/matmul"] = done / seconds["update"] / self.card.operations
-        if decode_steps and seconds.get("rollout"):
+        generating = seconds.get("rollout", 0.0) - fill.stats.reward_wait_s
+        if decode_steps and generating > 0:
             context = sum(s.length * (len(g.prompt.token_ids) + s.length / 2) for g in fill.sampled for s in g.samples)
             read = decode_steps * self.weight_bytes + context * self.cache_bytes
-            found["share/bandwidth"] = read / seconds["rollout"] / self.card.bytes
+            found["share/bandwidth"] = read / generating / self.card.bytes
         return found
