@@ -55,11 +55,12 @@ class PrometheusTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See :class:`~dapo.observe.trackers.Tracker`."""
         label = _labels({"run": self._run})
-        self._text = _gauge("step", "rollout steps done", [(label, step)])
+        text = _gauge("step", "rollout steps done", [(label, step)])
         for name, value in metrics.items():
             metric = describe(name)
             if isinstance(value, int | float) and metric is not None:
-                self._text += _gauge(name, f"{metric.meaning} ({metric.unit})", [(label, value)])
+                text += _gauge(name, f"{metric.meaning} ({metric.unit})", [(label, value)])
+        self._text = text  # whole at once: it is read in other threads
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """Nothing: a run that is over has no present numbers."""
