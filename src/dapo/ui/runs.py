@@ -27,6 +27,7 @@ class Run:
     def __init__(self, name: str, root: Path) -> None:
         self.name, self.folder = name, RunFolder(root)
         self._lock = threading.Lock()
+        self._index_lock = threading.Lock()  # apart: a first index may take minutes, and the page goes on
         self._read: tuple[tuple[Any, ...], RunView] | None = None
         self._index: SampleIndex | None = None
         self._indexed: tuple[Any, ...] = ()
@@ -54,7 +55,7 @@ class Run:
         from dapo.observe.index import SampleIndex
 
         stamp = stamp_of(self.folder.samples)
-        with self._lock:
+        with self._index_lock:
             if self._index is None:
                 self._index = SampleIndex(self.folder.root)
             if self._indexed != stamp:
