@@ -171,7 +171,10 @@ class RunView:
 def is_run(folder: Path) -> bool:
     """Whether a run has written its recipe and something else into this folder."""
     others = ("environment.json", "metrics.jsonl", "samples")
-    return (folder / "config.yaml").is_file() and any((folder / name).exists() for name in others)
+    try:
+        return (folder / "config.yaml").is_file() and any((folder / name).exists() for name in others)
+    except PermissionError:  # somebody else's, beside ours
+        return False
 
 
 def runs_in(folder: Path) -> list[Path]:
