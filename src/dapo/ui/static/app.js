@@ -34,18 +34,8 @@ async function answer(response) {
   return body;
 }
 
-const send = (path, body) =>
-  fetch(address(path), { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
-
 const api = {
   get: async (path, params) => answer(await fetch(address(path, params))),
-  post: async (path, body) => answer(await send(path, body)),
-  async stream(path, body, onText) {
-    const response = await send(path, body);
-    if (!response.ok) return answer(response);
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (let part = await reader.read(); !part.done; part = await reader.read()) onText(part.value);
-  },
   get runs() { return state.runs; },
   get run() { return state.runs[0]; },
   get params() { return state.params; },
