@@ -7,7 +7,7 @@ Names of sizes say what they count: prompts, samples, groups or tokens.
 
 from dapo.config.checks import warnings_for
 from dapo.config.messages import all_keys
-from dapo.config.reading import build_config, load_config, load_reward, nested
+from dapo.config.reading import build_config, flat, load_config, load_reward, nested
 from dapo.config.reward import (
     CodeReward,
     ComposeReward,
@@ -50,6 +50,7 @@ __all__ = [
     "_section_types",
     "all_keys",
     "build_config",
+    "flat",
     "load_config",
     "load_reward",
     "nested",

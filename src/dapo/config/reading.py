@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,15 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in flat.items():
         _assign(tree, key, value, f"{key}={value}")
     return tree
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree under dotted keys: the other way round; an empty mapping is a leaf."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:

@@ -157,6 +157,9 @@ def _parse_table(table: str) -> dict[str, Metric]:
     return {name: Metric(name, unit, meaning) for name, unit, meaning in rows}
 
 
+PHASES = ("rollout", "reward_wait", "prepare", "update", "sync", "evaluation")
+"""Parts of a step with a metric ``time/...`` each, in the order in which they come; no two overlap."""
+
 METRICS: dict[str, Metric] = _parse_table(_TABLE)
 """The registry: name (or pattern) to metric, in the order in which they are shown."""
 

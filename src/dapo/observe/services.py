@@ -10,10 +10,11 @@ import logging
 import numbers
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dapo.config import flat
 from dapo.observe.trackers import Tracker
 
 PROJECT = "dapo"
@@ -51,7 +52,7 @@ class WandbTracker:
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """See :class:`~dapo.observe.trackers.Tracker`."""
-        self._run.summary.update({f"summary/{name}": value for name, value in _flat(summary)})
+        self._run.summary.update({f"summary/{name}": value for name, value in flat(summary)})
 
     def close(self) -> None:
         """Write what is left."""
@@ -82,7 +83,7 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = self._client.create_run(experiment, tags={"dapo.run": key}, run_name=key).info.run_id
-        params = [Param(_name(name), str(value)[:500]) for name, value in _flat(recipe)]
+        params = [Param(_name(name), str(value)[:500]) for name, value in flat(recipe)]
         for first in range(0, len(params), 100):  # the most that one call takes
             self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -98,7 +99,7 @@ class MlflowTracker:
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """See :class:`~dapo.observe.trackers.Tracker`."""
-        for name, value in _flat(summary):
+        for name, value in flat(summary):
             self._client.set_tag(self._id, _name(f"summary.{name}"), str(value))
 
     def close(self) -> None:
@@ -139,7 +140,7 @@ class TrackioTracker:
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """See :class:`~dapo.observe.trackers.Tracker`."""
-        lines = "\n".join(f"- {name}: {value}" for name, value in _flat(summary))
+        lines = "\n".join(f"- {name}: {value}" for name, value in flat(summary))
         self._run.log({"summary": self._markdown(lines)}, step=int(summary.get("steps", 0)))
 
     def close(self) -> None:
@@ -159,15 +160,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Those that there are; one that is not finite stays so."""
     found = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
     return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each leaf under its dotted name."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _name(name: str) -> str:

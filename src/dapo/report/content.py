@@ -11,11 +11,12 @@ from typing import Any
 from dapo.cli.run_report import facts
 from dapo.cli.tables import number
 from dapo.errors import UserError
+from dapo.observe.metrics import PHASES
 from dapo.observe.run_view import RunView
 from dapo.progress import duration
 from dapo.report import figures
 from dapo.report.blocks import Answer, Block, Code, Plot, Rows, Section, Text
-from dapo.report.costs import PHASES, Costs, Gain, costs, gains, total
+from dapo.report.costs import Costs, Gain, costs, gains, total
 from dapo.report.extremes import extremes
 
 Entry = Mapping[str, Any]

@@ -16,9 +16,6 @@ Entry = Mapping[str, Any]
 ENDS = 5
 """Steps at the start, and at the end, of a run whose means are compared where there was no evaluation."""
 
-PHASES = ("rollout", "reward_wait", "prepare", "update", "sync", "evaluation")
-"""Parts of a step with a metric ``time/...`` each, in the order in which they come."""
-
 
 @dataclass(frozen=True, slots=True)
 class Gain:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dapo.report.costs import PHASES
+from dapo.observe.metrics import PHASES
 
 Entry = Mapping[str, Any]
 

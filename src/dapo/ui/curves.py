@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dapo.observe.metrics import METRICS
+from dapo.config import flat
+from dapo.observe.metrics import METRICS, PHASES
 
 Entry = Mapping[str, Any]
 
@@ -26,8 +27,6 @@ HEADLINES = (
     "tokens_per_second/total",
 )
 """What is worth a look first: section 4.3 of the paper, then what tells of trouble."""
-
-PHASES = ("rollout", "reward_wait", "prepare", "update", "sync", "evaluation")
 
 
 def names_in(entries: Sequence[Entry]) -> list[str]:
@@ -52,7 +51,7 @@ def curve(entries: Sequence[Entry], name: str, points: int, x: str = "step") -> 
 def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
     """Seconds of each phase per step: series for the screen (means over neighbours) and totals over the run.
 
-    ``rollout`` is without the wait for rewards at its end; ``other`` is what of ``time/step`` no phase has.
+    ``other`` is what no phase has, such as writing samples and checkpoints.
     """
     steps = [entry for entry in entries if entry.get("step")]
     table = np.array([_phases_of(entry) for entry in steps], np.float64).reshape(len(steps), len(PHASES) + 1)
@@ -68,15 +67,6 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
     )
     names = [*PHASES, "other"]
     return {"names": names, "rows": rows, "totals": dict(zip(names, map(_round, table.sum(axis=0)), strict=True))}
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of a recipe with dots, such as ``training.steps``, and their values."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 _OF_THE_RUN = ("run.", "monitor.every")
@@ -105,9 +95,8 @@ def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
 
 def _phases_of(entry: Entry) -> list[float]:
     seconds = {name: float(entry.get(f"time/{name}") or 0.0) for name in PHASES}
-    seconds["rollout"] = max(seconds["rollout"] - seconds["reward_wait"], 0.0)
-    inside = sum(value for name, value in seconds.items() if name != "evaluation")
-    return [*seconds.values(), max(float(entry.get("time/step") or 0.0) - inside, 0.0)]
+    wall = entry.get("time/wall") or (entry.get("time/step") or 0.0) + seconds["evaluation"]  # older runs have no wall
+    return [*seconds.values(), max(float(wall) - sum(seconds.values()), 0.0)]
 
 
 def _spread(values: Any) -> tuple[float, float, float]:

@@ -17,6 +17,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.staticfiles import StaticFiles
 
 import dapo
+from dapo.config import flat
 from dapo.errors import UserError
 from dapo.observe.metrics import METRICS
 from dapo.observe.sample_rows import read_line
@@ -138,7 +139,7 @@ def _overview(runs: Runs) -> APIRouter:
             {
                 "run": name,
                 "steps": view.steps_done,
-                "config": {key: dict(curves.flat(view.config)).get(key) for key in keys},
+                "config": {key: dict(flat(view.config)).get(key) for key in keys},
                 "final": {metric: curves.final(view.metrics, metric) for metric in metrics},
             }
             for name, view in views.items()
@@ -149,7 +150,7 @@ def _overview(runs: Runs) -> APIRouter:
     def config(names: Names) -> dict[str, Any]:
         """Every key of the recipes, and which keys differ."""
         configs = [runs.get(name).view.config for name in names]
-        tables = [dict(curves.flat(one)) for one in configs]
+        tables = [dict(flat(one)) for one in configs]
         keys = dict.fromkeys(key for table in tables for key in table)
         values = {key: [table.get(key) for table in tables] for key in keys}
         return {"values": values, "differing": curves.differing(configs)}
