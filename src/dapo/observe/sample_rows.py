@@ -47,20 +47,21 @@ def rows_of(folder: Path, step: int) -> list[Row]:
         UserError: the file is gone, or a line of it is not a sample.
     """
     path = samples_path(folder, step)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     rows: list[Row] = []
     offset = 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line:
-                rows.append(_row(dict(json.loads(line)), step, offset, len(line)))
-        except (ValueError, TypeError):
-            if number < len(lines):  # otherwise it has no line end
-                raise UserError(f"{path}:{number}: not a line of samples") from None
-        offset += len(line) + 1
+    try:
+        with path.open("rb") as file:  # line by line: a step may have a gigabyte of text
+            for number, line in enumerate(file, start=1):
+                text = line.removesuffix(b"\n")
+                try:
+                    if text:
+                        rows.append(_row(dict(json.loads(text)), step, offset, len(text)))
+                except (ValueError, TypeError):
+                    if text != line:  # otherwise it has no line end
+                        raise UserError(f"{path}:{number}: not a line of samples") from None
+                offset += len(line)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     for row, measures in zip(rows, _measures(tokens_path(folder, step), rows), strict=True):
         row.update(measures)
     return rows
