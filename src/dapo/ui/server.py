@@ -322,12 +322,11 @@ def _card(run: Run) -> dict[str, Any]:
             "steps": view.steps_done,
             "planned": view.steps_planned,
             "seconds": view.seconds,
-            "model": str((view.config.get("model") or {}).get("path", "")),
             "before": before,
             "after": after,
             "last": shown,
         }
-    except UserError as error:
+    except (UserError, OSError) as error:  # one that is spoilt, or somebody else's, hides no other
         return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
 
 
