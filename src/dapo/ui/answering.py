@@ -124,7 +124,7 @@ class Answerer:
     async def _scorer_of(self, asked: Asked) -> Scorer | str:
         """What scores this run's responses, or why nothing does."""
         config = recipe_of(asked.root)
-        reason = _no_verdict(asked, config)
+        reason = await asyncio.to_thread(_no_verdict, asked, config)  # reads the run: others are answered meanwhile
         if reason is not None:
             return reason
         if self._scorer is not None and self._scorer[0] != asked.root:
