@@ -264,5 +264,5 @@ def test_evaluations_are_counted(tmp_path: Any, steps: int, every: int, evaluati
 
 
 def test_missing_files_are_named_with_their_key(tmp_path: Any) -> None:
-    config = build_config({"model": {"path": "m"}, "data": {"train": ["no.jsonl", "x" * 5000, str(tmp_path / "no")]}})
+    config = build_config({"model": {"path": "m"}, "data": {"train": ["no.jsonl", "x" * 250, str(tmp_path / "no")]}})
     assert [line.partition(":")[0] for line in missing_files(config)] == ["data.train"] * 3
