@@ -168,11 +168,15 @@ def test_the_token_of_the_address_becomes_a_cookie(tmp_path: Path) -> None:
         assert raw(address, "//evil.example/?token=secret", {})[1].get("location") == "/evil.example/"
 
 
-def test_a_token_is_made_where_others_can_reach_the_page() -> None:
+def test_a_token_is_made_where_others_can_reach_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DAPO_UI_TOKEN", raising=False)
     assert token_for("127.0.0.1", None) is None and token_for("localhost", None) is None
     assert token_for("127.0.0.1", "mine") == "mine"
     made = {token_for("0.0.0.0", None) for _ in range(3)}
     assert len(made) == 3 and all(token and len(token) >= 24 for token in made)
+    monkeypatch.setenv("DAPO_UI_TOKEN", " theirs ")
+    assert token_for("127.0.0.1", None) == token_for("0.0.0.0", None) == "theirs"
+    assert token_for("127.0.0.1", "mine") == "mine"
 
 
 # --- what is new ---------------------------------------------------------------------------------------------------

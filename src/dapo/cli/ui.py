@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +46,7 @@ def ui(
         from dapo.ui.serving import address_of, listening_socket, open_browser, serve, token_for
 
         check_folders(folders)
-        wanted = token_for(host, token or os.environ.get("DAPO_UI_TOKEN", "").strip() or None)
+        wanted = token_for(host, token)
         listening = listening_socket(host, port)
         address = address_of(listening, wanted)
         print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from dapo.ui.guard import LOOPBACK
 
 PORT = 7860
 _TRIED = 20
+_LOCAL = "127.0.0.1"
 
 
 def listening_socket(host: str, port: int | None) -> socket.socket:
@@ -47,8 +49,10 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
 
 
 def token_for(host: str, token: str | None) -> str | None:
-    """The token that the page asks for: the one given, a new one where others can reach it, none on loopback."""
-    return token or (None if host in LOOPBACK else secrets.token_urlsafe(24))
+    """The token that the page asks for: the one given or DAPO_UI_TOKEN, else a new one where other machines can reach
+    it, and none on loopback."""
+    given = token or os.environ.get("DAPO_UI_TOKEN", "").strip()
+    return given or (None if host in LOOPBACK else secrets.token_urlsafe(24))
 
 
 def address_of(listening: socket.socket, token: str | None) -> str:
@@ -76,11 +80,11 @@ def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     A process of its own, so that no query takes time from the training; it ends with the pipe that it reads, so it
     outlives a training that is killed by nothing.
     """
-    listening = listening_socket("127.0.0.1", None)
+    listening = listening_socket(_LOCAL, None)
     number = listening.fileno()
     command = [sys.executable, "-m", "dapo.ui.serving", str(number), str(folder)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
-    say(f"the page is at {address_of(listening, None)}")
+    say(f"the page is at {address_of(listening, token_for(_LOCAL, None))}")
     listening.close()  # the child's copy goes on
     try:
         yield
@@ -113,7 +117,7 @@ def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5)
 
 def _child(number: int, folder: Path) -> None:
     """Serve until standard input ends."""
-    server = make_server([folder], None)
+    server = make_server([folder], token_for(_LOCAL, None))
 
     def wait_for_the_end() -> None:
         sys.stdin.buffer.read()
