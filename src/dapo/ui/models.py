@@ -6,6 +6,7 @@ A model takes prompts and responses as long as the recipe says, but for :data:`M
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,11 @@ class Models:
             await self._held.popitem()[1][1].engine.close()
 
 
+_loading = threading.Lock()
+"""Transformers loads one model at a time: of two at once, one finds weights missing. A thread whose asker has left goes
+on loading while the next one asks."""
+
+
 def load(path: Path, device: str) -> Loaded:
     """Load the model in ``path``, a folder inside a run folder, by the recipe of that run.
 
@@ -108,7 +114,8 @@ def load(path: Path, device: str) -> Loaded:
     prompting = load_prompting(config)
     longest = min(config.data.max_prompt_length, _positions(path, default=2**20) - limit)
     room = {"prompt": [Prompt(0, "", (0,) * max(longest, 1))]}
-    engine = load_engine(prompting, room, MOST_SAMPLES * HELD, QuietListener())
+    with _loading:
+        engine = load_engine(prompting, room, MOST_SAMPLES * HELD, QuietListener())
     return Loaded(prompting, engine, limit, longest)
 
 
