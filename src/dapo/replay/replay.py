@@ -311,6 +311,7 @@ def _make_updates(
     found.start = str(start.folder.relative_to(view.folder.root))
     found.rerun = list(range(start.place.steps + 1, found.step))
     device, reasons = _device(view, config)
+    set_determinism(config, device)
     try:
         phase(f"loading {found.start}")
         rerun = trace.rerun = Rerun(view.folder, config, start, device)
@@ -357,7 +358,6 @@ def _device(view: RunView, config: Config) -> tuple[torch.device, list[str]]:
     except ConfigError:
         device = torch.device("cpu")
         reasons.append("the run was on a GPU, of which there is none here")
-    set_determinism(config, device)
     if not config.runtime.deterministic:
         reasons.append("runtime.deterministic is false")
     now = {"torch": torch.__version__, "machine": platform.machine()}
