@@ -96,6 +96,28 @@ def test_divisor_counts_loss_tokens_only_failures_4():
     assert (report.tokens, report.response_tokens, report.loss_tokens) == (12, 10, 4)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_loss_and_gradient_do_not_depend_on_the_chunks_of_the_head(monkeypatch, rows):
+    """The loss is taken so many response tokens at a time; only long micro-batches have more than one chunk."""
+    batch = pack(random_groups(SHAPE, in_loss=lambda draw, index: (draw, index) != (0, 2)))
+    inputs = make_inputs(batch)
+
+    def found():
+        trainer = make_trainer(tokens_per_micro_batch=40)
+        return gradient(trainer, batch, inputs), trainer.update(batch, inputs, DapoObjective())
+
+    whole, report = found()
+    monkeypatch.setattr("dapo.training.policy.chunk_rows", lambda device, vocabulary: rows)
+    cut, cut_report = found()
+    assert report.micro_batches > 1
+    assert distance(cut, whole) < 1e-5
+    assert cut_report.loss == pytest.approx(report.loss, abs=1e-6)
+    for name, pair in report.statistics.items():
+        assert cut_report.statistics[name] == pytest.approx(pair, rel=1e-5, abs=1e-6), name
+    torch.testing.assert_close(cut_report.logprobs, report.logprobs)
+    torch.testing.assert_close(cut_report.entropy, report.entropy)
+
+
 def test_one_masked_micro_batch_is_harmless_failures_5():
     groups = random_groups([(2, [6, 6])], in_loss=lambda draw, index: index == 0)
     batch, alone = pack(groups), pack([replace(groups[0], samples=groups[0].samples[:1])])
