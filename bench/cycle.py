@@ -7,9 +7,11 @@ usage: python bench/cycle.py ours    --out FOLDER [--model FOLDER --rows FILE]
 A cycle: ``--prompts`` x ``--samples`` responses of up to ``--limit`` tokens at T = 1 with log-probs, their rewards (our
 math reward, in four processes, on both sides), ``--updates`` optimizer steps on all of them (DAPO's loss, Clip-Higher,
 overlong punishment, AdamW, float32 masters, bfloat16 compute), and the new weights in the engine. Dynamic sampling is
-off, so that both sides train on every sample. A cycle lasts from the end of the one before to its own end; its phases
-add up to that. Each side runs in a process of its own on the whole card, one after the other; ``--warmup`` cycles are
-left out, the median of ``--cycles`` counts.
+off, so that both sides train on every sample. TRL has one pass more than ours by default: it computes the
+log-probabilities of the policy before the updates (``prepare``), where ours takes the engine's; with
+``--set algorithm.proximal=recompute`` ours computes them too. A cycle lasts from the end of the one before to its own
+end; its phases add up to that. Each side runs in a process of its own on the whole card, one after the other;
+``--warmup`` cycles are left out, the median of ``--cycles`` counts.
 
 Without ``--model`` ours has random weights (``--shape``) and response lengths of real responses: for development only.
 TRL and vLLM are imported from ``--peer-path`` (a folder that pip installed them to with ``--target``) by TRL's
