@@ -14,8 +14,9 @@ train.jsonl, evaluated on test.jsonl. Each is a run folder with metrics.jsonl; t
 product of the card, measured just before, goes into card.json beside it.
 
 ``report`` makes one table of the curves of some runs (also those of ``trl_learning.py``): accuracy against minutes of
-training, which are those of rollout steps without evaluations; the value at a minute is that of the last evaluation up
-to it, and not the best one. Beside it the share without an answer and the accuracy whatever the format, before and
+training, which are all since the first step began but those of evaluations (ours: ``time/wall``, which has the writing
+of samples in it, as ``training.minutes`` has not); the value at a minute is that of the last evaluation up to it, and
+not the best one. Beside it the share without an answer and the accuracy whatever the format, before and
 after. With ``--out`` also curves.csv, curves.json and curves.svg.
 """
 
@@ -208,15 +209,17 @@ def read_curve(folder: Path) -> Curve:
     Raises:
         SystemExit: there is none.
     """
-    file, points, steps, elapsed = folder / "metrics.jsonl", [], 0, None
+    file, points, steps, elapsed, spent = folder / "metrics.jsonl", [], 0, None, 0.0
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     for entry in map(json.loads, lines):
         steps, elapsed = entry["step"], entry.get("time/elapsed", elapsed)
+        # TRL's side counts in time/training what passes between evaluations; ours leaves files out there
+        spent += entry.get("time/wall", 0.0) - entry.get("time/evaluation", 0.0)
         if entry.get("eval/accuracy") is not None:
             names = ("no_answer", "lenient", "truncated", "response_length", "accuracy_low", "accuracy_high")
             values = (entry.get(f"eval/{name}") for name in names)
-            minutes = entry.get("time/training", 0.0) / 60
-            points.append(Point(steps, minutes, entry["eval/accuracy"], *values))
+            seconds = spent if "time/wall" in entry else entry.get("time/training", 0.0)
+            points.append(Point(steps, seconds / 60, entry["eval/accuracy"], *values))
     if not points:
         raise SystemExit(f"{folder}: no evaluation in metrics.jsonl")
     card = folder / "card.json"

@@ -203,6 +203,22 @@ def test_the_value_at_a_minute_is_the_last_one_before_it(tmp_path: Path, capsys:
         gsm8k.read_curve(tmp_path)
 
 
+def test_minutes_are_those_between_evaluations_on_both_sides(tmp_path: Path) -> None:
+    ours = [
+        {"time/training": 0.0},
+        {"time/training": 50.0, "time/wall": 56.0},
+        {"time/training": 110.0, "time/wall": 74.0, "time/evaluation": 10.0},
+    ]
+    theirs = [{"time/training": 0.0}, {"time/training": 57.0}, {"time/training": 120.0}]
+    for name, lines in (("ours", ours), ("theirs", theirs)):
+        (tmp_path / name).mkdir()
+        entries = ({"step": step, "eval/accuracy": 0.5} | line for step, line in enumerate(lines))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    points = [gsm8k.read_curve(tmp_path / name).points for name in ("ours", "theirs")]
+    assert [point.minutes for point in points[0]] == pytest.approx([0, 56 / 60, 2])  # with the six seconds of files
+    assert [point.minutes for point in points[1]] == pytest.approx([0, 57 / 60, 2])
+
+
 def test_the_peer_is_evaluated_by_our_own_numbers() -> None:
     class Here:
         def verdicts(self, texts: list[str], answers: list[str]) -> list[Any]:
