@@ -19,8 +19,8 @@ activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backw
                GPU, compiled: t (L + 1) (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b
                if the embedding is frozen, else 4); the one more is the layer at work.
                With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
-logits         in the output head, c = min(t, 1024) rows at a time, on a GPU min(t, 4096): 3 x 4 V c, there in
-               bfloat16 6 V c + 2 V h
+logits         in the output head, c rows at a time, at most t and as many as ``model.head.chunk_rows`` says (CPU 1,024,
+               GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c + 2 V h
 decoding       2 x 4 V s in a step of the rollout
 =============  ====================================================================================================
 
