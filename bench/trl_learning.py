@@ -59,9 +59,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=float, default=1.0, help="minutes between evaluations")
     options = parser.parse_args(arguments)
     try:
-        named(options.setting)
+        setting = named(options.setting)
     except ValueError as error:
         parser.error(str(error))
+    if setting.trainer.get("vllm_enable_sleep_mode"):  # only TRL's own generate() wakes its cache
+        parser.error(f"--setting {options.setting}: the evaluations need vLLM awake; leave sleep out")
     for name in ("train", "test"):
         if not (options.data / f"{name}.jsonl").is_file():
             parser.error(f"--data {options.data}: has no {name}.jsonl; python bench/gsm8k.py data makes it")

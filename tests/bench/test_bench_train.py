@@ -203,6 +203,12 @@ def test_the_value_at_a_minute_is_the_last_one_before_it(tmp_path: Path, capsys:
         gsm8k.read_curve(tmp_path)
 
 
+def test_a_peer_that_sleeps_between_rollouts_is_not_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        trl_learning.parse(["--minutes", "1", "--model", "m", "--setting", "nockpt+sleep"])
+    assert "leave sleep out" in capsys.readouterr().err
+
+
 def test_minutes_are_those_between_evaluations_on_both_sides(tmp_path: Path) -> None:
     ours = [
         {"time/training": 0.0},
