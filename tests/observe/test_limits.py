@@ -24,20 +24,24 @@ def test_a_weight_counts_if_it_is_multiplied_by(tied: bool) -> None:
     model = make_model(tied)
     used = sum(p.numel() for p in model.parameters()) - (0 if tied else 10 * 8)
     found = Limits.on(Card(1.0, 1.0), model, 2)
-    assert found.operations_per_token == 6 * used and found.weight_bytes == 2 * used
+    assert found.operations_per_token == 6 * (used - 80) and found.operations_per_prediction == 6 * 80
+    assert found.weight_bytes == 2 * used
     assert found.cache_bytes == 2 * 2 * 3 * 2 * 2  # key and value, 16 bits, 3 layers, 2 heads of width 2
     model.requires_grad_(False)
-    assert Limits.on(Card(1.0, 1.0), model, 2).operations_per_token == 4 * used
+    frozen = Limits.on(Card(1.0, 1.0), model, 2)
+    assert frozen.operations_per_token + frozen.operations_per_prediction == 4 * used
 
 
 def test_the_shares_of_a_step() -> None:
-    """33 + 17 computed tokens x 6 operations in 2 s of 1,000 a second; 5 decode steps x 100 bytes and one sample of 10
-    tokens after a prompt of 1, at 2 bytes a token: 10 x (1 + 5) x 2, in the 0.5 s before the wait for rewards."""
-    limits = Limits(Card(1000.0, 620.0), 6.0, 100.0, 2.0)
+    """33 + 17 computed tokens x 6 operations and 20 + 5 response tokens x 4 in 2 s of 1,000 a second; 5 decode steps x
+    100 bytes and one sample of 10 tokens after a prompt of 1, at 2 bytes a token: 10 x (1 + 5) x 2, in the 0.5 s before
+    the wait for rewards."""
+    limits = Limits(Card(1000.0, 620.0), 6.0, 4.0, 100.0, 2.0)
     fill = Fill(0, 0, (make_group(0, [(10, True)]),), (), STATS)
-    reports = [replace(make_report(9), computed_tokens=33), replace(make_report(9), computed_tokens=17)]
+    sizes = [{"computed_tokens": 33, "response_tokens": 20}, {"computed_tokens": 17, "response_tokens": 5}]
+    reports = [replace(make_report(9), **size) for size in sizes]
     found = limits.shares(fill, reports, {"update": 2.0, "rollout": 0.5 + STATS.reward_wait_s}, 5)
-    assert found == {"share/matmul": pytest.approx(0.15), "share/bandwidth": pytest.approx(2.0)}
+    assert found == {"share/matmul": pytest.approx(0.2), "share/bandwidth": pytest.approx(2.0)}
     assert limits.shares(fill, [], {"update": 2.0, "rollout": 0.5}, 0) == {}
 
 

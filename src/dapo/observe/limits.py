@@ -7,7 +7,7 @@ of the makers' figures for dense bfloat16, which no program reaches; ``bench/`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,16 @@ class Limits:
 
     Attributes:
         card: that it runs on.
-        operations_per_token: of an update: 6 for each weight that is trained, 4 for one that is not.
+        operations_per_token: of an update, for each token that is computed: 6 for a weight that is trained, 4 for one
+            that is not; without the embedding, which is looked up, and the head.
+        operations_per_prediction: the same of the head, which sees the positions of response tokens only.
         weight_bytes: that a decode step reads.
         cache_bytes: of the keys and values of one token.
     """
 
     card: Card
     operations_per_token: float
+    operations_per_prediction: float
     weight_bytes: float
     cache_bytes: float
 
@@ -77,12 +80,14 @@ class Limits:
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         values = 2 * kinds.count("full_attention") * (getattr(config, "num_key_value_heads", None) or heads) * width
-        used = {id(p): p for p in model.parameters()}
-        inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is not None and inputs.weight is not head.weight:  # it is looked up, not multiplied
-            used.pop(id(inputs.weight), None)
-        operations = sum((6 if p.requires_grad else 4) * p.numel() for p in used.values())
-        return cls(card, operations, itemsize * sum(p.numel() for p in used.values()), itemsize * values)
+        inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        layers = [p for p in model.parameters() if p is not inputs and p is not head]
+
+        def operations(parameters: Iterable[torch.Tensor]) -> int:
+            return sum((6 if p.requires_grad else 4) * p.numel() for p in parameters)
+
+        read = itemsize * sum(p.numel() for p in (*layers, head))
+        return cls(card, operations(layers), operations([head]), read, itemsize * values)
 
     def shares(
         self, fill: Fill, reports: Sequence[UpdateReport], seconds: Mapping[str, float], decode_steps: int
@@ -98,6 +103,7 @@ class Limits:
         found: dict[str, float] = {}
         if reports and seconds.get("update"):
             done = self.operations_per_token * sum(r.computed_tokens for r in reports)
+            done += self.operations_per_prediction * sum(r.response_tokens for r in reports)
             found["share/matmul"] = done / seconds["update"] / self.card.operations
         generating = seconds.get("rollout", 0.0) - fill.stats.reward_wait_s
         if decode_steps and generating > 0:

@@ -123,7 +123,7 @@ tokens_per_second/rollout  | tokens/s     | response tokens generated over time/
 tokens_per_second/update   | tokens/s     | tokens of prompts and responses trained on, over time/update
 tokens_per_second/total    | tokens/s     | response tokens generated over time/step
 samples_per_second         | samples/s    | samples trained on over time/step
-share/matmul               | share        | of the card's matmul rate in time/update (MFU): 6 x parameters x tokens
+share/matmul               | share        | of the card's matmul rate in time/update (MFU): 6 x parameters used x tokens
 share/bandwidth            | share        | of the card's memory bandwidth that decoding needs, in time/rollout
 memory/rss                 | bytes        | most memory that the process has held
 resources/cpu              | cores        | CPU used by the run, mean over the step; resources.jsonl has each role
