@@ -38,7 +38,7 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, str]]:
     count = job["task"].prompts * (job["warmup"] + job["cycles"])
     if job["rows"] is None:
         return [{"prompt": f"{i} + {i + 1} =", "answer": str(2 * i + 1)} for i in range(count)]
-    with Path(job["rows"]).open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside of a string
+    with Path(job["rows"]).open(encoding="utf-8") as lines:  # str.splitlines would also cut inside of strings
         rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in map(json.loads, lines)]
     random.Random(0).shuffle(rows)
     return (rows * -(-count // len(rows)))[:count]
