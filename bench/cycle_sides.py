@@ -38,8 +38,8 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, str]]:
     count = job["task"].prompts * (job["warmup"] + job["cycles"])
     if job["rows"] is None:
         return [{"prompt": f"{i} + {i + 1} =", "answer": str(2 * i + 1)} for i in range(count)]
-    lines = Path(job["rows"]).read_text(encoding="utf-8").splitlines()
-    rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in map(json.loads, lines)]
+    with Path(job["rows"]).open(encoding="utf-8") as lines:  # str.splitlines would also cut inside of strings
+        rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in map(json.loads, lines)]
     random.Random(0).shuffle(rows)
     return (rows * -(-count // len(rows)))[:count]
 

@@ -33,7 +33,8 @@ def responses(file: str | None) -> Iterator[tuple[Prompt, str]]:
             name, tests = f"add_{k}", [f"assert add_{k}({x}, {x + 1}) == {2 * x + 1 + k}" for x in range(3)]
             prompt = Prompt(k, "", (), None, {"tests": tests, "entry_point": name})
             yield prompt, f"It is a sum.\n```python\ndef {name}(a, b):\n    return a + b + {k}\n```\n"
-    rows = [json.loads(line) for line in Path(str(file)).read_text(encoding="utf-8").splitlines()]
+    with Path(str(file)).open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
     for k, row in cycle(enumerate(rows)):
         yield Prompt(k, "", (), None, row), f"```python\n{row['solution']}\n```\n"
 

@@ -169,7 +169,8 @@ def read_prompts(model: Path, file: Path) -> tuple[list[list[int]], list[int]]:
 
     tokenizer = load_tokenizer(str(model))
     template = PromptTemplate(DataConfig(template="chat", instruction=INSTRUCTION), tokenizer)
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    with file.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
     settings = SimpleNamespace(config=AutoConfig.from_pretrained(model), generation_config=None)
     with contextlib.suppress(OSError):
         settings.generation_config = GenerationConfig.from_pretrained(model)

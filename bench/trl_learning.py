@@ -83,7 +83,8 @@ def task_of(options: argparse.Namespace) -> Task:
 
 def read(file: Path) -> list[dict[str, str]]:
     """Rows with prompt and answer."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with file.open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside of a string
+        return [json.loads(line) for line in lines]
 
 
 def train(options: argparse.Namespace) -> None:

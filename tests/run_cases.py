@@ -44,12 +44,29 @@ SETTINGS: dict[str, Any] = {
     "training.mismatch_alarm": 0.5,
     "runtime.deterministic": True,
 }
+ON_GPU: dict[str, Any] = {
+    "runtime.device": "cuda",
+    "model.compute_dtype": "bfloat16",
+    "rollout.prompts_per_step": 16,
+    "rollout.samples_per_prompt": 8,
+    "rollout.max_response_length": 48,
+    "rollout.max_concurrent_samples": 128,
+    "rollout.cache_gib": 0.25,
+    "training.groups_per_update": 8,
+    "training.tokens_per_micro_batch": 4096,
+}
+"""What a run on a GPU has otherwise."""
 TIMES = ("time/", "tokens_per_second/", "samples_per_second", "memory/", "resources/", "share/")
 """Metrics that no two runs have in common."""
 
 
 def tiny_model(seed: int = 0, name: str = "qwen2", **changes: Any) -> Any:
     return random_model(name, seed, **({"vocab_size": len(TOKENIZER)} | changes))
+
+
+def wide_model() -> Any:
+    """One with heads that the GPU's kernels take."""
+    return tiny_model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
 
 
 def text_sum(prompt: str, response: str) -> Reward:
