@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dapo.ui import queries
 from dapo.ui.queries import GroupFilter
 from dapo.ui.runs import Runs, check_folders
 from dapo.ui.texts import pieces, tokens_of
+from dapo.ui.thinned import thinned
 from page_run import add_step, page_run
 from run_cases import TOKENIZER
 
@@ -108,6 +110,18 @@ def test_resources_are_told_by_role(tmp_path: Path) -> None:
     trainer = [row for row in found if row["role"] == "trainer"]
     assert [(row["seconds"], row["cpu"], row["rss"]) for row in trainer] == [(0, 0, 0), (1, 0.5, 10), (2, 1, 20)]
     assert (trainer[0]["gpu_util"], trainer[0]["gpu_memory"], trainer[0]["gpu_power"]) == (0.5, 6, 140)
+
+
+def test_a_long_file_of_resources_is_thinned_out_from_its_first_line_to_its_last(tmp_path: Path) -> None:
+    path = tmp_path / "resources.jsonl"
+    path.write_text("".join(json.dumps({"time": i, "role": "r"}) + "\n" for i in range(20_000)))
+    with thinned(path, most=20_000, pieces=20) as shorter:
+        times = [json.loads(line)["time"] for line in shorter.read_text().splitlines()]
+        assert shorter.stat().st_size <= 20_000
+    assert not shorter.exists() and (times[0], times[-1]) == (0, 19_999) and times == sorted(times)
+    assert max(b - a for a, b in pairwise(times)) < 20_000 / 18
+    with thinned(path, most=10**6) as whole:
+        assert whole == path
 
 
 def test_a_new_step_is_found(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 import dapo
 from dapo.config import flat
 from dapo.errors import UserError
+from dapo.observe.index import open_database
 from dapo.observe.metrics import METRICS
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
@@ -29,6 +30,7 @@ from dapo.ui.guard import Guard
 from dapo.ui.live import PERIOD, events
 from dapo.ui.runs import Run, Runs
 from dapo.ui.texts import summary_of, tokens_of
+from dapo.ui.thinned import thinned
 
 STATIC = Path(__file__).parent / "static"
 
@@ -350,7 +352,5 @@ def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _resources(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    import duckdb
-
-    with duckdb.connect(":memory:") as connection:
-        return queries.resources(connection, path)
+    with open_database() as connection, thinned(path) as shorter:
+        return queries.resources(connection, shorter)
