@@ -48,7 +48,7 @@ def test_a_step_has_the_looks_since_the_one_before_or_the_latest(tmp_path: Path)
 
 
 def test_the_machine_is_seen() -> None:
-    """A worker's child that computes, another child, and this process, which wait: three roles, with rates in bounds."""
+    """A child of a worker computes; another child and this process wait: three roles, with rates in bounds."""
     looker = Looker()
     busy = "print(flush=True)\nwhile True: pass"
     worker = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])"

@@ -12,7 +12,7 @@ import pytest
 from dapo.errors import UserError
 from dapo.ui import queries
 from dapo.ui.queries import GroupFilter
-from dapo.ui.runs import Runs, check_folders
+from dapo.ui.runs import NotHere, Runs, check_folders
 from dapo.ui.texts import pieces, tokens_of
 from dapo.ui.thinned import thinned
 from page_run import add_step, page_run
@@ -139,7 +139,7 @@ def test_runs_are_those_below_the_folders_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
     found = {run.name: run.folder.root for run in Runs([tmp_path / "a", tmp_path / "b"]).all()}
     assert found == {"same": tmp_path / "a" / "same", "b/same": tmp_path / "b" / "same"}
-    with pytest.raises(LookupError):
+    with pytest.raises(NotHere):
         Runs([tmp_path / "a"]).get("../elsewhere")
 
 
@@ -173,4 +173,7 @@ def test_a_character_of_several_tokens_is_whole_in_the_last_one() -> None:
 def test_numbers_per_token_are_those_of_the_sample(runs: Runs) -> None:
     second = tokens_of(runs.get("first").folder, 1, [1])[0]
     assert second["pieces"] == list("1+2=3") and second["logprob_engine"] == [-0.2] * 5
+    assert tokens_of(runs.get("first").folder, 1, [1], 2)[0] == {"pieces": ["1", "+"], "logprob_engine": [-0.2] * 2} | {
+        name: [None] * 2 for name in ("logprob_trainer", "entropy")
+    }
     assert tokens_of(runs.get("first").folder, 7, [0, 1]) == [{}, {}]

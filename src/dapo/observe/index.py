@@ -48,7 +48,7 @@ _PAUSE = 5.0
 _LONGEST_PAUSE = 600.0
 """Seconds between two tries where updates fail: each reads again what is missing, in the process that trains."""
 _MEMORY, _SPILLED, _THREADS = "1GB", "8GB", 4
-"""What DuckDB may take beside a training: memory, then disk for what does not fit into it, and threads at most. It would
+"""What DuckDB may take: memory, then disk for what does not fit into it, and threads at most. Left to itself it would
 take four fifths of the memory and all cores, and write into the working folder."""
 _GRACE = 60.0
 """Seconds that a segment stays after it went into a larger one."""
