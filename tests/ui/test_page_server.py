@@ -339,6 +339,18 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         process.wait(timeout=20)
 
 
+def test_a_token_never_stands_in_the_command_line_of_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_run(tmp_path / "r", steps=0)
+    opened_at: list[str] = []
+    monkeypatch.delenv("DAPO_UI_TOKEN", raising=False)
+    monkeypatch.setattr("dapo.ui.serving.open_browser", opened_at.append)
+    monkeypatch.setattr("dapo.ui.serving.serve", lambda folders, listening, token: listening.close())
+    for option in ((), ("--token", "secret"), ("--host", "0.0.0.0")):
+        done = CliRunner().invoke(program, ["ui", str(tmp_path), "--port", "0", *option])
+        assert done.exit_code == 0 and ("?token=" in done.output) == bool(option)
+    assert len(opened_at) == 1 and "token" not in opened_at[0]
+
+
 def test_a_folder_that_is_no_run_is_an_error_for_people(tmp_path: Path) -> None:
     done = CliRunner().invoke(program, ["ui", str(tmp_path), "--no-browser"])
     assert done.exit_code == 1 and "neither is a run folder nor holds any" in done.output
