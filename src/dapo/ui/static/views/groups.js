@@ -128,7 +128,7 @@ function drawGroup(group, colouring, choose, more) {
   const has = (name) => group.samples.some((sample) => sample.tokens[name]?.some((value) => value !== null));
   const offered = Object.entries(COLOURINGS).map(([id, one]) => [id, one.name, one.needs && !has(one.needs) ? (group.whole ? "not stored for this step" : "open a sample first") : undefined, Boolean(one.needs && !has(one.needs))]);
   if (offered.find(([id]) => id === colouring)?.[3]) colouring = "advantage";
-  const opener = (sample) => !group.whole && !sample.whole && h("button", { type: "button", class: "quiet", onclick: (event) => { event.target.disabled = true; more(sample); } }, `Open all ${number(sample.length)} tokens`);
+  const opener = (sample) => !group.whole && !sample.whole && h("button", { type: "button", onclick: (event) => { event.target.disabled = true; more(sample); } }, `Open all ${number(sample.length)} tokens`);
   const paint = (id) => {
     const one = COLOURINGS[id];
     const swatches = one.both ? ["n8", "n5", "n2", "p2", "p5", "p8"] : (one.class({ logprob_engine: -5, logprob_trainer: 0, entropy: 3 }) || "n")[0] === "p" ? ["p1", "p3", "p5", "p8"] : ["n1", "n3", "n5", "n8"];
