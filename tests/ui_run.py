@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
-from starlette.responses import JSONResponse
 
 from dapo.config import build_config, nested
 from dapo.demo.task import make_model, make_tokenizer
-from dapo.errors import UserError
 from dapo.run_folder import RunFolder
 from dapo.ui import playground, votes
 from dapo.ui.answering import Answerer
+from dapo.ui.runs import NotHere
+from dapo.ui.server import tell_errors
 
 HELD_OUT = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(5) for b in range(5)]
 
@@ -58,21 +58,14 @@ def serving(
 
     def folder_of(name: str) -> Path:
         if name != "r":
-            raise LookupError(f"there is no run {name!r} here")
+            raise NotHere(f"there is no run {name!r} here")
         return root
 
     app, asked = FastAPI(), answerer or Answerer()
     app.include_router(playground.router(folder_of, asked), prefix="/api")
     app.include_router(votes.router(folder_of, asked), prefix="/api")
 
-    @app.exception_handler(UserError)
-    async def wrong(_: Any, error: UserError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 422)
-
-    @app.exception_handler(LookupError)
-    async def missing(_: Any, error: LookupError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 404)
-
+    tell_errors(app)
     extend(app)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

@@ -246,15 +246,34 @@ def test_training_is_told_once_if_the_index_fails(tmp_path: Path, monkeypatch: p
     index.close()
     assert SampleIndex(tmp_path).steps == [1] and not said
 
-    def broken(self: SampleIndex) -> int:
+    tries = threading.Semaphore(0)
+
+    def fails(self: SampleIndex) -> int:
+        tries.release()
         raise OSError("no space")
 
-    monkeypatch.setattr(SampleIndex, "update", broken)
-    index = BackgroundIndex(tmp_path, said.append)
-    for _ in range(3):
-        index.notify()
+    monkeypatch.setattr("dapo.observe.index._PAUSE", 0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleIndex, "update", fails)
+        index = BackgroundIndex(tmp_path, said.append)
+        for _ in range(3):
+            index.notify()
+            assert tries.acquire(timeout=30)
+    write_step(tmp_path, 2)  # the disk has room again
+    index.notify()
     index.close()
+    assert SampleIndex(tmp_path).steps == [1, 2]
     assert len(said) == 1 and "no space" in said[0]
+
+
+def test_what_duckdb_takes_is_bounded_and_nothing_is_written_where_the_program_runs(tmp_path: Path) -> None:
+    write_step(tmp_path, 1)
+    index = SampleIndex(tmp_path, threads=1)
+    index.update()
+    names = ("threads", "memory_limit", "temp_directory", "max_temp_directory_size")
+    found = ask(index, "SELECT " + ", ".join(f"current_setting('{name}')" for name in names))[0]
+    assert (found[0], found[1], found[3]) == (1, "953.6 MiB", "7.4 GiB")
+    assert Path(found[2]).parent == index.folder
 
 
 def test_files_of_a_killed_process_go_in_time(tmp_path: Path) -> None:

@@ -55,6 +55,22 @@ def test_only_the_loopback_and_only_that_page(tracker: PrometheusTracker) -> Non
         fetch(tracker.port, "/")
 
 
+def test_a_page_elsewhere_reads_nothing_through_a_name_of_its_own(tracker: PrometheusTracker) -> None:
+    address = f"http://127.0.0.1:{tracker.port}/metrics"
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(urllib.request.Request(address, headers={"Host": "evil.example"}), timeout=10)
+    with urllib.request.urlopen(urllib.request.Request(address, headers={"Host": "[::1]:1"}), timeout=10) as answer:
+        assert answer.status == 200
+
+
+def test_who_connects_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.observe.prometheus._PATIENCE", 0.05)
+    tracker = PrometheusTracker(0, list, "r")
+    with socket.create_connection(("127.0.0.1", tracker.port), timeout=20) as silent:
+        assert silent.recv(1) == b""  # the server has hung up
+    tracker.close()
+
+
 def test_it_serves_as_long_as_the_run_goes_on_and_a_taken_port_ends_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

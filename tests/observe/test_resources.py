@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,17 +48,25 @@ def test_a_step_has_the_looks_since_the_one_before_or_the_latest(tmp_path: Path)
 
 
 def test_the_machine_is_seen() -> None:
-    """A child that computes, and this process, which writes nothing and waits: both roles, with rates in bounds."""
+    """A child of a worker computes; another child and this process wait: three roles, with rates in bounds."""
     looker = Looker()
-    code = "import sys\nprint(flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+    busy = "print(flush=True)\nwhile True: pass"
+    worker = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])"
+    page = [sys.executable, "-c", "input()"]
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", worker, "dapo.reward.worker"], stdout=subprocess.PIPE, start_new_session=True
+        ) as child,
+        subprocess.Popen(page, stdin=subprocess.PIPE),
+    ):
         assert child.stdout is not None
         child.stdout.readline()
         first = {line["role"]: line for line in looker.look()}
         time.sleep(0.3)
         second = {line["role"]: line for line in looker.look()}
-        child.kill()
-    assert set(first) == set(second) == {"engine+trainer", "reward"}
+        os.killpg(child.pid, signal.SIGKILL)
+    assert set(first) == set(second) == {"engine+trainer", "reward", "other"}
+    assert second["other"]["cpu"] < 0.05 < second["reward"]["cpu"]
     assert first["reward"]["cpu"] is None and 0.05 < second["reward"]["cpu"] < 1.3
     assert second["engine+trainer"]["cpu"] < second["reward"]["cpu"]
     assert second["engine+trainer"]["rss"] > 50e6 and 1e6 < second["reward"]["rss"] < 500e6

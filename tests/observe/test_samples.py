@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dapo.observe.samples import STATUSES, read_samples, write_samples
+from dapo.observe.samples import STATUSES, TokenArrays, read_samples, tokens_path, write_samples
 from dapo.records import Group, Prompt, Reward, Sample
 
 
@@ -24,6 +26,11 @@ def make_sample(index: int, length: int = 3, **more: object) -> Sample:
         text=f"text {index}",
     )
     return replace(sample, **more)  # type: ignore[arg-type]
+
+
+def arrays_of(tokens: int) -> dict[str, Any]:
+    whole = np.arange(tokens, dtype=np.int32)
+    return {"token_ids": whole, "logprobs": np.zeros(tokens, np.float32), "versions": whole}
 
 
 def make_group(draw: int, *samples: Sample) -> Group:
@@ -92,6 +99,20 @@ def test_every_status_is_written_as_given(tmp_path: Path) -> None:
 def test_the_statuses_cover_the_verdicts_of_admission() -> None:
     admission = pytest.importorskip("dapo.algorithm.admission")
     assert {str(v) for v in admission.Verdict} - {"mixed"} <= set(STATUSES)
+
+
+def test_reading_tokens_takes_their_memory_once(tmp_path: Path) -> None:
+    tokens = 500_000
+    write_samples(tmp_path, 1, [(make_group(3, replace(make_sample(0), **arrays_of(tokens))), "kept")])
+    path = tokens_path(tmp_path, 1)
+    TokenArrays.read(path)  # what is imported meanwhile does not count
+    tracemalloc.start()
+    try:
+        arrays = TokenArrays.read(path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(arrays.token_ids) == tokens and most < 1.5 * path.stat().st_size
 
 
 def test_a_failure_half_way_leaves_the_old_file(tmp_path: Path) -> None:

@@ -188,6 +188,24 @@ def test_one_that_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPat
     assert len(said) == 1 and "did not end within 0.05 s" in said[0]
 
 
+def test_several_that_hang_are_waited_for_as_long_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.observe.trackers.CLOSE_SECONDS", 0.2)
+    gate, said, waited = threading.Event(), [], []  # type: ignore[var-annotated]
+    join = threading.Thread.join
+
+    def counted(thread: threading.Thread, timeout: float | None = None) -> None:
+        waited.append(timeout)
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", counted)
+    names = ("one", "two", "three")
+    trackers = [Background(name, lambda: gate.wait() and Odd(), said.append) for name in names]  # type: ignore[arg-type,return-value]
+    MetricsLog(tmp_path / "metrics.jsonl", trackers=trackers).close()
+    gate.set()
+    assert [text.split()[1] for text in said] == list(names)
+    assert waited[0] > 0 and waited[1:] == [0.0, 0.0]  # the first one took all there was
+
+
 def test_a_run_keeps_the_key_that_services_know_it_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[str] = []
 

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import dapo.ui
-from dapo.observe.votes import read_votes
+from dapo.observe.votes import read_votes, votes_path
 from dapo.ui.answering import Answerer, Asked, Busy
 from ui_run import HELD_OUT, run_with_models, serving
 
@@ -122,3 +122,17 @@ def test_a_key_votes_once_on_answers_whose_models_are_not_shown(browser: Any, tm
     (vote,) = read_votes(root)
     assert (vote.who, vote.prompt, vote.choice) == ("ann", prompt, "left")
     assert vote.chosen is not None and vote.chosen.response == left
+
+
+def test_a_vote_that_was_not_kept_is_sent_again(browser: Any, tmp_path: Path) -> None:
+    root = run_with_models(tmp_path / "r", {"model-before": 0, "model-after": 1})
+    votes_path(root).mkdir()
+    with serving(root, Scripted(), add_page) as client:
+        page = opened(browser, str(client.base_url.join("/view/votes")), [])
+        page.get_by_role("button", name="Compare").click()
+        page.get_by_role("button", name="Right is better").click()
+        page.get_by_text("this vote is not kept yet").wait_for()
+        votes_path(root).rmdir()
+        page.get_by_role("button", name="Send the vote again").click()
+        page.get_by_text("votes cast: 1;").wait_for()
+    assert [vote.choice for vote in read_votes(root)] == ["right"]

@@ -117,6 +117,22 @@ def test_tokens_are_coloured_by_what_is_asked_for(page: Any, tmp_path: Path) -> 
         assert "probability 81.9%" in page.locator(".reading").inner_text()  # exp(-0.2)
 
 
+def test_of_a_large_group_each_sample_is_opened_by_itself(
+    page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo.ui.server.MOST_TOKENS", 5)  # a sample has as many, the group more
+    page_run(tmp_path / "r")
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#groups?run=r&step=1&status=kept")
+        ready(page, "groups")
+        assert page.locator(".tok").count() == 0 and page.get_by_role("radio", name="probability").is_disabled()
+        page.locator('[data-sample="1"]').get_by_role("button", name="Open all 5 tokens").click()
+        sync_api.expect(page.locator('[data-sample="1"] .tok')).to_have_count(5)
+        assert page.locator('[data-sample="0"] .tok').count() == 0
+        page.get_by_role("radio", name="probability").click()
+        sync_api.expect(page.locator('[data-sample="1"] .tok').first).to_have_class(re.compile("n1"))
+
+
 def test_the_keyboard_reaches_every_view(page: Any, tmp_path: Path) -> None:
     page_run(tmp_path / "r")
     with served(tmp_path) as address:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from dapo.errors import UserError
 from dapo.ui import queries
 from dapo.ui.queries import GroupFilter
-from dapo.ui.runs import Runs, check_folders
+from dapo.ui.runs import NotHere, Runs, check_folders
 from dapo.ui.texts import pieces, tokens_of
+from dapo.ui.thinned import thinned
 from page_run import add_step, page_run
 from run_cases import TOKENIZER
 
@@ -110,6 +112,18 @@ def test_resources_are_told_by_role(tmp_path: Path) -> None:
     assert (trainer[0]["gpu_util"], trainer[0]["gpu_memory"], trainer[0]["gpu_power"]) == (0.5, 6, 140)
 
 
+def test_a_long_file_of_resources_is_thinned_out_from_its_first_line_to_its_last(tmp_path: Path) -> None:
+    path = tmp_path / "resources.jsonl"
+    path.write_text("".join(json.dumps({"time": i, "role": "r"}) + "\n" for i in range(20_000)))
+    with thinned(path, most=20_000, pieces=20) as shorter:
+        times = [json.loads(line)["time"] for line in shorter.read_text().splitlines()]
+        assert shorter.stat().st_size <= 20_000
+    assert not shorter.exists() and (times[0], times[-1]) == (0, 19_999) and times == sorted(times)
+    assert max(b - a for a, b in pairwise(times)) < 20_000 / 18
+    with thinned(path, most=10**6) as whole:
+        assert whole == path
+
+
 def test_a_new_step_is_found(tmp_path: Path) -> None:
     folder = page_run(tmp_path / "r", steps=1)
     run = Runs([tmp_path]).get("r")
@@ -125,7 +139,7 @@ def test_runs_are_those_below_the_folders_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
     found = {run.name: run.folder.root for run in Runs([tmp_path / "a", tmp_path / "b"]).all()}
     assert found == {"same": tmp_path / "a" / "same", "b/same": tmp_path / "b" / "same"}
-    with pytest.raises(LookupError):
+    with pytest.raises(NotHere):
         Runs([tmp_path / "a"]).get("../elsewhere")
 
 
@@ -159,4 +173,7 @@ def test_a_character_of_several_tokens_is_whole_in_the_last_one() -> None:
 def test_numbers_per_token_are_those_of_the_sample(runs: Runs) -> None:
     second = tokens_of(runs.get("first").folder, 1, [1])[0]
     assert second["pieces"] == list("1+2=3") and second["logprob_engine"] == [-0.2] * 5
+    assert tokens_of(runs.get("first").folder, 1, [1], 2)[0] == {"pieces": ["1", "+"], "logprob_engine": [-0.2] * 2} | {
+        name: [None] * 2 for name in ("logprob_trainer", "entropy")
+    }
     assert tokens_of(runs.get("first").folder, 7, [0, 1]) == [{}, {}]

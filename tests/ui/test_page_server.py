@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,15 +23,20 @@ from typer.testing import CliRunner
 
 from dapo.cli import app as program
 from dapo.errors import UserError
+from dapo.ui.live import Live
+from dapo.ui.runs import Runs
 from dapo.ui.serving import address_of, beside, listening_socket, token_for
 from page_run import SCRIPT, add_step, page_run, served
 
 pytest.importorskip("duckdb")
 pytest.importorskip("uvicorn")
 
-VIEWS = ("runs", "metrics?run=r", "curves?run=r&metric=accuracy", "ablation?run=r", "config?run=r", "groups?run=r",
-         "group?run=r&step=1&draw=10", "sampling?run=r", "hacking?run=r", "time?run=r", "alarms?run=r",
-         "evaluation?run=r")  # fmt: skip
+HUGE = 10**200
+VIEWS = (
+    "runs", "metrics?run=r", "curves?run=r&metric=accuracy", "ablation?run=r", "config?run=r", "groups?run=r",
+    "group?run=r&step=1&draw=10", "sample?run=r&step=1&draw=10&sample=1", "sampling?run=r", "hacking?run=r",
+    "time?run=r", "alarms?run=r", "evaluation?run=r",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +98,13 @@ def test_runs_are_set_against_what_is_different_in_them(page: str) -> None:
         ("api/alarms?run=none", 404),
         ("api/alarms?run=../../etc", 404),
         ("api/group?run=r&step=1&draw=999", 404),
+        ("api/sample?run=r&step=1&draw=10&sample=9", 404),
+        (f"api/group?run=r&step=1&draw={HUGE}", 422),
+        (f"api/group?run=r&step={HUGE}&draw=10", 422),
+        (f"api/group?run=r&step=1&draw={2**63 - 1}", 404),
+        (f"api/sample?run=r&step=1&draw=10&sample={HUGE}", 422),
+        (f"api/groups?run=r&row={HUGE}", 422),
+        (f"api/groups?run=r&longer_than={HUGE}", 422),
         ("api/groups?run=r&limit=100000", 422),
         ("api/groups?run=r&order=1%3B%20DROP", 422),
         ("api/curves?run=r&metric=a&points=1", 422),
@@ -101,6 +115,35 @@ def test_runs_are_set_against_what_is_different_in_them(page: str) -> None:
 )
 def test_what_is_not_there_is_refused(page: str, target: str, status: int) -> None:
     assert raw(page, f"/{target}", {"Host": "localhost"})[0] == status
+
+
+def test_what_is_malformed_is_told_whatever_was_sent(page: str) -> None:
+    assert "draw: " in get(f"{page}/api/group?run=r&step=1&draw=x")[1]["error"]
+    body = b'{"run": "r", "models": ["a", "b"], "temperature": Infinity}'  # no JSON, which Python reads
+    request = urllib.request.Request(f"{page}/api/playground", body, {"Content-Type": "application/json"})
+    with pytest.raises(HTTPError) as error:
+        urllib.request.urlopen(request, timeout=30)
+    assert error.value.code == 422 and "temperature: " in json.loads(error.value.read())["error"]
+
+
+def test_a_fault_of_ours_is_not_told_as_something_missing(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: object) -> None:
+        raise KeyError("draw")
+
+    monkeypatch.setattr("dapo.ui.queries.group", faulty)
+    assert get(f"{page}/api/group?run=r&step=1&draw=10")[0] == 500
+
+
+def test_of_a_large_group_there_are_beginnings_and_each_sample_by_itself(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo.ui.server.MOST_TOKENS", 4)
+    monkeypatch.setattr("dapo.ui.server.BEGINNING", 8)
+    found = get(f"{page}/api/group?run=r&step=1&draw=10")[1]
+    first = found["samples"][0]
+    assert not found["whole"] and (first["response"], first["tokens"]) == ("<script> …", {}) and first["length"] == 5
+    whole = get(f"{page}/api/sample?run=r&step=1&draw=10&sample=0")[1]
+    assert whole["response"] == SCRIPT and whole["tokens"]["pieces"] == list("1+2=")
 
 
 def test_texts_that_are_gone_leave_the_numbers(tmp_path: Path) -> None:
@@ -202,6 +245,61 @@ def test_new_steps_come_as_events(tmp_path: Path) -> None:
         assert get(f"{address}/api/curves?run=r&metric=accuracy")[1]["r"]["accuracy"][-1][:2] == [2, 0.2]
 
 
+def opened(address: str) -> tuple[int, dict[str, str]]:
+    """The status of an answer that is not read, and its headers."""
+    try:
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            return answer.status, dict(answer.headers)
+    except HTTPError as error:
+        return error.code, dict(error.headers)
+
+
+def test_no_more_pages_follow_than_may_and_one_that_leaves_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo.ui.live.MOST_STREAMS", 2)
+    with served(tmp_path) as address:
+        events = f"{address}/api/events?run=r"
+        first, second = (urllib.request.urlopen(events, timeout=30) for _ in range(2))
+        status, headers = opened(events)
+        assert status == 503 and headers["retry-after"] == "30"
+        first.close()
+        deadline = time.monotonic() + 30
+        while opened(events)[0] == 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        second.close()
+
+
+def test_one_looks_for_all_who_listen_and_each_hears_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, looks, every = page_run(tmp_path / "r", steps=1), [], Runs.all
+    page_run(tmp_path / "other", steps=1)
+    monkeypatch.setattr(Runs, "all", lambda self: looks.append(1) or every(self))
+
+    async def follow() -> None:
+        live = Live(Runs([tmp_path]), threading.Event(), 0.001)
+        fast, slow, other = live.join(["r"]), live.join(["r"]), live.join(["other"])
+        (looking,) = asyncio.all_tasks() - {asyncio.current_task()}
+        while len(looks) < 2:  # what is there already is no news
+            await asyncio.sleep(0.001)
+        heard = fast.events()
+        assert (await anext(heard)).startswith("event: hello")
+        for step in (2, 3):
+            add_step(folder, step)
+            names: set[str] = set()
+            while not {"metrics", "samples"} <= names:
+                names.add((await anext(heard)).split("\n")[0].removeprefix("event: "))
+        assert len(slow._news) <= 3 and '"steps": 3' in slow._news["samples", "r"]
+        assert not {name for name, _ in other._news} - {"runs"}
+        for listener in (fast, slow, other):
+            live.leave(listener)
+        await asyncio.wait_for(looking, 30)
+
+    asyncio.run(follow())
+
+
 # --- the process ---------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +337,18 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         assert [run["name"] for run in get(f"{address}/api/runs")[1]] == ["r"]
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=20)
+
+
+def test_a_token_never_stands_in_the_command_line_of_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_run(tmp_path / "r", steps=0)
+    opened_at: list[str] = []
+    monkeypatch.delenv("DAPO_UI_TOKEN", raising=False)
+    monkeypatch.setattr("dapo.ui.serving.open_browser", opened_at.append)
+    monkeypatch.setattr("dapo.ui.serving.serve", lambda folders, listening, token: listening.close())
+    for option in ((), ("--token", "secret"), ("--host", "0.0.0.0")):
+        done = CliRunner().invoke(program, ["ui", str(tmp_path), "--port", "0", *option])
+        assert done.exit_code == 0 and ("?token=" in done.output) == bool(option)
+    assert len(opened_at) == 1 and "token" not in opened_at[0]
 
 
 def test_a_folder_that_is_no_run_is_an_error_for_people(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from dapo.cli import app
 from dapo.errors import UserError
 from dapo.evaluation.statistics import estimate_share
 from dapo.observe.votes import Choice, Shown, Vote, add_vote, preference_pairs, read_votes, tallies, votes_path
-from ui_run import HELD_OUT, run_with_models, serving
+from dapo.reward.build import make_scorer
+from ui_run import HELD_OUT, run_with_models, serving, stream
 
 BEFORE, AFTER = "model-before", "model-after"
 
@@ -111,6 +113,26 @@ def test_two_models_that_say_the_same_are_nothing_to_compare(tmp_path: Path) -> 
     assert answer.status_code == 422 and "same answer to 9 prompts in a row" in answer.json()["error"]
 
 
+def test_a_vote_that_cannot_be_kept_is_told_and_can_be_sent_again(served: tuple[Path, httpx.Client]) -> None:
+    root, client = served
+    body = {"pair": next_pair(client).json()["pair"], "vote": "left"}
+    votes_path(root).mkdir()
+    answer = client.post("votes", json=body)
+    assert answer.status_code == 507 and "cannot keep the vote" in answer.json()["error"]
+    votes_path(root).rmdir()
+    assert client.post("votes", json=body).json() == {"votes": 1} and len(read_votes(root)) == 1
+
+
+def test_answers_that_nobody_judges_do_not_run_the_reward(
+    served: tuple[Path, httpx.Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("dapo.ui.answering.make_scorer", lambda config: made.append(config) or make_scorer(config))
+    assert next_pair(served[1]).status_code == 200 and not made
+    stream(served[1], row=0, samples=1)
+    assert len(made) == 1
+
+
 # --- the file -----------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +146,20 @@ def test_votes_come_back_as_they_were_given_whatever_a_killed_process_left(tmp_p
     add_vote(tmp_path, votes[2])
     assert read_votes(tmp_path)[:2] == votes[:2]
     assert [vote.choice for vote in read_votes(tmp_path)] == ["left", "tie", "right"]
+
+
+def test_a_full_disk_loses_the_vote_and_nothing_else(tmp_path: Path) -> None:
+    assert [add_vote(tmp_path, a_vote("left")) for _ in range(2)] == [1, 2]
+    before = votes_path(tmp_path).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))  # room for a part of the line
+    try:
+        with pytest.raises(UserError, match="cannot keep the vote: No space left"):
+            add_vote(tmp_path, a_vote("right"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert votes_path(tmp_path).read_bytes() == before
+    assert add_vote(tmp_path, a_vote("right")) == 3
 
 
 def test_a_line_that_is_no_vote_is_named(tmp_path: Path) -> None:

@@ -32,10 +32,12 @@ def ui(
     token: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKEN", help="What a browser must show; by default DAPO_UI_TOKEN, or a new one where it is needed."
+            metavar="TOKEN",
+            help="What a browser must show; by default DAPO_UI_TOKEN, which other accounts cannot see, or a new one "
+            "where it is needed.",
         ),
     ] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address, as with a token.")] = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -50,7 +52,7 @@ def ui(
         listening = listening_socket(host, port)
         address = address_of(listening, wanted)
         print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)
-        if not no_browser:
+        if not no_browser and wanted is None:  # other accounts see a browser's command line, and the token in it
             open_browser(address)
         serve(folders, listening, wanted)
 

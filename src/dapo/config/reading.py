@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -280,11 +280,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree under dotted keys: the other way round; an empty mapping is a leaf."""
+def flat(tree: Mapping[str, Any], prefix: str = "", leaves: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree under dotted keys: the other way round; an empty mapping is a leaf, and so is what a key of
+    ``leaves`` holds."""
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value and f"{prefix}{key}" not in leaves:
+            yield from flat(value, f"{prefix}{key}.", leaves)
         else:
             yield f"{prefix}{key}", value
 

@@ -45,6 +45,11 @@ _MOST_ROWS = 1_000_000
 """A segment with more is left as it is."""
 _PAUSE = 5.0
 """Seconds between two updates beside training: short steps come in several at once, which costs less."""
+_LONGEST_PAUSE = 600.0
+"""Seconds between two tries where updates fail: each reads again what is missing, in the process that trains."""
+_MEMORY, _SPILLED, _THREADS = "1GB", "8GB", 4
+"""What DuckDB may take: memory, then disk for what does not fit into it, and threads at most. Left to itself it would
+take four fifths of the memory and all cores, and write into the working folder."""
 _GRACE = 60.0
 """Seconds that a segment stays after it went into a larger one."""
 
@@ -116,11 +121,11 @@ class SampleIndex:
         damaged: step -> what is wrong with its file, which is why it is not in the index.
     """
 
-    def __init__(self, run: Path, threads: int | None = None) -> None:
+    def __init__(self, run: Path, threads: int = _THREADS) -> None:
         """
         Args:
             run: folder of the run.
-            threads: that DuckDB uses; by default all cores.
+            threads: that DuckDB uses at most.
         """
         self.samples = run / "samples"
         self.folder = self.samples / "index"
@@ -157,7 +162,7 @@ class SampleIndex:
     def _db(self) -> duckdb.DuckDBPyConnection:
         with self._lock:
             if self._database is None:
-                self._database = _database(self._threads)
+                self._database = open_database(self._threads, self.folder / f".spill-{uuid.uuid4().hex[:8]}")
             return self._database
 
     # --- writing --------------------------------------------------------------------------------------------------
@@ -299,7 +304,7 @@ class BackgroundIndex:
             run: folder of the run.
             warn: told once, from that thread, if the index cannot be written.
         """
-        self._index, self._warn = SampleIndex(run, threads=1), warn
+        self._run, self._warn = run, warn
         self._wake, self._end = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="sample-index", daemon=True)
 
@@ -319,16 +324,20 @@ class BackgroundIndex:
             self._thread.join(patience)
 
     def _work(self) -> None:
-        ended = False
+        index, pause, told, ended = SampleIndex(self._run, threads=1), _PAUSE, False, False
         while not ended:
             self._wake.wait()
             self._wake.clear()
             ended = self._end.is_set()
             try:
-                self._index.update()
+                index.update()
+                pause = _PAUSE
             except Exception as error:  # what is derived must not end what it is derived from
-                return self._warn(f"the index of samples is no longer kept up to date: {error}")
-            self._end.wait(_PAUSE)
+                if not told:
+                    self._warn(f"the index of samples is behind, and is tried again after later steps: {error}")
+                told, pause = True, min(2 * pause, _LONGEST_PAUSE)
+                index = SampleIndex(self._run, threads=1)  # an error may have left the database unfit for use
+            self._end.wait(pause)
 
 
 def forget_steps(samples: Path, after: int) -> None:
@@ -344,13 +353,23 @@ def forget_steps(samples: Path, after: int) -> None:
             replace(manifest, segments=tuple(s.without(gone) for s in manifest.segments)).write(folder)
 
 
-def _database(threads: int | None) -> duckdb.DuckDBPyConnection:
+def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.DuckDBPyConnection:
+    """A database in memory, of bounded size.
+
+    Args:
+        threads: at most.
+        spill: what does not fit goes to this folder, which is made when it is needed and goes with the database.
+
+    Raises:
+        UserError: DuckDB is not installed.
+    """
     if not has_duckdb():
         raise UserError("the index of samples needs DuckDB: pip install 'dapo[ui]'")
     import duckdb
 
-    config: dict[str, Any] = {"autoinstall_known_extensions": False}
-    return duckdb.connect(":memory:", config=config | ({"threads": threads} if threads else {}))
+    config = {"autoinstall_known_extensions": False, "threads": min(threads, os.cpu_count() or 1)}
+    bounds = {"memory_limit": _MEMORY, "temp_directory": str(spill or ""), "max_temp_directory_size": _SPILLED}
+    return duckdb.connect(":memory:", config=config | bounds)
 
 
 def _select(folder: Path, segments: Sequence[Segment]) -> str:

@@ -231,10 +231,11 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file. Every line was flushed when written, so there is nothing left that could fail to be."""
+        from dapo.observe.trackers import close_all  # with the config, which who only reads metrics does not need
+
         with contextlib.suppress(OSError):
             self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        close_all(self._trackers)
 
     def __enter__(self) -> MetricsLog:
         return self

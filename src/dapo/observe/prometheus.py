@@ -2,7 +2,7 @@
 
 Consumes: the metrics of each step, as a :class:`~dapo.observe.trackers.Tracker`, and the latest look at the resources.
 Produces: gauges named ``dapo_`` and the metric's name with ``_`` for all that is no letter or digit. Only this machine
-can read them: the server listens on the loopback.
+can read them: the server listens on the loopback, and answers to the names of the loopback alone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from dapo.hosts import is_loopback
 from dapo.observe.metrics import describe
 
 _LOOPBACK = "127.0.0.1"
+_PATIENCE = 5.0
+"""Seconds that a client may be silent, or may take to read the answer."""
 
 
 class PrometheusTracker:
@@ -35,7 +38,11 @@ class PrometheusTracker:
         tracker = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = _PATIENCE
+
             def do_GET(self) -> None:
+                if not is_loopback(self.headers.get("Host", "")):
+                    return self.send_error(403, "use 127.0.0.1")
                 if self.path.partition("?")[0] != "/metrics":
                     return self.send_error(404)
                 body = tracker.text().encode()

@@ -4,8 +4,9 @@ Consumes: the counters of the system (psutil) and of NVIDIA's driver (nvidia-ml-
 Produces: ``resources.jsonl`` in the run folder, a line for each role and look, and the means of a step for its metrics.
 Waits for nothing; a counter that cannot be read is left out. Without psutil there is nothing to look with.
 
-There are two roles in one process's run: ``engine+trainer`` is the process itself, with the GPUs and the host's
-network, and ``reward`` is all of its children: workers, and what they start.
+There are three roles in one process's run: ``engine+trainer`` is the process itself, with the GPUs and the host's
+network; ``reward`` is the workers of the reward, and what they start; ``other`` is all other children, such as the page
+of ``--ui`` and what trackers start.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Look = dict[str, Any]
 """One line of ``resources.jsonl``: time (s), host, role, cpu (cores), rss (bytes), gpu (list of util, a share, memory,
 bytes, and power, W), and disk_read, disk_write, net_sent, net_received in bytes a second."""
 _RATES = ("disk_read", "disk_write", "net_sent", "net_received")
+_WORKER = "dapo.reward.worker"
+"""Stands in the command line of a worker, see ``reward/pool.py``."""
 
 
 def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:
@@ -136,15 +139,25 @@ class Looker:
         self._cards = _cards()
 
     def look(self) -> list[Look]:
-        """The lines of the two roles; that of ``reward`` only while there are children."""
+        """The lines of the roles; those of ``reward`` and ``other`` only while there are such children."""
         now = time.time()
         own = self._counters([self._own]) | self._network()
         lines = [self._line(now, "engine+trainer", own, [_card(handle) for handle in self._cards])]
         with contextlib.suppress(self._psutil.Error):
-            children = self._own.children(recursive=True)
-            if children:
-                lines.append(self._line(now, "reward", self._counters(children), []))
+            for role, processes in self._children().items():
+                lines.append(self._line(now, role, self._counters(processes), []))
         return lines
+
+    def _children(self) -> dict[str, list[Any]]:
+        """Processes by role."""
+        workers: set[int] = set()
+        found: dict[str, list[Any]] = {}
+        for process in self._own.children(recursive=True):  # parents come before their children
+            with contextlib.suppress(self._psutil.Error):  # it may have ended
+                if process.ppid() in workers or _WORKER in process.cmdline():
+                    workers.add(process.pid)
+                found.setdefault("reward" if process.pid in workers else "other", []).append(process)
+        return found
 
     def _line(self, now: float, role: str, counters: dict[str, float], gpu: list[dict[str, Any]]) -> Look:
         clock = time.monotonic()

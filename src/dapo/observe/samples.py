@@ -172,15 +172,15 @@ class TokenArrays:
         Raises:
             UserError: the file is damaged, or not one of these.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load
+        from safetensors import SafetensorError, safe_open
 
         try:
-            found = load(path.read_bytes())
+            with safe_open(path, framework="numpy") as file:  # each array is read by itself: no copy of the whole file
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             for name, kind in cls._COMPUTED.items():
                 found.setdefault(name, np.full(len(found["token_ids"]), np.nan, kind))
             kinds = {**cls._TYPES, **cls._COMPUTED}
-            arrays = cls(**{name: found[name].astype(kind, casting="safe") for name, kind in kinds.items()})
+            arrays = cls(**{n: found[n].astype(kind, casting="safe", copy=False) for n, kind in kinds.items()})
             arrays._check()
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             raise UserError(f"{path}: not the tokens of a step: {type(error).__name__}: {error}") from None

@@ -13,6 +13,7 @@ import json
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Of each tracker: the package that it needs, which is also the name of dapo's extra."""
 CLOSE_SECONDS = 30.0
+"""That the trackers of a run are waited for, all together."""
 
 
 class Tracker(Protocol):
@@ -69,10 +71,14 @@ class Background:
         """See :class:`Tracker`."""
         self._hand_over(lambda tracker: tracker.summarise(summary))
 
-    def close(self) -> None:
-        """Wait until the tracker has all that it was given, half a minute at most."""
+    def end(self) -> None:
+        """No more will come. Does not wait."""
         self._work.put(None)
-        self._thread.join(CLOSE_SECONDS)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait until the tracker has all that it was given, ``seconds`` at most; None: :data:`CLOSE_SECONDS`."""
+        self.end()
+        self._thread.join(CLOSE_SECONDS if seconds is None else seconds)
         if self._thread.is_alive():
             self._fault = f"it did not end within {CLOSE_SECONDS:g} s"
         self._tell_fault()
@@ -94,6 +100,19 @@ class Background:
                     work(tracker)
         except BaseException as error:  # SystemExit too: some packages end the program where they cannot log in
             self._fault = f"{type(error).__name__}: {error}"
+
+
+def close_all(trackers: Sequence[Tracker]) -> None:
+    """Close them all at once: several that hang are waited for no longer than one."""
+    until = time.monotonic() + CLOSE_SECONDS
+    for tracker in trackers:
+        if isinstance(tracker, Background):
+            tracker.end()
+    for tracker in trackers:
+        if isinstance(tracker, Background):
+            tracker.close(max(0.0, until - time.monotonic()))
+        else:
+            tracker.close()
 
 
 def check_trackers(config: Config) -> None:

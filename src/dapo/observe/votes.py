@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -92,24 +93,30 @@ class Vote:
         return cls(str(line["prompt"]), left, right, line["vote"], who, time, line.get("row"), line.get("temperature"))
 
 
-def add_vote(root: Path, vote: Vote) -> None:
-    """Add to the votes of a run. Half a line that a killed process left at the end is cut off.
+def add_vote(root: Path, vote: Vote) -> int:
+    """Add to the votes of a run: how many there are then. Half a line that a killed process left at the end is cut off.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written; it is as it was before.
     """
-    path = votes_path(root)
+    path, line = votes_path(root), json_line(vote.as_json()).encode()
     try:
-        with path.open("a+b") as file:
+        with path.open("a+b", buffering=0) as file:  # a buffer would be written once more when the file is closed
             fcntl.flock(file, fcntl.LOCK_EX)  # freed with the file
             file.seek(0)
-            whole = file.read().rfind(b"\n") + 1
+            before = file.read()
+            whole = before.rfind(b"\n") + 1
             file.truncate(whole)
-            file.write(json_line(vote.as_json()).encode())
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(whole)
+                raise
     except OSError as error:
         raise UserError(f"{path}: cannot keep the vote: {error.strerror or error}") from None
+    return before.count(b"\n") + 1
 
 
 def read_votes(root: Path) -> list[Vote]:

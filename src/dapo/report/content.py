@@ -10,6 +10,7 @@ from typing import Any
 
 from dapo.cli.run_report import facts
 from dapo.cli.tables import number
+from dapo.config import flat
 from dapo.errors import UserError
 from dapo.observe.metrics import PHASES
 from dapo.observe.run_view import RunView
@@ -49,7 +50,9 @@ def _run(run: RunView) -> list[Block]:
     evaluated = run.config.get("evaluation")
     if isinstance(evaluated, Mapping) and evaluated.get("data"):
         rows.append(["evaluated on", _paths(evaluated["data"])])
-    rows += [[f"reward, {key}", value] for key, value in _leaves(run.config.get("reward"), "") if key == "kind"]
+    reward = run.config.get("reward")
+    if isinstance(reward, Mapping) and reward.get("kind"):
+        rows.append(["reward, kind", str(reward["kind"])])
     return [Rows(["", ""], rows)]
 
 
@@ -255,18 +258,15 @@ def _changes(config: Mapping[str, Any]) -> Iterator[list[str]]:
     from dapo.config.reference import all_values
 
     known = all_values()
-    for name, value in _leaves(config, "", known):
+    for name, value in flat(config, leaves=known):
         defaults = [_text(key.default) for key in known.get(name, ()) if not key.required]
         if _text(value) not in defaults:
             yield [name, _text(value), " or ".join(dict.fromkeys(defaults)) or "-"]
 
 
-def _leaves(value: Any, name: str, known: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value and name not in (known or {}):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key), known)
-    else:
-        yield name, value
+def _flat(found: Any) -> Iterator[tuple[str, Any]]:
+    """Nothing where a file holds no mapping in this place."""
+    return flat(found) if isinstance(found, Mapping) else iter(())
 
 
 def _text(value: Any) -> str:
@@ -278,12 +278,12 @@ def _machine(run: RunView) -> list[Block]:
     names = ("started", "platform", "machine", "cores", "dapo", "python")
     rows = [[name, str(environment[name])] for name in names if environment.get(name) is not None]
     for section in ("packages", "threads", "git"):
-        rows += [[key, _text(value)] for key, value in _leaves(environment.get(section) or {}, "") if value is not None]
+        rows += [[key, _text(value)] for key, value in _flat(environment.get(section)) if value is not None]
     again = environment.get("resumed")
     rows += [["resumed", str(each.get("started"))] for each in again or [] if isinstance(each, Mapping)]
     if not rows:
         return [Text("The run did not record its machine.")]
-    return [Rows(["", ""], [row for row in rows if row[0]])]
+    return [Rows(["", ""], rows)]
 
 
 def _reproduce(run: RunView) -> list[Block]:
@@ -303,7 +303,7 @@ def _reproduce(run: RunView) -> list[Block]:
         blocks.append(Text(f"The reward was the Python function {run.reward_from_python}: no command has it."))
     if run.environment.get("resumed"):
         blocks.append(Text("The run was resumed; the first command is shown."))
-    hashes = [[key, _text(value)] for key, value in _leaves(_fingerprint(run.folder.fingerprint), "")]
+    hashes = [[key, _text(value)] for key, value in _flat(_fingerprint(run.folder.fingerprint))]
     if hashes:
         blocks += [Text("It started from these (fingerprint.json):"), Rows(["", ""], hashes)]
     return blocks

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.config import Config
+from dapo.config import RewardConfig
 from dapo.errors import UserError
 from dapo.observe.run_view import RunView
 from dapo.records import Prompt, Sample
@@ -47,7 +47,8 @@ class Busy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to ask which models of a run, and how to sample. ``max_tokens`` None: as many as the model may."""
+    """What to ask which models of a run, and how to sample. ``max_tokens`` None: as many as the model may. ``judged``:
+    whether the run's reward says what it thinks of the answers; its code may be anybody's."""
 
     root: Path
     models: Sequence[Path]
@@ -56,6 +57,7 @@ class Asked:
     temperature: float = 1.0
     max_tokens: int | None = None
     seed: int = 0
+    judged: bool = True
 
 
 class Answerer:
@@ -111,7 +113,7 @@ class Answerer:
     async def _answer(self, asked: Asked, emit: Emit) -> None:
         loaded = []
         for path in asked.models:
-            if not self._models.holds(path):
+            if not await self._models.holds(path):
                 emit({"event": "status", "message": f"loading {path.relative_to(asked.root)}"})
             loaded.append(await self._models.get(path))
         prompts = [model.encode(asked.question) for model in loaded]  # before any of them begins
@@ -123,15 +125,14 @@ class Answerer:
 
     async def _scorer_of(self, asked: Asked) -> Scorer | str:
         """What scores this run's responses, or why nothing does."""
-        config = recipe_of(asked.root)
-        reason = await asyncio.to_thread(_no_verdict, asked, config)  # reads the run: others are answered meanwhile
-        if reason is not None:
-            return reason
+        config = await asyncio.to_thread(_reward_of, asked)  # reads the run: others are answered meanwhile
+        if isinstance(config, str):
+            return config
         if self._scorer is not None and self._scorer[0] != asked.root:
             await self._scorer[1].close()
             self._scorer = None
         if self._scorer is None:
-            scorer = make_scorer(config.reward)
+            scorer = make_scorer(config)
             try:
                 await scorer.start()
             except UserError as error:  # an answer without a verdict is better than none
@@ -150,13 +151,17 @@ async def _watched(task: asyncio.Task[None], events: asyncio.Queue[Event | None]
         task.cancel()
 
 
-def _no_verdict(asked: Asked, config: Config) -> str | None:
+def _reward_of(asked: Asked) -> RewardConfig | str:
+    """What to make the scorer from, or why there is no verdict."""
+    if not asked.judged:
+        return "nobody asked"
+    config = recipe_of(asked.root)
     function = RunView.read(asked.root).reward_from_python
     if function is not None:
         return f"the reward was the Python function {function}, which only the training had"
     if asked.question.answer is None and needs_answer(config.reward):
         return "the reward needs a reference answer"
-    return None
+    return config.reward
 
 
 def _told(error: BaseException) -> str:

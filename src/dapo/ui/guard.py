@@ -11,7 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+from dapo.hosts import is_loopback
+
 _COOKIE = "dapo_token"
 _HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
@@ -54,13 +55,13 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        host = _name_of(headers.get("host", ""))
+        host = headers.get("host", "")
         if scope["method"] not in ("GET", "HEAD") and headers.get("origin"):
             origin = urlsplit(headers["origin"])
-            if origin.netloc != headers.get("host"):
+            if origin.netloc != host:
                 return _error(403, "this page takes changes from itself only")
         if self._token is None:
-            return None if host in LOOPBACK else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1")
+            return None if is_loopback(host) else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1")
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if "token" in query:
             return self._welcome(scope, query) if self._is_token(query["token"][0]) else _error(401, "a wrong token")
@@ -91,11 +92,6 @@ def _given(headers: Headers) -> str:
     except CookieError:
         return ""
     return found.value if found else ""
-
-
-def _name_of(host: str) -> str:
-    """Without the port."""
-    return host if host.endswith("]") else host.rpartition(":")[0] if ":" in host else host
 
 
 def _error(status: int, text: str) -> Response:

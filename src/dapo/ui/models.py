@@ -65,9 +65,9 @@ class Models:
         self._device = device
         self._held: dict[Path, tuple[int, Loaded]] = {}  # the one asked last comes last
 
-    def holds(self, path: Path) -> bool:
+    async def holds(self, path: Path) -> bool:
         """Whether it is loaded."""
-        return path in self._held and self._held[path][0] == _stamp(path)
+        return path in self._held and self._held[path][0] == await asyncio.to_thread(_stamp, path)
 
     async def get(self, path: Path) -> Loaded:
         """The model in a folder of a run; another one makes way for it.
@@ -75,7 +75,7 @@ class Models:
         Raises:
             UserError: it cannot be loaded.
         """
-        stamp = _stamp(path)
+        stamp = await asyncio.to_thread(_stamp, path)
         known = self._held.pop(path, None)
         if known is not None and known[0] == stamp:
             self._held[path] = known

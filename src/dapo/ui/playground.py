@@ -27,7 +27,7 @@ LONGEST_PROMPT = 100_000
 """Characters that may be typed."""
 
 FolderOf = Callable[[str], Path]
-"""The run folder of a name; LookupError: there is none."""
+"""The run folder of a name; NotHere: there is none."""
 
 
 class Ask(BaseModel):
@@ -47,7 +47,7 @@ class Ask(BaseModel):
 def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
     """The routes. The models of ``answerer`` are let go of when the application ends.
 
-    ``UserError`` and ``LookupError`` are the application's to turn into answers.
+    ``UserError`` and ``NotHere`` are the application's to turn into answers.
     """
 
     @asynccontextmanager
@@ -83,10 +83,7 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
 
     @routes.post("/playground")
     async def ask(wanted: Ask) -> Response:
-        root = folder_of(wanted.run)
-        models = pick_models(root, wanted.models)
-        question = await asyncio.to_thread(_question, root, wanted)
-        asked = Asked(root, models, question, wanted.samples, wanted.temperature, wanted.max_tokens, wanted.seed)
+        asked = await asyncio.to_thread(_asked, folder_of, wanted)  # reads files: others are answered meanwhile
         try:
             events = answerer.begin(asked)
         except Busy as busy:
@@ -94,6 +91,17 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
         return StreamingResponse(_as_text(events), media_type="text/event-stream")
 
     return routes
+
+
+def _asked(folder_of: FolderOf, wanted: Ask) -> Asked:
+    """
+    Raises:
+        NotHere: there is no such run.
+        UserError: nor such a model or row, or nothing was typed.
+    """
+    root = folder_of(wanted.run)
+    models, question = pick_models(root, wanted.models), _question(root, wanted)
+    return Asked(root, models, question, wanted.samples, wanted.temperature, wanted.max_tokens, wanted.seed)
 
 
 def _question(root: Path, wanted: Ask) -> Question:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from dapo.observe.index import SampleIndex
 
 
+class NotHere(Exception):
+    """What a request names is not there."""
+
+
 class Run:
     """One run folder. Reading it is safe from several threads."""
 
@@ -86,11 +90,11 @@ class Runs:
     def get(self, name: str) -> Run:
         """
         Raises:
-            LookupError: there is none of this name.
+            NotHere: there is none of this name.
         """
         run = next((run for run in self.all() if run.name == name), None)
         if run is None:
-            raise LookupError(f"there is no run {name!r} here")
+            raise NotHere(f"there is no run {name!r} here")
         return run
 
 

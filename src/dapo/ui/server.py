@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import dapo
 from dapo.config import flat
 from dapo.errors import UserError
+from dapo.observe.index import open_database
 from dapo.observe.metrics import METRICS
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
@@ -26,15 +28,23 @@ from dapo.ui import curves, playground, queries, votes
 from dapo.ui.alarm_history import alarm_history
 from dapo.ui.answering import Answerer
 from dapo.ui.guard import Guard
-from dapo.ui.live import PERIOD, events
-from dapo.ui.runs import Run, Runs
+from dapo.ui.live import PERIOD, Full, Live, LiveResponse
+from dapo.ui.runs import NotHere, Run, Runs
 from dapo.ui.texts import summary_of, tokens_of
+from dapo.ui.thinned import thinned
 
 STATIC = Path(__file__).parent / "static"
+
+MOST_TOKENS = 25_000
+"""Whose numbers are in one answer: a megabyte of JSON. A response of the paper's 20,480 fits."""
+BEGINNING = 2_000
+"""Characters of a response that is not shown whole."""
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=50)]
 Name = Annotated[str, Query(alias="run")]
 Points = Annotated[int, Query(ge=10, le=5000)]
+Whole = Annotated[int, Query(ge=0, le=2**63 - 1)]
+"""As the index stores it."""
 
 
 def _wanted(
@@ -42,11 +52,11 @@ def _wanted(
     last_step: Annotated[int, Query(ge=0, le=queries.LAST_STEP)] = queries.LAST_STEP,
     status: str | None = None,
     correct: bool | None = None,
-    longer_than: int | None = None,
+    longer_than: Whole | None = None,
     truncated: bool = False,
     disagree: bool = False,
     failed: bool = False,
-    row: int | None = None,
+    row: Whole | None = None,
     order: queries.Order = "newest",
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
@@ -70,7 +80,8 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
     """
     app = FastAPI(title="dapo", version=dapo.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     runs, closing = Runs(folders), threading.Event()
-    app.state.closing = closing  # set: streams end, so that the server can
+    app.state.closing = closing
+    following = Live(runs, closing, period)
     app.add_middleware(Guard, token=token)
     app.include_router(_overview(runs), prefix="/api")
     app.include_router(_samples(runs), prefix="/api")
@@ -80,23 +91,36 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
         app.include_router(module.router(lambda name: runs.get(name).folder.root, answerer), prefix="/api")
 
     @app.get("/api/events")
-    async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> StreamingResponse:  # noqa: B006
-        return StreamingResponse(events(runs, run, closing, period), media_type="text/event-stream")
+    async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> Response:  # noqa: B006
+        try:
+            return LiveResponse(following, run)
+        except Full as full:
+            return JSONResponse({"error": str(full)}, 503, {"Retry-After": "30"})
 
     @app.get("/")
     def page() -> FileResponse:
         return FileResponse(STATIC / "index.html")
 
+    tell_errors(app)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    return app
+
+
+def tell_errors(app: FastAPI) -> None:
+    """Answer with ``error``, a text for people, where the request is at fault. Faults of ours are 500 and logged."""
+
     @app.exception_handler(UserError)
     async def wrong(_: Request, error: UserError) -> Response:
         return JSONResponse({"error": str(error)}, 422)
 
-    @app.exception_handler(LookupError)
-    async def missing(_: Request, error: LookupError) -> Response:
+    @app.exception_handler(NotHere)
+    async def missing(_: Request, error: NotHere) -> Response:
         return JSONResponse({"error": str(error)}, 404)
 
-    app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    return app
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        # without what was sent, as by default: JSON has no word for an infinite number
+        return JSONResponse({"error": "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())}, 422)
 
 
 def _overview(runs: Runs) -> APIRouter:
@@ -174,20 +198,24 @@ def _samples(runs: Runs) -> APIRouter:
         return {"total": total, "groups": found, "statuses": STATUSES, **queries.bounds(run.samples())}
 
     @router.get("/group")
-    def group(name: Name, step: int, draw: int) -> dict[str, Any]:
-        """One group: its prompt, and every sample with text, tokens and numbers."""
+    def group(name: Name, step: Whole, draw: Whole) -> dict[str, Any]:
+        """One group: its prompt, and every sample with text, tokens and numbers.
+
+        Of a group with more than :data:`MOST_TOKENS` tokens there is the beginning of each text alone, ``whole`` is
+        false, and ``/sample`` has what is missing.
+        """
         run = runs.get(name)
-        found = queries.group(run.samples(), step, draw)
-        if not found:
-            raise HTTPException(404, f"step {step} of {name} has no draw {draw}")
+        found = _group_of(run, step, draw)
         lines = [_line(run, row) for row in found]
-        tokens = tokens_of(run.folder, step, [row["position"] for row in found])
+        whole = sum(row["length"] or 0 for row in found) <= MOST_TOKENS
+        tokens = tokens_of(run.folder, step, [row["position"] for row in found]) if whole else [{} for _ in found]
         samples = [
-            row | {"response": line.get("response"), "tokens": arrays}
+            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays}
             for row, line, arrays in zip(found, lines, tokens, strict=True)
         ]
         status = found[0]["status"]
         return {
+            "whole": whole,
             "prompt": lines[0].get("prompt"),
             "gold": found[0]["gold"],
             "status": status,
@@ -197,6 +225,16 @@ def _samples(runs: Runs) -> APIRouter:
             "why": STATUSES.get(status, status),
             "samples": samples,
         }
+
+    @router.get("/sample")
+    def sample(name: Name, step: Whole, draw: Whole, sample: Whole) -> dict[str, Any]:
+        """Text and tokens of one sample; of the tokens the first :data:`MOST_TOKENS`."""
+        run = runs.get(name)
+        row = next((row for row in _group_of(run, step, draw) if row["sample"] == sample), None)
+        if row is None:
+            raise NotHere(f"draw {draw} of step {step} of {name} has no sample {sample}")
+        tokens = tokens_of(run.folder, step, [row["position"]], MOST_TOKENS)[0]
+        return {"response": _line(run, row).get("response"), "tokens": tokens}
 
     @router.get("/sampling")
     def sampling(name: Name, points: Points = 300) -> dict[str, Any]:
@@ -330,6 +368,21 @@ def _card(run: Run) -> dict[str, Any]:
         return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
 
 
+def _group_of(run: Run, step: int, draw: int) -> list[queries.Row]:
+    """
+    Raises:
+        NotHere: there is no such group.
+    """
+    found = queries.group(run.samples(), step, draw)
+    if not found:
+        raise NotHere(f"step {step} of {run.name} has no draw {draw}")
+    return found
+
+
+def _beginning(text: str | None, whole: bool) -> str | None:
+    return text if whole or text is None or len(text) <= BEGINNING else text[:BEGINNING] + " …"
+
+
 def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
     """The texts of a sample; empty where they are gone, as the numbers may be there without them."""
     try:
@@ -350,7 +403,5 @@ def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _resources(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    import duckdb
-
-    with duckdb.connect(":memory:") as connection:
-        return queries.resources(connection, path)
+    with open_database() as connection, thinned(path) as shorter:
+        return queries.resources(connection, shorter)

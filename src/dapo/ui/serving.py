@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.errors import UserError
-from dapo.ui.guard import LOOPBACK
+from dapo.hosts import LOOPBACK
 
 PORT = 7860
 _TRIED = 20

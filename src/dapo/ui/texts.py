@@ -18,19 +18,20 @@ SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", 
 """Arrays with a number per response token, and what the page calls them."""
 
 
-def tokens_of(folder: RunFolder, step: int, positions: Sequence[int]) -> list[dict[str, Any]]:
+def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int | None = None) -> list[dict[str, Any]]:
     """Per sample its ``pieces`` of text and the signals that were stored, one number for each piece.
 
     Args:
         folder: of the run.
         step: whose samples.
         positions: of the samples among those of the step.
+        most: tokens of each, from its first one on; None: all.
 
     Returns:
         One entry for each position; empty ones where the arrays or the tokenizer are missing.
     """
     path, tokenizer = tokens_path(folder.samples, step), tokenizer_of(folder)
-    arrays = _slices(path, positions) if path.is_file() else None
+    arrays = _slices(path, positions, most) if path.is_file() else None
     if arrays is None:
         return [{} for _ in positions]
     found = []
@@ -59,16 +60,18 @@ def _load(path: Path, _changed: int) -> Any:
     return Tokenizer.from_file(str(path))
 
 
-def _slices(path: Path, positions: Sequence[int]) -> list[dict[str, Any]] | None:
+def _slices(path: Path, positions: Sequence[int], most: int | None) -> list[dict[str, Any]] | None:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
             names = {"token_ids": "token_ids"} | {k: v for k, v in SIGNALS.items() if k in file.keys()}  # noqa: SIM118
-            ends = np.cumsum(file.get_tensor("lengths"), dtype=np.int64)
+            lengths = file.get_tensor("lengths").astype(np.int64)
+            starts = np.cumsum(lengths) - lengths
+            counts = lengths if most is None else np.minimum(lengths, most)
             slices = {shown: file.get_slice(stored) for stored, shown in names.items()}
             return [
-                {name: array[int(ends[p - 1]) if p else 0 : int(ends[p])] for name, array in slices.items()}
+                {name: array[int(starts[p]) : int(starts[p] + counts[p])] for name, array in slices.items()}
                 for p in positions
             ]
     except (OSError, SafetensorError, IndexError, KeyError):

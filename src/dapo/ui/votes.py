@@ -74,6 +74,10 @@ class _Pairs:
         self._waiting[name] = pair
         return name
 
+    def put_back(self, name: str, pair: _Pair) -> None:
+        """It was not voted on after all."""
+        self._waiting[name] = pair
+
     def take(self, name: str) -> _Pair:
         """
         Raises:
@@ -86,20 +90,19 @@ class _Pairs:
 
 
 def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
-    """The routes. ``UserError`` and ``LookupError`` are the application's to turn into answers."""
+    """The routes. ``UserError`` and ``NotHere`` are the application's to turn into answers."""
     routes = APIRouter()
     pairs = _Pairs()
 
     @routes.post("/votes/pair", response_model=None)
     async def next_pair(wanted: PairWanted) -> dict[str, Any] | JSONResponse:
-        root = folder_of(wanted.run)
         try:
-            return await _next_pair(root, wanted, answerer, pairs)
+            return await _next_pair(folder_of, wanted, answerer, pairs)
         except Busy as busy:
             return JSONResponse({"error": str(busy)}, 409)
 
-    @routes.post("/votes")
-    def vote(verdict: Verdict) -> dict[str, Any]:
+    @routes.post("/votes", response_model=None)
+    def vote(verdict: Verdict) -> dict[str, Any] | JSONResponse:
         pair = pairs.take(verdict.pair)
         kept = Vote(
             prompt=pair.question.text,
@@ -111,8 +114,11 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
             row=pair.question.row,
             temperature=pair.temperature,
         )
-        add_vote(pair.root, kept)
-        return {"votes": len(read_votes(pair.root))}
+        try:
+            return {"votes": add_vote(pair.root, kept)}
+        except UserError as error:
+            pairs.put_back(verdict.pair, pair)
+            return JSONResponse({"error": str(error)}, 507)
 
     @routes.get("/votes")
     def result(run: str) -> dict[str, Any]:
@@ -126,25 +132,25 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
     return routes
 
 
-async def _next_pair(root: Path, wanted: PairWanted, answerer: Answerer, pairs: _Pairs) -> dict[str, Any]:
-    """
+async def _next_pair(folder_of: FolderOf, wanted: PairWanted, answerer: Answerer, pairs: _Pairs) -> dict[str, Any]:
+    """Files are read in threads: others are answered meanwhile.
+
     Raises:
+        NotHere: there is no such run.
         UserError: there is nothing to compare, or nothing more.
         Busy: other answers are being written.
     """
     if len(set(wanted.models)) < 2:
         raise DataError("two different models are needed to compare them")
-    models = dict(zip(wanted.models, pick_models(root, wanted.models), strict=True))
-    questions = await asyncio.to_thread(Questions, root)
-    rows = _rows_left(questions, root, wanted)
+    root, models, questions, rows = await asyncio.to_thread(_to_compare, folder_of, wanted)
     for same, row in enumerate(rows[: SAME + 1]):
         try:
-            question = questions[row]
+            question = await asyncio.to_thread(questions.__getitem__, row)
         except DataError:
             continue
         seed = secrets.randbits(32)
         responses = await _answers(
-            answerer, Asked(root, list(models.values()), question, 1, wanted.temperature, seed=seed)
+            answerer, Asked(root, list(models.values()), question, 1, wanted.temperature, seed=seed, judged=False)
         )
         if responses[0] == responses[1]:
             continue
@@ -165,6 +171,14 @@ async def _next_pair(root: Path, wanted: PairWanted, answerer: Answerer, pairs: 
     if len(rows) > SAME:
         raise DataError(f"both models gave the same answer to {SAME + 1} prompts in a row: there is nothing to compare")
     raise DataError("there are no more prompts to compare these models on")
+
+
+def _to_compare(folder_of: FolderOf, wanted: PairWanted) -> tuple[Path, dict[str, Path], Questions, list[int]]:
+    """The run, folders of its models by name, what they can be asked, and the rows that are left to ask."""
+    root = folder_of(wanted.run)
+    models = dict(zip(wanted.models, pick_models(root, wanted.models), strict=True))
+    questions = Questions(root)
+    return root, models, questions, _rows_left(questions, root, wanted)
 
 
 def _rows_left(questions: Questions, root: Path, wanted: PairWanted) -> list[int]:

@@ -1,6 +1,7 @@
 // The frame: which runs and which view, the address, the connection for what is new. Views are in views/.
 
 import { fill, h, note, percent, roving } from "./dom.js";
+import { address, ask } from "./server.js";
 
 const TABS = [
   ["overview", "Overview", "./views/overview.js"],
@@ -17,25 +18,8 @@ const TABS = [
 const byId = (id) => document.getElementById(id);
 const state = { tab: "overview", runs: [], params: {}, list: [], mounted: null, events: null };
 
-// --- the server -----------------------------------------------------------------------------------------------------
-
-function address(path, params = {}) {
-  const query = new URLSearchParams();
-  for (const [name, value] of Object.entries(params)) {
-    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") query.append(name, one);
-  }
-  const text = query.toString();
-  return `/api/${path}${text ? `?${text}` : ""}`;
-}
-
-async function answer(response) {
-  const body = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Error(body.error ?? (typeof body.detail === "string" ? body.detail : `the server answered ${response.status}`));
-  return body;
-}
-
 const api = {
-  get: async (path, params) => answer(await fetch(address(path, params))),
+  get: (path, params) => ask(address(path, params)),
   get runs() { return state.runs; },
   get run() { return state.runs[0]; },
   get params() { return state.params; },
@@ -155,7 +139,10 @@ function listen() {
   const source = (state.events = new EventSource(address("events", { run: state.runs })));
   const say = (text, kind) => { byId("live").textContent = text; byId("live").className = kind; };
   source.addEventListener("hello", () => say("live", "on"));
-  source.onerror = () => say("not connected", "off");
+  source.onerror = () => {
+    say("not connected", "off");  // a browser tries again by itself, unless it was refused: too many pages listen
+    if (source.readyState === EventSource.CLOSED) setTimeout(() => source === state.events && listen(), 30_000);
+  };
   for (const type of ["metrics", "samples", "state", "runs"]) source.addEventListener(type, (event) => heard(type, event));
 }
 

@@ -1,27 +1,30 @@
 // Two models of a run answer one prompt, side by side, as they write. mount(element, {run}) returns {close}.
 
-import { ask, events, labelled, make, modelChoice, share, useStyle } from "./asking.js";
+import { labelled, modelChoice, useStyle } from "./asking.js";
+import { fill, h, percent } from "./dom.js";
+import { address, ask, events } from "./server.js";
 
 export function mount(element, api) {
   useStyle();
   const ended = new AbortController();
-  const root = make("div", { className: "asking" }, make("p", { className: "dim", textContent: "looking at the models ..." }));
+  const root = h("div", { class: "asking" }, h("p", { class: "dim" }, "looking at the models ..."));
   element.replaceChildren(root);
   start(root, api.run, ended.signal).catch((error) => {
-    if (!ended.signal.aborted) root.replaceChildren(make("p", { className: "error", role: "alert", textContent: error.message }));
+    if (!ended.signal.aborted) fill(root, h("p", { class: "error", role: "alert" }, error.message));
   });
   return { close: () => ended.abort() };
 }
 
 async function start(root, run, ended) {
-  const about = await ask(`playground?run=${encodeURIComponent(run)}`, undefined, ended);
+  const about = await ask(address("playground", { run }), undefined, ended);
   if (!about.models.length) throw new Error("this run has kept no model yet");
-  const questions = await ask(`questions?run=${encodeURIComponent(run)}&count=200`, undefined, ended)
+  const questions = await ask(address("questions", { run, count: 200 }), undefined, ended)
     .catch((error) => ({ questions: [], error: error.message }));
   const form = controls(about, questions);
-  const status = make("p", { className: "dim", role: "status" });
-  const sides = make("div", { className: "sides tall" });
-  root.replaceChildren(form.element, status, sides);
+  const status = h("p", { class: "dim", role: "status" },
+    `Answers are judged by this run's own reward (${about.reward}), which runs on the machine that serves this page.`);
+  const sides = h("div", { class: "sides tall" });
+  fill(root, form.element, status, sides);
   let going = null;
   const stop = () => going?.abort();
   ended.addEventListener("abort", stop);
@@ -50,7 +53,7 @@ async function start(root, run, ended) {
 
 async function follow(wanted, sides, status, signal) {
   status.textContent = "asking ...";
-  for await (const event of events("playground", wanted, signal)) {
+  for await (const event of events(address("playground"), wanted, signal)) {
     if (event.event === "error") throw new Error(event.message);
     if (event.event === "status") status.textContent = `${event.message} ...`;
     if (event.event === "tokens") sides[event.side].write(event);
@@ -61,16 +64,16 @@ async function follow(wanted, sides, status, signal) {
 
 function controls(about, found) {
   const models = [about.models[0].name, about.models.at(-1).name].map((name) => modelChoice(about.models, name));
-  const pick = make("select", {}, make("option", { value: "", textContent: "a prompt of my own" }));
-  for (const { row, prompt } of found.questions) pick.append(make("option", { value: String(row), textContent: short(prompt) }));
-  const prompt = make("textarea", { spellcheck: false, required: true });
-  const answer = make("input", { type: "text", placeholder: "for the verdict" });
-  const samples = make("input", { type: "number", min: 1, max: about.max_samples, value: 4, required: true });
-  const temperature = make("input", { type: "number", min: 0, max: 5, step: "any", value: about.temperature, required: true });
-  const tokens = make("input", { type: "number", min: 1, max: about.max_tokens, value: about.max_tokens, required: true });
-  const seed = make("input", { type: "number", min: 0, max: 4294967295, value: 0, required: true });
-  const go = make("button", { type: "submit", textContent: "Ask both" });
-  const stop = make("button", { type: "button", textContent: "Stop", disabled: true });
+  const pick = h("select", {}, h("option", { value: "" }, "a prompt of my own"),
+    found.questions.map(({ row, prompt }) => h("option", { value: String(row) }, short(prompt))));
+  const prompt = h("textarea", { spellcheck: "false", required: true });
+  const answer = h("input", { type: "text", placeholder: "for the verdict" });
+  const samples = h("input", { type: "number", min: 1, max: about.max_samples, value: 4, required: true });
+  const temperature = h("input", { type: "number", min: 0, max: 5, step: "any", value: about.temperature, required: true });
+  const tokens = h("input", { type: "number", min: 1, max: about.max_tokens, value: about.max_tokens, required: true });
+  const seed = h("input", { type: "number", min: 0, max: 4294967295, value: 0, required: true });
+  const go = h("button", { type: "submit" }, "Ask both");
+  const stop = h("button", { type: "button", disabled: true }, "Stop");
   const take = () => {
     const one = found.questions.find(({ row }) => String(row) === pick.value);
     if (one) [prompt.value, answer.value] = [one.prompt, one.answer ?? ""];
@@ -79,18 +82,18 @@ function controls(about, found) {
   pick.addEventListener("change", take);
   prompt.addEventListener("input", own);
   answer.addEventListener("input", own);
-  const another = make("button", {
-    type: "button", textContent: "Another", disabled: !found.questions.length,
+  const another = h("button", {
+    type: "button", disabled: !found.questions.length,
     onclick: () => { pick.selectedIndex = 1 + Math.floor(Math.random() * found.questions.length); take(); },
-  });
+  }, "Another");
   if (found.questions.length) [pick.selectedIndex] = [1];
   take();
   const where = found.held_out === undefined ? found.error : found.held_out ? "held-out rows" : "prompts of the training";
-  const element = make("form", { className: "controls" },
+  const element = h("form", { class: "controls" },
     labelled("left", models[0]), labelled("right", models[1]), labelled("samples of each", samples),
     labelled("temperature", temperature), labelled("tokens at most", tokens), labelled("seed", seed),
     labelled(`prompt, from ${where}`, pick), another, labelled("reference answer", answer),
-    make("label", { className: "broad" }, make("span", { textContent: "prompt" }), prompt), go, stop);
+    h("label", { class: "broad" }, h("span", {}, "prompt"), prompt), go, stop);
   prompt.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element.requestSubmit();
   });
@@ -110,11 +113,10 @@ const short = (text) => (text.length > 80 ? `${text.slice(0, 79)}…` : text);
 class Side {
   constructor(name) {
     this.cards = new Map();
-    this.summary = make("span", { className: "dim" });
+    this.summary = h("span", { class: "dim" });
     this.verdicts = [];
-    this.list = make("div", { className: "side" });
-    this.element = make("section", { className: "side", ariaLabel: name },
-      make("h3", {}, make("span", { textContent: `${name} ` }), this.summary), this.list);
+    this.list = h("div", { class: "side" });
+    this.element = h("section", { class: "side", "aria-label": name }, h("h3", {}, h("span", {}, `${name} `), this.summary), this.list);
   }
 
   card(index) {
@@ -141,10 +143,10 @@ class Card {
   constructor(index) {
     this.tokens = [];
     this.here = -1;
-    this.head = make("header", {}, make("span", { className: "dim", textContent: `#${index + 1}, writing` }));
-    this.text = make("pre", { tabIndex: 0, ariaLabel: `answer ${index + 1}; arrows go through its tokens` });
-    this.readout = make("p", { className: "told", role: "status" });
-    this.element = make("article", { className: "card" }, this.head, this.text, this.readout);
+    this.head = h("header", {}, h("span", { class: "dim" }, `#${index + 1}, writing`));
+    this.text = h("pre", { tabindex: 0, "aria-label": `answer ${index + 1}; arrows go through its tokens` });
+    this.readout = h("p", { class: "told", role: "status" });
+    this.element = h("article", { class: "card" }, this.head, this.text, this.readout);
     this.text.addEventListener("mouseover", ({ target }) => this.tell([...this.text.children].indexOf(target)));
     this.text.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -158,7 +160,7 @@ class Card {
     this.tokens.splice(start, tokens.length, ...tokens);
     while (this.text.children.length > start) this.text.lastChild.remove();
     this.text.append(...tokens.map(([text, probability]) => {
-      const token = make("span", { className: "token", textContent: text });
+      const token = h("span", { class: "token" }, text);
       // the less likely, the stronger
       token.style.backgroundColor = `rgb(230 130 30 / ${Math.min(0.65, 0.8 * (1 - probability))})`;
       return token;
@@ -172,8 +174,8 @@ class Card {
     this.here = place;
     this.text.children[place].classList.add("here");
     const [text, probability, best] = token;
-    const others = (best ?? []).filter(([other]) => other !== text || !text).slice(0, 4).map(([other, p]) => `${quoted(other)} ${share(p)}`);
-    this.readout.textContent = `${quoted(text)} ${share(probability)}${others.length ? `; likely here: ${others.join(", ")}` : ""}`;
+    const others = (best ?? []).filter(([other]) => other !== text || !text).slice(0, 4).map(([other, p]) => `${quoted(other)} ${percent(p)}`);
+    this.readout.textContent = `${quoted(text)} ${percent(probability)}${others.length ? `; likely here: ${others.join(", ")}` : ""}`;
   }
 
   finish({ index, tokens, length, finish_reason, verdict }) {
@@ -182,9 +184,8 @@ class Card {
     const facts = [`#${index + 1}`, `${length} tokens${finish_reason === "length" ? ", cut" : ""}`];
     if (verdict.reward !== null) facts.push(`reward ${Number(verdict.reward.toFixed(4))}`);
     if (verdict.extracted !== null) facts.push(`found ${short(verdict.extracted)}`);
-    this.head.replaceChildren(make("span", { className: kind, textContent: word }),
-      ...facts.map((text) => make("span", { className: "dim", textContent: text })));
-    if (verdict.error) this.head.append(make("span", { className: "dim", textContent: verdict.error }));
+    if (verdict.error) facts.push(verdict.error);
+    fill(this.head, h("span", { class: kind }, word), facts.map((text) => h("span", { class: "dim" }, text)));
   }
 }
 

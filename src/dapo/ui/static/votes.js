@@ -1,7 +1,9 @@
 // Blind comparison: which of two answers is better, without knowing whose they are. mount(element, {run}) returns
 // {close}.
 
-import { ask, labelled, make, modelChoice, share, useStyle } from "./asking.js";
+import { labelled, modelChoice, useStyle } from "./asking.js";
+import { fill, h, percent, table } from "./dom.js";
+import { address, ask } from "./server.js";
 
 const CHOICES = [
   ["left", "Left is better", "ArrowLeft", "←"],
@@ -13,12 +15,12 @@ const CHOICES = [
 export function mount(element, api) {
   useStyle();
   const ended = new AbortController();
-  const root = make("div", { className: "asking" }, make("p", { className: "dim", textContent: "looking at the models ..." }));
+  const root = h("div", { class: "asking" }, h("p", { class: "dim" }, "looking at the models ..."));
   element.replaceChildren(root);
-  ask(`playground?run=${encodeURIComponent(api.run)}`, undefined, ended.signal)
+  ask(address("playground", { run: api.run }), undefined, ended.signal)
     .then((about) => new Comparison(root, api.run, about, ended.signal))
     .catch((error) => {
-      if (!ended.signal.aborted) root.replaceChildren(make("p", { className: "error", role: "alert", textContent: error.message }));
+      if (!ended.signal.aborted) fill(root, h("p", { class: "error", role: "alert" }, error.message));
     });
   return { close: () => ended.abort() };
 }
@@ -28,18 +30,17 @@ class Comparison {
     if (about.models.length < 2) throw new Error("a comparison takes two models; this run has kept fewer");
     Object.assign(this, { run, ended, pair: null, next: null, count: 0, round: 0 });
     this.models = [about.models[0].name, about.models.at(-1).name].map((name) => modelChoice(about.models, name));
-    this.who = make("input", { type: "text", maxLength: 200, placeholder: "somebody", value: remembered() });
-    this.temperature = make("input", { type: "number", min: 0, max: 5, step: "any", value: about.temperature, required: true });
-    const form = make("form", { className: "controls" },
+    this.who = h("input", { type: "text", maxlength: 200, placeholder: "somebody", value: remembered() });
+    this.temperature = h("input", { type: "number", min: 0, max: 5, step: "any", value: about.temperature, required: true });
+    const form = h("form", { class: "controls" },
       labelled("one model", this.models[0]), labelled("another", this.models[1]), labelled("temperature", this.temperature),
-      labelled("your name", this.who), make("button", { type: "submit", textContent: "Compare" }),
-      make("button", { type: "button", textContent: "Show result", onclick: () => this.result() }));
+      labelled("your name", this.who), h("button", { type: "submit" }, "Compare"),
+      h("button", { type: "button", onclick: () => this.result() }, "Show result"));
     form.addEventListener("submit", (event) => { event.preventDefault(); remember(this.who.value); this.begin(); });
-    this.status = make("p", { className: "dim", role: "status",
-      textContent: "Which model is on which side is drawn anew for each prompt, and not told." });
-    this.place = make("div", { className: "side" });
-    this.table = make("div", { className: "scroll" });
-    root.replaceChildren(form, this.status, this.place, this.table);
+    this.status = h("p", { class: "dim", role: "status" }, "Which model is on which side is drawn anew for each prompt, and not told.");
+    this.place = h("div", { class: "side" });
+    this.table = h("div", { class: "scroll" });
+    fill(root, form, this.status, this.place, this.table);
     document.addEventListener("keydown", (event) => this.key(event), { signal: ended });
   }
 
@@ -57,7 +58,7 @@ class Comparison {
   fetch(skip) {
     const wanted = { run: this.run, models: this.models.map((choice) => choice.value), who: this.who.value,
       temperature: this.temperature.valueAsNumber, skip };
-    const found = ask("votes/pair", wanted, this.ended);
+    const found = ask(address("votes/pair"), wanted, this.ended);
     found.catch(() => {}); // whoever waits for it hears of it
     return found;
   }
@@ -78,14 +79,14 @@ class Comparison {
       return;
     }
     const { prompt, left, right, held_out, same, rows_left } = this.pair;
-    const card = (title, text) => make("article", { className: "card", ariaLabel: title },
-      make("header", {}, make("span", { className: "dim", textContent: title })), make("pre", { tabIndex: 0, textContent: text }));
-    const buttons = CHOICES.map(([vote, text, , shown]) => make("button", { type: "button", onclick: () => this.vote(vote) },
-      `${text} `, make("kbd", { textContent: shown })));
-    this.place.replaceChildren(
+    const card = (title, text) => h("article", { class: "card", "aria-label": title },
+      h("header", {}, h("span", { class: "dim" }, title)), h("pre", { tabindex: 0 }, text));
+    const buttons = CHOICES.map(([vote, text, , shown]) => h("button", { type: "button", onclick: () => this.vote(vote) }, `${text} `, h("kbd", {}, shown)));
+    this.again = h("button", { type: "button", hidden: true }, "Send the vote again");
+    fill(this.place,
       card(held_out ? "prompt, held out" : "prompt, of the training", prompt),
-      make("div", { className: "sides" }, card("left", left), card("right", right)),
-      make("div", { className: "controls" }, buttons));
+      h("div", { class: "sides" }, card("left", left), card("right", right)),
+      h("div", { class: "controls" }, buttons, this.again));
     const alike = same ? `; ${same} with the same answer twice left out` : "";
     this.say(`votes cast: ${this.count}; prompts left: ${rows_left}${alike}`);
   }
@@ -100,28 +101,32 @@ class Comparison {
   }
 
   async vote(vote) {
-    const { pair } = this.pair ?? {};
+    const { pair, round } = this;
     if (!pair) return;
     this.pair = null; // one vote for each
     try {
-      await ask("votes", { pair, vote, who: this.who.value }, this.ended);
+      await ask(address("votes"), { pair: pair.pair, vote, who: this.who.value }, this.ended);
       this.count += 1;
     } catch (error) {
-      if (!this.ended.aborted) this.say(error.message, "error");
+      if (this.ended.aborted || round !== this.round) return;
+      this.say(`this vote is not kept yet: ${error.message}`, "error");
+      this.pair = pair;
+      this.again.hidden = false;
+      this.again.onclick = () => this.vote(vote);
       return;
     }
+    if (round !== this.round) return;
     await this.show();
   }
 
   async result() {
     try {
-      const { votes, tallies } = await ask(`votes?run=${encodeURIComponent(this.run)}`, undefined, this.ended);
-      if (!votes) return this.table.replaceChildren(make("p", { className: "dim", textContent: "There are no votes yet." }));
-      const cells = (tag, texts) => make("tr", {}, texts.map((text) => make(tag, { textContent: text })));
-      this.table.replaceChildren(make("table", {},
-        make("thead", {}, cells("th", ["first", "second", "first better", "second better", "tie", "both bad", "second preferred (95% interval)", ""])),
-        make("tbody", {}, tallies.map((one) => cells("td", [...one.models, one.first, one.second, one.ties, one.both_bad,
-          one.share ? `${share(one.share.value)} (${share(one.share.low)} to ${share(one.share.high)})` : "–", one.verdict])))));
+      const { votes, tallies } = await ask(address("votes", { run: this.run }), undefined, this.ended);
+      if (!votes) return fill(this.table, h("p", { class: "dim" }, "There are no votes yet."));
+      fill(this.table, table(
+        ["first", "second", "first better", "second better", "tie", "both bad", "second preferred (95% interval)", ""],
+        tallies.map((one) => [...one.models, one.first, one.second, one.ties, one.both_bad,
+          one.share ? `${percent(one.share.value)} (${percent(one.share.low)} to ${percent(one.share.high)})` : "–", one.verdict])));
     } catch (error) {
       if (!this.ended.aborted) this.say(error.message, "error");
     }

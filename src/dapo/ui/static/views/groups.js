@@ -81,7 +81,17 @@ export async function mount(element, api) {
     }
     keep();
     const found = await api.get("group", { run: api.run, step: group.step, draw: group.draw });
-    if (mine === turn) fill(detail, drawGroup(found, colouring, (name) => { colouring = name; keep(); }));
+    if (mine !== turn) return;
+    const draw = () => fill(detail, drawGroup(found, colouring, (name) => { colouring = name; keep(); }, more));
+    const more = async (sample) => {  // of a group that is too large to come whole
+      try {
+        Object.assign(sample, await api.get("sample", { run: api.run, step: found.step, draw: found.draw, sample: sample.sample }), { whole: true });
+      } catch (error) {
+        Object.assign(sample, { tokens: {}, response: error.message });
+      }
+      if (mine === turn) draw();
+    };
+    draw();
   }
 
   const control = (name, input) => h("label", {}, name, input);
@@ -112,17 +122,18 @@ export async function mount(element, api) {
 
 const key = (group) => `${group.step}/${group.draw}`;
 
-function drawGroup(group, colouring, choose) {
+function drawGroup(group, colouring, choose, more) {
   const reading = h("div", { class: "reading muted", role: "status" }, "Point at a token, or focus a text and use the arrow keys.");
   const scale = h("span", { class: "scale" }), cards = h("div", { class: "cards" });
   const has = (name) => group.samples.some((sample) => sample.tokens[name]?.some((value) => value !== null));
-  const offered = Object.entries(COLOURINGS).map(([id, one]) => [id, one.name, one.needs && !has(one.needs) ? "not stored for this step" : undefined, Boolean(one.needs && !has(one.needs))]);
+  const offered = Object.entries(COLOURINGS).map(([id, one]) => [id, one.name, one.needs && !has(one.needs) ? (group.whole ? "not stored for this step" : "open a sample first") : undefined, Boolean(one.needs && !has(one.needs))]);
   if (offered.find(([id]) => id === colouring)?.[3]) colouring = "advantage";
+  const opener = (sample) => !group.whole && !sample.whole && h("button", { type: "button", onclick: (event) => { event.target.disabled = true; more(sample); } }, `Open all ${number(sample.length)} tokens`);
   const paint = (id) => {
     const one = COLOURINGS[id];
     const swatches = one.both ? ["n8", "n5", "n2", "p2", "p5", "p8"] : (one.class({ logprob_engine: -5, logprob_trainer: 0, entropy: 3 }) || "n")[0] === "p" ? ["p1", "p3", "p5", "p8"] : ["n1", "n3", "n5", "n8"];
     fill(scale, one.scale && [one.scale[0], h("span", {}, swatches.map((name) => h("i", { class: name }))), one.scale.at(-1)]);
-    fill(cards, group.samples.map((sample) => drawSample(sample, one, reading)));
+    fill(cards, group.samples.map((sample) => drawSample(sample, one, reading, opener(sample))));
   };
   paint(colouring);
   const samples = group.samples, right = samples.filter((sample) => sample.correct).length, scored = samples.filter((sample) => sample.correct !== null).length;
@@ -135,7 +146,7 @@ function drawGroup(group, colouring, choose) {
     cards, reading);
 }
 
-function drawSample(sample, colouring, reading) {
+function drawSample(sample, colouring, reading, opener) {
   const mark = sample.correct === null ? ["?", "muted"] : sample.correct ? ["✓", "good"] : ["✗", "warm"];
   const differs = sample.check_correct !== null && sample.check_correct !== sample.correct;
   const facts = Object.entries(sample.parts ?? {}).map(([name, value]) => h("span", {}, `${name} ${number(value)}`));
@@ -151,6 +162,8 @@ function drawSample(sample, colouring, reading) {
       sample.status === "kept" && !sample.in_loss && h("span", { class: "tag" }, "not in the loss"),
       sample.error && h("span", { class: "tag warm", title: sample.error }, "score failed")),
     drawTokens(sample, colouring, reading),
+    opener,
+    sample.tokens.pieces?.length < sample.length && note(`The first ${number(sample.tokens.pieces.length)} of its tokens.`),
     h("footer", {}, h("span", {}, `#${sample.sample}`), sample.shaped_reward !== null && sample.shaped_reward !== sample.reward && h("span", {}, `shaped ${number(sample.shaped_reward)}`), facts,
       mean("logprob_engine", "mean logprob"), mean("entropy", "entropy"), mean("gap_max", "largest gap"),
       sample.version_first !== null && h("span", {}, sample.version_first === sample.version_last ? `policy ${sample.version_first}` : `policies ${sample.version_first}–${sample.version_last}`)));
