@@ -114,10 +114,11 @@ def test_texts_that_are_gone_leave_the_numbers(tmp_path: Path) -> None:
 
 def test_a_spoilt_line_is_told_and_the_other_runs_are_there(tmp_path: Path) -> None:
     page_run(tmp_path / "good")
+    page_run(tmp_path / "odd").summary.write_text('{"steps": null}')
     page_run(tmp_path / "bad").metrics.write_text("no JSON\n")
     with served(tmp_path) as address:
         states = {run["name"]: run["state"] for run in get(f"{address}/api/runs")[1]}
-        assert states["bad"] == "unreadable" and states["good"] == "killed"
+        assert states == {"bad": "unreadable", "good": "killed", "odd": "killed"}
         status, found, _ = get(f"{address}/api/alarms?run=bad")
         assert status == 422 and "metrics.jsonl:1: not a line of metrics" in found["error"]
 
