@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from dapo.cli import app as program
 from dapo.errors import UserError
+from dapo.observe.samples import write_samples
 from dapo.ui.serving import address_of, beside, listening_socket, token_for
-from page_run import SCRIPT, add_step, page_run, served
+from page_run import RIGHT, SCRIPT, add_step, made_group, page_run, served
 
 pytest.importorskip("duckdb")
 pytest.importorskip("uvicorn")
@@ -121,6 +122,17 @@ def test_a_spoilt_line_is_told_and_the_other_runs_are_there(tmp_path: Path) -> N
         assert states == {"bad": "unreadable", "good": "killed", "odd": "killed"}
         status, found, _ = get(f"{address}/api/alarms?run=bad")
         assert status == 422 and "metrics.jsonl:1: not a line of metrics" in found["error"]
+
+
+def test_what_cannot_be_sent_or_read_hides_no_group(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r")
+    write_samples(folder.samples, 3, [(made_group(30, [RIGHT], ["lone \ud800"]), "kept")])
+    (folder.model_before / "tokenizer.json").write_text("{")  # the disk was full when it was saved
+    with served(tmp_path) as address:
+        assert get(f"{address}/api/groups?run=r")[1]["total"] == 7
+        status, found, _ = get(f"{address}/api/group?run=r&step=3&draw=30")
+        assert status == 200 and found["samples"][0]["response"] == "lone ?"
+        assert found["samples"][0]["tokens"]["pieces"] is None
 
 
 # --- who may -------------------------------------------------------------------------------------------------------
