@@ -157,6 +157,7 @@ def test_changes_are_taken_from_the_page_itself_only(page: str) -> None:
     host = page.removeprefix("http://")
     assert raw(page, "/api/runs", {"Origin": "http://evil.example"}, "POST")[0] == 403
     assert raw(page, "/api/runs", {"Origin": "null"}, "POST")[0] == 403
+    assert raw(page, "/api/runs", {"Origin": "http://["}, "POST")[0] == 403
     assert raw(page, "/api/runs", {"Origin": f"http://{host}"}, "POST")[0] == 405  # nothing here can be changed
 
 
@@ -179,6 +180,14 @@ def test_the_token_of_the_address_becomes_a_cookie(tmp_path: Path) -> None:
         assert raw(address, "/api/runs", {"Cookie": cookie.partition(";")[0]})[0] == 200
         assert raw(address, "/api/runs", {"Authorization": "Bearer secret"})[0] == 200
         assert raw(address, "//evil.example/?token=secret", {})[1].get("location") == "/evil.example/"
+
+
+def test_a_token_may_hold_any_letters(tmp_path: Path) -> None:
+    token = 'a+b&c=%41 ;"漢'
+    with served(tmp_path, token=token) as address, listening_socket("127.0.0.1", 0) as other:
+        status, headers = raw(address, "/?" + address_of(other, token).partition("?")[2], {})
+        assert status == 303
+        assert raw(address, "/api/runs", {"Cookie": headers["set-cookie"].partition(";")[0]})[0] == 200
 
 
 def test_a_token_is_made_where_others_can_reach_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +239,12 @@ def test_a_port_that_is_taken_is_left_for_the_next_one() -> None:
         first.close()
         if second:
             second.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_that_cannot_be_is_an_error_for_people(host: str) -> None:
+    with pytest.raises(UserError, match=f"--host {host}: not an address"):
+        listening_socket(host, 0)
 
 
 def test_beside_a_training_the_page_lasts_as_long_as_it(tmp_path: Path) -> None:

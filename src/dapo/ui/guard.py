@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -56,8 +56,7 @@ class Guard:
         headers = Headers(scope=scope)
         host = _name_of(headers.get("host", ""))
         if scope["method"] not in ("GET", "HEAD") and headers.get("origin"):
-            origin = urlsplit(headers["origin"])
-            if origin.netloc != headers.get("host"):
+            if headers["origin"].partition("://")[2] != headers.get("host"):
                 return _error(403, "this page takes changes from itself only")
         if self._token is None:
             return None if host in LOOPBACK else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1")
@@ -75,7 +74,7 @@ class Guard:
         rest = urlencode({name: values for name, values in query.items() if name != "token"}, doseq=True)
         path = "/" + scope["path"].lstrip("/")  # two slashes in front would be another machine
         answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
-        answer.set_cookie(_COOKIE, query["token"][0], httponly=True, samesite="strict")
+        answer.set_cookie(_COOKIE, quote(query["token"][0], safe=""), httponly=True, samesite="strict")
         return answer
 
     def _is_token(self, given: str) -> bool:
@@ -90,7 +89,7 @@ def _given(headers: Headers) -> str:
         found = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return unquote(found.value) if found else ""
 
 
 def _name_of(host: str) -> str:
