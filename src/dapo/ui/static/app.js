@@ -30,8 +30,9 @@ function address(path, params = {}) {
 
 async function answer(response) {
   const body = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Error(body.error ?? (typeof body.detail === "string" ? body.detail : `the server answered ${response.status}`));
-  return body;
+  if (response.ok) return body;
+  const detail = Array.isArray(body.detail) ? body.detail.map((one) => `${one.loc.at(-1)}: ${one.msg}`).join("; ") : body.detail;
+  throw new Error(body.error ?? detail ?? `the server answered ${response.status}`);
 }
 
 const api = {
@@ -112,6 +113,7 @@ async function drawView() {
   state.mounted?.close?.();
   state.mounted = null;
   const element = h("section", { class: `view ${state.tab}` });
+  if (!state.runs.length && state.problem) return fill(view, h("p", { class: "problem", role: "alert" }, state.problem));
   if (!state.runs.length) return fill(view, note("No run here yet. This page shows it as soon as there is one."));
   try {
     const module = await import(TABS.find(([id]) => id === state.tab)[2]);
@@ -160,8 +162,11 @@ function listen() {
 }
 
 async function loadRuns() {
-  const known = await api.get("runs").catch(() => null);
-  if (known) state.list = known;
+  try {
+    [state.list, state.problem] = [await api.get("runs"), null];
+  } catch (error) {
+    state.problem = error.message;
+  }
 }
 
 let listened = null;

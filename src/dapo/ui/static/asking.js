@@ -1,10 +1,13 @@
 // What the playground and the comparison share: elements, requests, and a list of models.
 // Text from a model is put in as text and never as markup.
 
+import { visible } from "./dom.js";
+
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "textContent") element.textContent = visible(value);
     else if (name in element && name !== "list") element[name] = value;
     else element.setAttribute(name, value);
   }
