@@ -191,7 +191,7 @@ class SampleIndex:
             return brought
 
     def refresh(self) -> None:
-        """As :meth:`update`, for who only looks: where the disk of the run is full, the index goes on in a temporary place.
+        """As :meth:`update`, for who only looks: if the disk of the run is full, it goes on in a temporary place.
 
         Raises:
             UserError: DuckDB is not installed, or there is no room for an index in either place.

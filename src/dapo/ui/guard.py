@@ -55,9 +55,9 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host = _name_of(headers.get("host", ""))
-        if scope["method"] not in ("GET", "HEAD") and headers.get("origin"):
-            if headers["origin"].partition("://")[2] != headers.get("host"):
-                return _error(403, "this page takes changes from itself only")
+        origin = headers.get("origin") if scope["method"] not in ("GET", "HEAD") else None
+        if origin and origin.partition("://")[2] != headers.get("host"):
+            return _error(403, "this page takes changes from itself only")
         if self._token is None:
             return None if host in LOOPBACK else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1")
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
