@@ -104,6 +104,11 @@ def test_a_line_without_a_step_is_spoilt(tmp_path: Path, line: str) -> None:
         list(read_metrics(path))
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot be read: "):
+        list(read_metrics(tmp_path))
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_said_so(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"

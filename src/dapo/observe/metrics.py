@@ -253,9 +253,12 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     A value that is not a number, or not finite, is None: somebody else has written it, and no reader counts with it.
 
     Raises:
-        UserError: another line is not one of metrics.
+        UserError: another line is not one of metrics, or the file cannot be read.
     """
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # what follows the last line end: nothing, or a line cut off
             return
