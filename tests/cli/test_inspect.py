@@ -363,6 +363,22 @@ def test_a_share_of_the_samples_is_a_setting(tmp_path: Path) -> None:
 # --- several runs -------------------------------------------------------------------------------------------------
 
 
+def test_a_run_that_is_spoilt_hides_no_other_in_the_list(tmp_path: Path, run: RunFolder) -> None:
+    make_run(run.root.parent / "spoilt").metrics.write_text("no JSON\n")
+    lines = shown(run.root.parent).splitlines()
+    assert "one" in lines[1] and lines[2].startswith("cannot be read") and "spoilt/metrics.jsonl:1" in lines[2]
+    found = {Path(one["run_dir"]).name: one["state"] for one in read_json(run.root.parent)}
+    assert found == {"one": "killed", "spoilt": "unreadable"}
+
+
+@pytest.mark.parametrize(
+    "summary", ['{"steps": null}', '{"steps": "all"}', '{"steps": 3, "seconds_total": NaN}', "[" * 9999]
+)
+def test_a_spoilt_summary_is_as_good_as_none(run: RunFolder, summary: str) -> None:
+    run.summary.write_text(summary)
+    assert "3 of 3" in shown(run.root)
+
+
 def test_a_folder_of_runs_is_listed(tmp_path: Path, run: RunFolder) -> None:
     make_run(tmp_path / "runs" / "two", steps=1)
     (tmp_path / "runs" / "other").mkdir()

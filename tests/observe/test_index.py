@@ -180,6 +180,30 @@ def test_a_run_that_cannot_be_written_to_is_indexed_elsewhere(tmp_path: Path, mo
     assert sorted(path.name for path in home.iterdir()) == before
 
 
+def test_who_looks_while_the_disk_is_full_has_an_index_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_step(tmp_path, 1)
+    SampleIndex(tmp_path).update()
+    write_step(tmp_path, 2)
+    copied, full = SampleIndex._copied, [tmp_path]
+
+    def without_room(index: SampleIndex, *given: Any) -> Any:
+        if any(index.folder.is_relative_to(place) for place in full):
+            raise OSError(28, "No space left on device")
+        return copied(index, *given)
+
+    monkeypatch.setattr(SampleIndex, "_copied", without_room)
+    index = SampleIndex(tmp_path)
+    index.refresh()
+    assert index.steps == [1, 2] and not index.folder.is_relative_to(tmp_path)
+    assert ask(index, "SELECT DISTINCT step FROM samples ORDER BY step") == [(1,), (2,)]
+    full.append(index.folder)
+    write_step(tmp_path, 3)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        index.refresh()
+
+
 def test_a_path_with_signs_of_sql_and_of_patterns(tmp_path: Path) -> None:
     run = tmp_path / "it's [a] *run*"
     write_step(run, 1)

@@ -89,6 +89,26 @@ def test_a_spoilt_line_is_named(tmp_path: Path) -> None:
         list(read_metrics(path))
 
 
+def test_what_is_no_number_in_a_line_is_read_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "lr": NaN, "entropy": -Infinity, "loss": "x", "accuracy": [1], "epoch": 2}\n')
+    nothing = dict.fromkeys(["lr", "entropy", "loss", "accuracy"])
+    assert list(read_metrics(path)) == [{"step": 1, **nothing, "epoch": 2}]
+
+
+@pytest.mark.parametrize("line", ['{"step": true}', '{"step": "1"}', "[" * 100_000, "\0" * 512, "\ufffe"])
+def test_a_line_without_a_step_is_spoilt(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1"):
+        list(read_metrics(path))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot be read: "):
+        list(read_metrics(tmp_path))
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_said_so(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -203,6 +203,12 @@ def test_the_alarms_of_the_run_are_told_again(tmp_path: Path) -> None:
     assert "| step 11: gradient spike: a gradient norm of 50" in text
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_plot_without_a_curve_has_no_legend_and_no_warning(tmp_path: Path) -> None:
+    steps = [{}, {"groups/drawn": 3, "time/rollout": 1.0}, {"groups/drawn": 3, "time/rollout": 1.0}]
+    write_report("r", sections_of(a_run(tmp_path / "r", steps)), tmp_path / "report")
+
+
 # --- the command --------------------------------------------------------------------------------------------------
 
 

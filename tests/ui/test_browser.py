@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from page_run import SCRIPT, page_run, served
+from dapo.observe.samples import write_samples
+from page_run import RIGHT, SCRIPT, made_group, page_run, served
 from run_cases import Recorder, run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -175,3 +176,36 @@ def test_the_page_fits_and_has_two_themes(browser: Any, tmp_path: Path, theme: s
         ready(page, "hacking")
         assert back() != first  # it is remembered
     context.close()
+
+
+def test_what_goes_wrong_is_said(browser: Any, tmp_path: Path) -> None:
+    folder, context = page_run(tmp_path / "r", steps=3), browser.new_context(viewport={"width": 320, "height": 640})
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#alarms?run=r")
+        ready(page, "alarms")
+        page.get_by_role("heading", name="starvation").wait_for()  # its advice holds a long word
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320
+        page.goto(f"{address}/#groups?run=r")
+        ready(page, "groups")
+        page.locator('input[name="step"]').fill("1.5")
+        page.locator('input[name="step"]').press("Enter")
+        assert page.locator('input[name="step"]:invalid').count() == 1 and "step=1.5" not in page.url
+        shutil.rmtree(folder.root)
+        page.locator('.list [role="option"]').last.click()
+        page.get_by_text("there is no run 'r' here").wait_for()
+        page.route("**/api/runs", lambda route: route.fulfill(status=401, json={"error": "a token is needed"}))
+        page.reload()
+        page.get_by_text("a token is needed").wait_for()
+    context.close()
+
+
+def test_signs_that_hide_or_turn_text_around_are_shown(page: Any, tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r")
+    shutil.rmtree(folder.model_before)
+    write_samples(folder.samples, 3, [(made_group(30, [RIGHT], ["\u202egnp.exe\x1b[31m\ttab"]), "kept")])
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#groups?run=r&step=3")
+        ready(page, "groups")
+        assert page.locator(".tokens").inner_text() == "\\u202egnp.exe\\u001b[31m\ttab"

@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 
 from dapo.cli import app as program
 from dapo.errors import UserError
+from dapo.observe.samples import write_samples
 from dapo.ui.live import Live
 from dapo.ui.runs import Runs
 from dapo.ui.serving import address_of, beside, listening_socket, token_for
-from page_run import SCRIPT, add_step, page_run, served
+from page_run import RIGHT, SCRIPT, add_step, made_group, page_run, served
 
 pytest.importorskip("duckdb")
 pytest.importorskip("uvicorn")
@@ -157,12 +158,24 @@ def test_texts_that_are_gone_leave_the_numbers(tmp_path: Path) -> None:
 
 def test_a_spoilt_line_is_told_and_the_other_runs_are_there(tmp_path: Path) -> None:
     page_run(tmp_path / "good")
+    page_run(tmp_path / "odd").summary.write_text('{"steps": null}')
     page_run(tmp_path / "bad").metrics.write_text("no JSON\n")
     with served(tmp_path) as address:
         states = {run["name"]: run["state"] for run in get(f"{address}/api/runs")[1]}
-        assert states["bad"] == "unreadable" and states["good"] == "killed"
+        assert states == {"bad": "unreadable", "good": "killed", "odd": "killed"}
         status, found, _ = get(f"{address}/api/alarms?run=bad")
         assert status == 422 and "metrics.jsonl:1: not a line of metrics" in found["error"]
+
+
+def test_what_cannot_be_sent_or_read_hides_no_group(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r")
+    write_samples(folder.samples, 3, [(made_group(30, [RIGHT], ["lone \ud800"]), "kept")])
+    (folder.model_before / "tokenizer.json").write_text("{")  # the disk was full when it was saved
+    with served(tmp_path) as address:
+        assert get(f"{address}/api/groups?run=r")[1]["total"] == 7
+        status, found, _ = get(f"{address}/api/group?run=r&step=3&draw=30")
+        assert status == 200 and found["samples"][0]["response"] == "lone ?"
+        assert found["samples"][0]["tokens"]["pieces"] is None
 
 
 # --- who may -------------------------------------------------------------------------------------------------------
@@ -187,6 +200,7 @@ def test_changes_are_taken_from_the_page_itself_only(page: str) -> None:
     host = page.removeprefix("http://")
     assert raw(page, "/api/runs", {"Origin": "http://evil.example"}, "POST")[0] == 403
     assert raw(page, "/api/runs", {"Origin": "null"}, "POST")[0] == 403
+    assert raw(page, "/api/runs", {"Origin": "http://["}, "POST")[0] == 403
     assert raw(page, "/api/runs", {"Origin": f"http://{host}"}, "POST")[0] == 405  # nothing here can be changed
 
 
@@ -209,6 +223,14 @@ def test_the_token_of_the_address_becomes_a_cookie(tmp_path: Path) -> None:
         assert raw(address, "/api/runs", {"Cookie": cookie.partition(";")[0]})[0] == 200
         assert raw(address, "/api/runs", {"Authorization": "Bearer secret"})[0] == 200
         assert raw(address, "//evil.example/?token=secret", {})[1].get("location") == "/evil.example/"
+
+
+def test_a_token_may_hold_any_letters(tmp_path: Path) -> None:
+    token = 'a+b&c=%41 ;"漢'
+    with served(tmp_path, token=token) as address, listening_socket("127.0.0.1", 0) as other:
+        status, headers = raw(address, "/?" + address_of(other, token).partition("?")[2], {})
+        assert status == 303
+        assert raw(address, "/api/runs", {"Cookie": headers["set-cookie"].partition(";")[0]})[0] == 200
 
 
 def test_a_token_is_made_where_others_can_reach_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +337,12 @@ def test_a_port_that_is_taken_is_left_for_the_next_one() -> None:
         first.close()
         if second:
             second.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_that_cannot_be_is_an_error_for_people(host: str) -> None:
+    with pytest.raises(UserError, match=f"--host {host}: not an address"):
+        listening_socket(host, 0)
 
 
 def test_beside_a_training_the_page_lasts_as_long_as_it(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import typer
 from dapo.cli.completion import complete_metric, complete_run, complete_status
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug
-from dapo.errors import ConfigError
-from dapo.terminal import Terminal
+from dapo.errors import ConfigError, UserError
+from dapo.terminal import Terminal, visible
 
 if TYPE_CHECKING:
     from dapo.cli.sample_query import Steps
@@ -149,11 +149,18 @@ def _runs(folders: Iterable[Path], as_json: bool) -> None:
     from dapo.cli.run_report import run_as_json, runs_table
     from dapo.observe.run_view import RunView
 
-    runs = [RunView.read(folder) for folder in folders]
+    runs, spoilt = [], {}
+    for folder in folders:
+        try:
+            runs.append(RunView.read(folder))
+        except (UserError, OSError) as error:  # it hides no other
+            spoilt[folder] = str(error)
     if as_json:
-        _print_json([run_as_json(run) for run in runs])
+        unreadable = [{"run_dir": str(folder), "state": "unreadable", "why": why} for folder, why in spoilt.items()]
+        _print_json([*(run_as_json(run) for run in runs), *unreadable])
     else:
         _print_lines(runs_table(runs, _width()))
+        _print_lines(f"cannot be read: {visible(why)}" for why in spoilt.values())
 
 
 def _overview(run: RunView, span: tuple[int, int] | None, as_json: bool) -> None:

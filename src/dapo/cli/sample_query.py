@@ -145,7 +145,7 @@ def _index(run: RunView) -> SampleIndex | None:
     if not has_duckdb():
         return None
     index = SampleIndex(run.folder.root)
-    index.update()
+    index.refresh()
     return index
 
 

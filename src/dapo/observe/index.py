@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError
-from dapo.files import json_line, write_atomic
+from dapo.files import json_line, write_atomic, writing
 from dapo.observe.sample_rows import COLUMNS, Row, rows_of
 
 if TYPE_CHECKING:
@@ -194,6 +194,21 @@ class SampleIndex:
             if brought:
                 self._cleared(manifest).write(self.folder)
             return brought
+
+    def refresh(self) -> None:
+        """As :meth:`update`, for who only looks: if the disk of the run is full, it goes on in a temporary place.
+
+        Raises:
+            UserError: DuckDB is not installed, or there is no room for an index in either place.
+        """
+        with writing(self.folder):
+            try:
+                self.update()
+            except Exception:  # to DuckDB a full disk is no OSError
+                if self._elsewhere is not None:
+                    raise
+                self._move_elsewhere()
+                self.update()
 
     def add(self, select: str, steps: Iterable[int]) -> None:
         """Bring in the rows of a query with the columns of :data:`COLUMNS`: for steps whose rows are not from files."""

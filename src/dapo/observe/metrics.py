@@ -244,17 +244,34 @@ class MetricsLog:
         self.close()
 
 
+_PLAIN = {int, float, bool, type(None)}
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity, which other programs write
+
+
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a metrics file; a last line that was cut off while being written is left out."""
-    lines = path.read_bytes().split(b"\n")
+    """The objects of a metrics file; a last line that was cut off while being written is left out.
+
+    A value that is not a number, or not finite, is None: somebody else has written it, and no reader counts with it.
+
+    Raises:
+        UserError: another line is not one of metrics, or the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # what follows the last line end: nothing, or a line cut off
             return
         try:
-            entry = json.loads(line)
+            entry = _DECODER.decode(line.decode())
             step = entry["step"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             step = None
-        if not isinstance(step, int):
+        if type(step) is not int:
             raise UserError(f"{path}:{number}: not a line of metrics; take the line out to go on")
-        yield entry
+        yield entry if {type(value) for value in entry.values()} <= _PLAIN else _numbers_of(entry)
+
+
+def _numbers_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v if type(v) in _PLAIN or name == "non_finite" else None for name, v in entry.items()}

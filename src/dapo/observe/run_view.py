@@ -51,7 +51,7 @@ class RunView:
             raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics)) if folder.metrics.is_file() else []
-        recorded = (_mapping(folder.config), _mapping(folder.environment), _mapping(folder.summary))
+        recorded = (_mapping(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
         return cls(folder, *recorded, metrics)
 
     @cached_property
@@ -173,7 +173,7 @@ def is_run(folder: Path) -> bool:
     others = ("environment.json", "metrics.jsonl", "samples")
     try:
         return (folder / "config.yaml").is_file() and any((folder / name).exists() for name in others)
-    except PermissionError:  # somebody else's, beside ours
+    except OSError:  # somebody else's, beside ours, or a name that no file can have
         return False
 
 
@@ -197,10 +197,16 @@ def _in_use(root: Path) -> bool:
 def _mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
+        value = json.loads(text, parse_constant=lambda _: None) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what should be a number and is none."""
+    numbers = ("steps", "seconds_total", "accuracy_before", "accuracy_after")
+    return {name: v for name, v in summary.items() if name not in numbers or type(v) in (int, float)}
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -36,7 +36,7 @@ def extremes(run: RunView) -> Found:
 
 def _by_index(run: RunView) -> Found:
     index = SampleIndex(run.folder.root)
-    index.update()
+    index.refresh()
     best, worst = (
         _first_rows(run, index, order) for order in ("reward DESC, step DESC, length", "reward, step DESC, length DESC")
     )

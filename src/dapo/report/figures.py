@@ -125,7 +125,7 @@ def _finish(place: Axes, title: str, legend: bool) -> None:
     place.xaxis.set_major_locator(MaxNLocator(integer=True))
     place.grid(color=_GREY, alpha=0.25, linewidth=0.5)
     place.spines[["top", "right"]].set_visible(False)
-    if legend:
+    if legend and place.get_legend_handles_labels()[0]:
         place.legend(fontsize=7, frameon=False, loc="best")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -56,10 +56,9 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if scope["method"] not in ("GET", "HEAD") and headers.get("origin"):
-            origin = urlsplit(headers["origin"])
-            if origin.netloc != host:
-                return _error(403, "this page takes changes from itself only")
+        origin = headers.get("origin") if scope["method"] not in ("GET", "HEAD") else None
+        if origin and origin.partition("://")[2] != host:
+            return _error(403, "this page takes changes from itself only")
         if self._token is None:
             return None if is_loopback(host) else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1")
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
@@ -76,7 +75,7 @@ class Guard:
         rest = urlencode({name: values for name, values in query.items() if name != "token"}, doseq=True)
         path = "/" + scope["path"].lstrip("/")  # two slashes in front would be another machine
         answer = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
-        answer.set_cookie(_COOKIE, query["token"][0], httponly=True, samesite="strict")
+        answer.set_cookie(_COOKIE, quote(query["token"][0], safe=""), httponly=True, samesite="strict")
         return answer
 
     def _is_token(self, given: str) -> bool:
@@ -91,7 +90,7 @@ def _given(headers: Headers) -> str:
         found = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return unquote(found.value) if found else ""
 
 
 def _error(status: int, text: str) -> Response:

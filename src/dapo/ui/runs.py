@@ -63,7 +63,7 @@ class Run:
             if self._index is None:
                 self._index = SampleIndex(self.folder.root)
             if self._indexed != stamp:
-                self._index.update()
+                self._index.refresh()
                 self._indexed = stamp_of(self.folder.samples)  # the index lies inside
             return self._index.connection()
 
@@ -92,7 +92,8 @@ class Runs:
         Raises:
             NotHere: there is none of this name.
         """
-        run = next((run for run in self.all() if run.name == name), None)
+        known = (run for run in list(self._known.values()) if run.name == name and is_run(run.folder.root))
+        run = next(known, None) or next((run for run in self.all() if run.name == name), None)
         if run is None:
             raise NotHere(f"there is no run {name!r} here")
         return run

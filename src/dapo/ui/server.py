@@ -386,9 +386,11 @@ def _beginning(text: str | None, whole: bool) -> str | None:
 def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
     """The texts of a sample; empty where they are gone, as the numbers may be there without them."""
     try:
-        return read_line(run.folder.samples, row)
+        line = read_line(run.folder.samples, row)
     except UserError:
         return {}
+    # lone surrogates, which data may hold, are no text that can be sent
+    return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in line.items()}
 
 
 def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

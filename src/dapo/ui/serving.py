@@ -13,6 +13,7 @@ import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dapo.errors import UserError
 from dapo.hosts import LOOPBACK
@@ -34,7 +35,7 @@ def listening_socket(host: str, port: int | None) -> socket.socket:
         try:
             family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
             found = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: of a name that cannot be one
             raise UserError(f"--host {host}: not an address of this machine: {error}") from None
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -60,7 +61,7 @@ def address_of(listening: socket.socket, token: str | None) -> str:
     host, port = listening.getsockname()[:2]
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     shown = f"[{shown}]" if ":" in shown else shown
-    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+    return f"http://{shown}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
 
 
 def serve(folders: Sequence[Path], listening: socket.socket, token: str | None) -> None:

@@ -48,9 +48,12 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def tokenizer_of(folder: RunFolder) -> Any:
-    """The tokenizer that the run has saved, or None."""
+    """The tokenizer that the run has saved, or None: there is none that can be read."""
     path = folder.model_before / "tokenizer.json"
-    return _load(path, path.stat().st_mtime_ns) if path.is_file() else None
+    try:
+        return _load(path, path.stat().st_mtime_ns)
+    except Exception:  # a file that is cut is a bare Exception to tokenizers; the texts are shown without it
+        return None
 
 
 @lru_cache(maxsize=8)

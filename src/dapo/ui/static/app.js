@@ -96,6 +96,7 @@ async function drawView() {
   state.mounted?.close?.();
   state.mounted = null;
   const element = h("section", { class: `view ${state.tab}` });
+  if (!state.runs.length && state.problem) return fill(view, h("p", { class: "problem", role: "alert" }, state.problem));
   if (!state.runs.length) return fill(view, note("No run here yet. This page shows it as soon as there is one."));
   try {
     const module = await import(TABS.find(([id]) => id === state.tab)[2]);
@@ -147,8 +148,11 @@ function listen() {
 }
 
 async function loadRuns() {
-  const known = await api.get("runs").catch(() => null);
-  if (known) state.list = known;
+  try {
+    [state.list, state.problem] = [await api.get("runs"), null];
+  } catch (error) {
+    state.problem = error.message;
+  }
 }
 
 let listened = null;

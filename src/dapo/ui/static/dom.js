@@ -1,5 +1,12 @@
 // Making elements. Text becomes text nodes, never markup, so a response that holds HTML is shown as it is.
 
+const HIDDEN = /[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]/g;
+
+// Text with an escape for what a browser would hide or obey: control characters, and marks that turn the text around.
+export const visible = (text) => String(text).replace(HIDDEN, (mark) => `\\u${mark.charCodeAt(0).toString(16).padStart(4, "0")}`);
+const there = (children) => children.flat().filter((child) => child !== null && child !== undefined && child !== false)
+  .map((child) => (child instanceof Node ? child : visible(child)));
+
 const SVG = "http://www.w3.org/2000/svg";
 const IN_SVG = new Set(["svg", "path", "line", "rect", "circle", "text", "g", "title"]);
 
@@ -11,12 +18,12 @@ export function h(tag, properties = {}, ...children) {
     else if (name === "value" || name === "checked" || name === "disabled") element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...there(children));
   return element;
 }
 
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...there(children));
   return element;
 }
 

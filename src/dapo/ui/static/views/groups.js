@@ -18,7 +18,7 @@ export async function mount(element, api) {
   delete wanted.draw;
   const list = h("div", { class: "panel list", role: "listbox", "aria-label": "groups", tabindex: -1 });
   const detail = h("div", { class: "detail" }), count = h("span", { class: "muted", role: "status" });
-  const fresh = h("button", { type: "button", class: "quiet", hidden: true, onclick: () => { fresh.hidden = true; load(); } });
+  const fresh = h("button", { type: "button", class: "quiet", hidden: true, onclick: () => { fresh.hidden = true; told(load()); } });
   let groups = [], total = 0, open = api.params.draw ? `${api.params.at ?? api.params.step}/${api.params.draw}` : null, colouring = api.params.colour ?? "advantage", known = null;
 
   const keep = () => api.keep({ ...wanted, ...(open ? { at: open.split("/")[0], draw: open.split("/")[1] } : {}), colour: colouring });
@@ -30,8 +30,9 @@ export async function mount(element, api) {
     if (value === "" || value === false) delete wanted[name];
     else wanted[name] = value;
     open = null;
-    load();
+    told(load());
   };
+  const told = (work) => work.catch((error) => fill(detail, h("p", { class: "problem", role: "alert" }, error.message)));
 
   let turn = 0, loading = 0;  // an answer that comes after a later question is dropped
   async function load(offset = 0) {
@@ -52,13 +53,13 @@ export async function mount(element, api) {
   }
 
   function drawList() {
-    const rows = groups.map((group) => h("div", { role: "option", "aria-selected": String(key(group) === open), tabindex: key(group) === open ? 0 : -1, "data-key": key(group), onclick: () => show(group) },
+    const rows = groups.map((group) => h("div", { role: "option", "aria-selected": String(key(group) === open), tabindex: key(group) === open ? 0 : -1, "data-key": key(group), onclick: () => told(show(group)) },
       h("span", { class: "prompt" }, group.prompt || "(text is gone)"),
       h("span", { class: "dots", title: `${group.right} of ${group.scored} right` }, group.verdicts.slice(0, 32).map((right) => h("i", { class: right === null ? "" : right ? "right" : "wrong" }))),
       h("span", { class: `tag ${group.status === "kept" ? "good" : ""}` }, group.status.replaceAll("_", " ")),
       h("span", { class: "muted" }, `step ${group.step} · row ${group.row}`),
       h("span", { class: "muted" }, `${number(group.length)} tok${group.truncated ? `, ${group.truncated} cut` : ""}`)));
-    const more = groups.length < total && h("button", { type: "button", class: "more", onclick: () => load(groups.length) }, `${number(total - groups.length)} more`);
+    const more = groups.length < total && h("button", { type: "button", class: "more", onclick: () => told(load(groups.length)) }, `${number(total - groups.length)} more`);
     fill(list, rows, more);
     if (rows.length && !rows.some((row) => row.tabIndex === 0)) rows[0].tabIndex = 0;
     list.onkeydown = (event) => {
@@ -67,7 +68,7 @@ export async function mount(element, api) {
       if (to === undefined || here < 0 || !rows[to]) return;
       event.preventDefault();
       rows[to].focus();
-      show(groups[to]);
+      told(show(groups[to]));
     };
   }
 
@@ -95,7 +96,7 @@ export async function mount(element, api) {
   }
 
   const control = (name, input) => h("label", {}, name, input);
-  const integer = (name, label, placeholder) => control(label, h("input", { type: "number", min: 0, value: wanted[name] ?? "", placeholder, "aria-label": label, name, onchange: (event) => change(name, event.target.value) }));
+  const integer = (name, label, placeholder) => control(label, h("input", { type: "number", min: 0, max: 2 ** 31 - 1, value: wanted[name] ?? "", placeholder, "aria-label": label, name, onchange: (event) => event.target.reportValidity() && change(name, event.target.value) }));
   const choose = (name, label, options) => control(label, h("select", { "aria-label": label, name, onchange: (event) => change(name, event.target.value) }, options.map(([value, text]) => h("option", { value, selected: (wanted[name] ?? options[0][0]) === value }, text))));
   const box = (name, label) => h("label", {}, h("input", { type: "checkbox", name, checked: wanted[name] === "true", onchange: (event) => change(name, event.target.checked ? "true" : "") }), label);
   const statuses = ["kept", "all_right", "all_wrong", "flat", "too_few_scored", "surplus", "carried", "stale"];
