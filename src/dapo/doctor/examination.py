@@ -105,12 +105,8 @@ def run_checks(
         if missing is not None:
             waiting.setdefault(missing, []).append(entry.name)
     for thing, names in waiting.items():
-        yield Finding(
-            "recipe",
-            "not-checked",
-            "skip",
-            f"{', '.join(names)}: the {thing} {'are' if thing.endswith('s') else 'is'} missing",
-        )
+        lacks = "are missing" if thing.endswith("s") else "is missing"
+        yield Finding("recipe", "not-checked", "skip", f"{', '.join(names)}: the {thing} {lacks}")
 
 
 def run_check(patient: Patient, entry: Entry) -> tuple[list[Finding], str | None]:
