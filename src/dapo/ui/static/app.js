@@ -14,6 +14,7 @@ const TABS = [
   ["playground", "Playground", "./playground.js"],
   ["compare", "Compare", "./votes.js"],
 ];
+const OF_SEVERAL = new Set(["overview", "config"]);
 const byId = (id) => document.getElementById(id);
 const state = { tab: "overview", runs: [], params: {}, list: [], mounted: null, events: null };
 
@@ -116,7 +117,7 @@ async function drawView() {
   try {
     const module = await import(TABS.find(([id]) => id === state.tab)[2]);
     if (mine !== turn) return;
-    fill(view, element);
+    fill(view, state.runs.length > 1 && !OF_SEVERAL.has(state.tab) && note("Of ", h("b", {}, state.runs[0]), ": this view shows the first of the runs that are chosen."), element);
     const mounted = await module.mount(element, api);
     if (mine === turn) state.mounted = mounted ?? null;
     else mounted?.close?.();
