@@ -84,16 +84,17 @@ function drawTabs() {
 function drawRuns() {
   const rows = state.list.map((run) => {
     const here = state.runs.includes(run.name);
+    const go = () => api.go(state.tab, OF_SEVERAL.has(state.tab) ? state.params : {});  // a group is of one run
     const toggle = () => {
       const left = state.runs.filter((name) => name !== run.name);
       state.runs = here ? (left.length ? left : state.runs) : [...left, run.name];
-      api.go(state.tab, {});
+      go();
     };
     const only = (event) => {
       if (event.target.tagName === "INPUT") return;
       event.preventDefault();
       state.runs = [run.name];
-      api.go(state.tab, {});
+      go();
     };
     const gain = run.after !== null && run.after !== undefined ? ` · ${percent(run.after)}` : "";
     return h("label", { class: `run ${run.state} ${here ? "chosen" : ""}`, title: `${run.path}\n${run.status}\nClick: this one alone. Box: beside the others.`, onclick: only },
