@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dapo.demo import run as demo_run
 from dapo.demo import warmup
 from dapo.demo.run import run_demo
 from dapo.demo.task import Expression, draw_expressions, make_model, make_tokenizer
+from dapo.observe.run_view import RunView
 from dapo.progress import QuietListener
 from dapo.reward.exact import score_exact
 
@@ -70,6 +72,14 @@ def test_a_shortened_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.
     for name, value in {"SKILL_STEPS": 5, "HABIT_STEPS": 5, "MAX_STEPS": 10}.items():
         monkeypatch.setattr(warmup, name, value)
     console = Console(record=True, width=100, file=(tmp_path / "shown").open("w"))
+    states, advance = set(), QuietListener.advance
+
+    def look(self: QuietListener, *args: Any, **rest: Any) -> None:
+        """Who looks while it warms up sees a run that is going on."""
+        states.add(RunView.read(tmp_path / "runs/cpu-demo").state)
+        advance(self, *args, **rest)
+
+    monkeypatch.setattr(QuietListener, "advance", look)
     few = ["training.steps=1", "seed=3"]
     summary = run_demo(few, QuietListener(), console)
 
@@ -90,8 +100,10 @@ def test_a_shortened_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.
     assert len(world["heldout"]) == 40
     assert not set(world["train"]) & set(world["heldout"])
     shown = console.export_text()
-    for expected in ("before", "after", "right answers", "runs/cpu-demo", "try next", *world["heldout"][:3]):
+    for expected in ("before", "after", "right answers", "runs/cpu-demo", "the control,", *world["heldout"][:3]):
         assert expected in shown
+    assert shown.rstrip().endswith("dapo ui runs/cpu-demo")
+    assert states == {"running"}
 
     run_demo([*few, "training.steps=0"], QuietListener())
     kept = [path for path in (tmp_path / "runs").iterdir() if path.name not in ("cpu-demo", "cpu-demo-world")]

@@ -21,6 +21,7 @@ from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
 from dapo.doctor import host, memory, model, rewards, sampling, settings
+from dapo.doctor import rows as prompt_rows
 from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
 from dapo.doctor.finding import Finding, exit_code
 from dapo.doctor.patient import NotAtHand, Patient
@@ -366,6 +367,20 @@ def test_in_brief_a_good_recipe_passes_and_a_bad_verifier_is_told(case: Path) ->
     MISTAKES["a verifier that likes everything"].plant(case)
     told = [one.name for one in in_brief(case) if one.status != "pass"]
     assert told == ["shuffled-is-wrong"]
+
+
+def test_a_reward_from_python_is_not_taken_for_the_recipes(case: Path) -> None:
+    """The recipe's is then at its default, ``math``, and no prompt need ask for a box."""
+    config = build_config(
+        load_config("recipe.yaml", ["model.path=./model"]).model_dump() | {"reward": {"kind": "math"}}
+    )
+    tokenizer = load_tokenizer("./model")
+    source = load_prompts(config.data, config.data.train, PromptTemplate(config.data, tokenizer))
+    names = {}
+    for own in (False, True):
+        patient = Patient(config, files=True, tokenizer=tokenizer, source=source, own_reward=own)
+        names[own] = {one.name for one in prompt_rows.check_odd(patient)}
+    assert names[False] - names[True] == {"answer-format"}
 
 
 # --- how it is told -----------------------------------------------------------------------------------------------

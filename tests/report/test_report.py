@@ -67,6 +67,7 @@ def test_tokens_and_seconds_of_a_point_count_up_to_the_last_evaluation(tmp_path:
     assert accuracy.cost(spent.tokens) == pytest.approx(200 / 20)
     assert accuracy.cost(spent.seconds) == pytest.approx(4 / 20)
     assert (costs(run).tokens, costs(run).wasted, costs(run).seconds) == (300, 30, 6.0)
+    assert "| held-out accuracy, percentage points | 20 | 40 | +20 | 10 |" in words_of(run)  # all of one unit
 
 
 def test_without_an_evaluation_the_ends_of_the_training_are_compared(tmp_path: Path) -> None:

@@ -134,6 +134,21 @@ def test_of_a_large_group_each_sample_is_opened_by_itself(
         sync_api.expect(page.locator('[data-sample="1"] .tok').first).to_have_class(re.compile("n1"))
 
 
+def test_a_second_run_keeps_how_curves_are_drawn_and_views_of_one_say_whose_they_are(page: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        page_run(tmp_path / name)
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#overview?run=one&smoothing=0.5&x=tokens")
+        ready(page, "overview")
+        assert page.locator('[data-chart="accuracy"] svg text').last.text_content().endswith(" tokens")
+        page.get_by_label("show two").check()
+        page.get_by_text("What it came to").wait_for()
+        assert page.get_by_label("smoothing").input_value() == "0.5" and "x=tokens" in page.url
+        page.locator("#tab-sampling").click()
+        ready(page, "sampling")
+        assert "Of one: this view" in page.locator("#view").inner_text()
+
+
 def test_the_keyboard_reaches_every_view(page: Any, tmp_path: Path) -> None:
     page_run(tmp_path / "r")
     with served(tmp_path) as address:

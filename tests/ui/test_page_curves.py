@@ -47,9 +47,13 @@ def test_recipes_differ_in_the_keys_that_have_other_values() -> None:
 
 
 def test_the_end_of_a_curve_is_a_mean_of_steps_but_the_last_evaluation() -> None:
-    entries = [{"step": step, "accuracy": step / 100, "eval/accuracy": step / 100} for step in range(1, 21)]
+    entries = [
+        {"step": step, "accuracy": step / 100, "eval/accuracy": step / 100, "time/elapsed": 3.0 * step}
+        for step in range(1, 21)
+    ]
     assert curves.final(entries, "accuracy") == pytest.approx(0.155)
     assert curves.final(entries, "eval/accuracy") == 0.2
+    assert curves.final(entries, "time/elapsed") == 60.0
     assert curves.final(entries, "reward/mean") is None
 
 

@@ -50,7 +50,8 @@ def run_demo(
         raise ConfigError("evaluation.data: the demo compares before and after on held-out rows, so it needs some")
     folder = RunFolder.create(config)
     started = time.perf_counter()
-    warmed = make_world(config, _world(config), listener)
+    with folder.lock():  # so that who looks at the run meanwhile sees one that is going on
+        warmed = make_world(config, _world(config), listener)
     seconds_sft = time.perf_counter() - started
 
     from dapo.experiment import Experiment  # torch is loaded by now
@@ -149,22 +150,18 @@ def show(
     console.print(
         f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
         f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)\n"
-        f"look at it in a browser: {page_command(root)}",
+        f"{_control(shuffled)}\nlook at it in a browser: {page_command(root)}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _control(shuffled: bool) -> str:
     if shuffled:
-        console.print(
-            "this was the control: the rewarded answers were shuffled, so nothing was to be learned from them"
-        )
-        return
+        return "this was the control: the rewarded answers were shuffled, so nothing was to be learned from them"
     control = "data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled"
     command = f"make demo ARGS='{control}'" if "MAKELEVEL" in os.environ else f"dapo demo {control}"
-    console.print(
-        f"try next the control, in which the rewarded answers are shuffled:\n  {command}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    return f"the control, in which the rewarded answers are shuffled: {command}"
 
 
 def page_command(root: str) -> str:

@@ -105,7 +105,8 @@ def run_checks(
         if missing is not None:
             waiting.setdefault(missing, []).append(entry.name)
     for thing, names in waiting.items():
-        yield Finding("recipe", "not-checked", "skip", f"{', '.join(names)}: the {thing} is missing")
+        lacks = "are missing" if thing.endswith("s") else "is missing"
+        yield Finding("recipe", "not-checked", "skip", f"{', '.join(names)}: the {thing} {lacks}")
 
 
 def run_check(patient: Patient, entry: Entry) -> tuple[list[Finding], str | None]:
@@ -162,7 +163,7 @@ async def brief(
         config: of the run.
         model: the one to train.
         tokenizer, template, source, heldout, device: as the run has them.
-        scorer: started; None: leave the reward out (one of Python's, of a server or a judge costs time or money).
+        scorer: started; None: a function from Python scores, which is left out, as what it costs is not known.
     """
     import asyncio
 
@@ -180,6 +181,7 @@ async def brief(
         shape=model,
         device=device,
         model=model,
+        own_reward=scorer is None,
     )
     checks = [
         Entry("tokens", "model", models.check_tokens, 5.0),

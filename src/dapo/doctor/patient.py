@@ -34,6 +34,7 @@ class Patient:
     """A recipe, and what the checks that own a thing have put here; None: it is not there (yet).
 
     ``demo``: how ``dapo demo`` is called to make the files of a shipped recipe. ``reward_works``: a scorer starts.
+    ``own_reward``: a function was passed from Python, and the recipe's reward is not what scores.
     """
 
     config: Config
@@ -53,6 +54,7 @@ class Patient:
     """Whether all ids of the tokenizer lie within the model."""
     model: Any = None
     reward_works: bool | None = None
+    own_reward: bool = False
     probe: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """What each check took."""

@@ -321,7 +321,7 @@ def _lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
 def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Whether anything asks for the form that the math reward reads."""
     reward = patient.config.reward
-    if reward.kind != "math":
+    if reward.kind != "math" or patient.own_reward:
         return
     words = {"boxed": "boxed", "answer_line": "answer:"}
     seen = [patient.tokenizer.decode(list(p.token_ids)).lower() for p in prompts[:20]]

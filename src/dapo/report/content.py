@@ -148,7 +148,8 @@ def _gain_row(gain: Gain, spent: Costs) -> list[str]:
         return f"{cost:,.0f}" if cost >= 100 else f"{cost:,.3g}"
 
     amounts = (spent.tokens, spent.seconds, spent.gpu_seconds)
-    return [gain.what, f"{gain.before:.4g}", f"{gain.after:.4g}", f"{gain.points:+.4g}", *map(each, amounts)]
+    ends = (f"{value / gain.point:.4g}" for value in (gain.before, gain.after))
+    return [gain.what, *ends, f"{gain.points:+.4g}", *map(each, amounts)]
 
 
 def _gpu_text(whole: Costs) -> str:

@@ -39,6 +39,7 @@ nav { display: flex; flex-wrap: wrap; gap: .2rem .9rem; font-size: .9rem }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line);
   overflow-wrap: anywhere; min-width: 4rem }
+thead th, thead + tbody td { overflow-wrap: break-word }
 th, td:first-child, figcaption { color: var(--soft); font-weight: 500 }
 pre { margin: .3rem 0; padding: .6rem .8rem; overflow: auto; max-height: 24rem; white-space: pre-wrap;
   overflow-wrap: anywhere; background: var(--box); border-radius: 6px; font-size: .85rem }

@@ -86,11 +86,12 @@ def ablation_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
-    """The end of a curve: the last value of an evaluation, the mean over the last ``over`` steps of other metrics."""
+    """The end of a curve: the last value of an evaluation or of the time so far, of other metrics the mean over the
+    last ``over`` steps."""
     values = [entry[name] for entry in entries[-200:] if _is_number(entry.get(name))]
     if not values:
         return None
-    return float(values[-1] if name.startswith("eval/") else np.mean(values[-over:]))
+    return float(values[-1] if name.startswith(("eval/", "time/elapsed")) else np.mean(values[-over:]))
 
 
 def _phases_of(entry: Entry) -> list[float]:

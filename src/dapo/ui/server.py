@@ -252,6 +252,7 @@ def _samples(runs: Runs) -> APIRouter:
             "groups/rounds",
             "tokens/generated",
             "tokens/wasted",
+            "tokens/filtered",
         )
         tenth = max(view.steps_done // 10, 1)
         found = queries.outcomes(connection, tenth, view.steps_done - tenth)

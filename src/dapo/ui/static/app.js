@@ -15,6 +15,7 @@ const TABS = [
   ["playground", "Playground", "./playground.js"],
   ["compare", "Compare", "./votes.js"],
 ];
+const OF_SEVERAL = new Set(["overview", "config"]);
 const byId = (id) => document.getElementById(id);
 const state = { tab: "overview", runs: [], params: {}, list: [], mounted: null, events: null };
 
@@ -67,16 +68,17 @@ function drawTabs() {
 function drawRuns() {
   const rows = state.list.map((run) => {
     const here = state.runs.includes(run.name);
+    const go = () => api.go(state.tab, OF_SEVERAL.has(state.tab) ? state.params : {});  // a group is of one run
     const toggle = () => {
       const left = state.runs.filter((name) => name !== run.name);
       state.runs = here ? (left.length ? left : state.runs) : [...left, run.name];
-      api.go(state.tab, {});
+      go();
     };
     const only = (event) => {
       if (event.target.tagName === "INPUT") return;
       event.preventDefault();
       state.runs = [run.name];
-      api.go(state.tab, {});
+      go();
     };
     const gain = run.after !== null && run.after !== undefined ? ` · ${percent(run.after)}` : "";
     return h("label", { class: `run ${run.state} ${here ? "chosen" : ""}`, title: `${run.path}\n${run.status}\nClick: this one alone. Box: beside the others.`, onclick: only },
@@ -101,7 +103,7 @@ async function drawView() {
   try {
     const module = await import(TABS.find(([id]) => id === state.tab)[2]);
     if (mine !== turn) return;
-    fill(view, element);
+    fill(view, state.runs.length > 1 && !OF_SEVERAL.has(state.tab) && note("Of ", h("b", {}, state.runs[0]), ": this view shows the first of the runs that are chosen."), element);
     const mounted = await module.mount(element, api);
     if (mine === turn) state.mounted = mounted ?? null;
     else mounted?.close?.();

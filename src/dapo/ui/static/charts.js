@@ -1,6 +1,6 @@
 // Charts as SVG. A chart is made once and given data as often as there is new data; all charts share one cursor.
 
-import { fill, h, number, percent } from "./dom.js";
+import { bytes, fill, h, number, percent } from "./dom.js";
 
 const MARGIN = { right: 10, top: 8, bottom: 20 };
 export const COLOURS = Array.from({ length: 8 }, (_, place) => `s${place}`);
@@ -64,22 +64,26 @@ class Frame {
     const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     const right = this.width - MARGIN.right, bottom = this.height - MARGIN.bottom;
     this.extent = { x0, x1, low, high };
-    this.ticks = low === high ? [low] : niceTicks(low, high, 3);
+    const unit = this.format === bytes ? 1024 ** Math.floor(Math.log(Math.max(high, 1)) / Math.log(1024)) : 1;
+    this.ticks = low === high ? [low] : niceTicks(low / unit, high / unit, 3).map((tick) => tick * unit);
     this.labels = tickLabels(this.ticks, this.format);
     this.left = 12 + 5.9 * Math.max(3, ...this.labels.map((label) => label.length));
     this.X = (x) => this.left + ((x - x0) / (x1 - x0 || 1)) * (right - this.left);
     this.Y = (y) => bottom - ((y - low) / (high - low || 1)) * (bottom - MARGIN.top);
   }
 
-  axes(xFormat = number) {
+  axes() {
     const { x0, x1 } = this.extent;
     const right = this.width - MARGIN.right, bottom = this.height - MARGIN.bottom;
     const rows = this.ticks.flatMap((y, place) => [
       h("line", { class: "grid", x1: this.left, x2: right, y1: this.Y(y), y2: this.Y(y) }),
       h("text", { x: this.left - 6, y: this.Y(y) + 3, "text-anchor": "end" }, this.labels[place]),
     ]);
-    const columns = niceTicks(x0, x1, Math.max(2, Math.round(this.width / 110))).map((x) =>
-      h("text", { x: Math.min(this.X(x), right - 8), y: this.height - 5, "text-anchor": "middle" }, xFormat(x)));
+    const whole = this.xName === "step";  // there is no half a step; another axis says its unit at the end
+    const places = niceTicks(x0, x1, Math.max(2, Math.round(this.width / 110))).filter((x) => !whole || Number.isInteger(x));
+    const columns = places.map((x, i) => whole || i < places.length - 1
+      ? h("text", { x: Math.min(this.X(x), right - 8), y: this.height - 5, "text-anchor": "middle" }, number(x))
+      : h("text", { x: Math.min(this.X(x) + 14, right), y: this.height - 5, "text-anchor": "end" }, `${number(x)} ${this.xName}`));
     return [...rows, h("line", { class: "axis", x1: this.left, x2: right, y1: bottom, y2: bottom }), ...columns];
   }
 

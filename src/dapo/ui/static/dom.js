@@ -44,6 +44,7 @@ export const percent = (value) => (value === null || value === undefined ? "–"
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 1) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
   if (value < 120) return `${value.toFixed(1)} s`;
   if (value < 7200) return `${(value / 60).toFixed(1)} min`;

@@ -6,7 +6,7 @@ export async function mount(element, api) {
   async function load() {
     const found = await api.get("alarms", { run: api.run });
     const raised = found.alarms.filter((alarm) => alarm.steps.length), calm = found.alarms.filter((alarm) => !alarm.steps.length);
-    const hacking = found.hacking.length && { name: "reward hacking", steps: found.hacking, seen: "the monitor saw a sign: false right, divergence or length", advice: "read the samples that the view Hacking lists", reads: ["monitor/alarms"] };
+    const hacking = found.hacking.length && { name: "reward hacking", steps: found.hacking, seen: "one of three signs: the held-out check calls wrong what is rewarded, it does not rise with the reward, or reward and length go together", advice: "the view Hacking shows which: see reward against length there, and read samples that the check (monitor.check, if the run has one) disputes", reads: ["monitor/alarms"] };
     const all = [...(hacking ? [hacking] : []), ...raised];
     fill(element,
       panel(all.length ? `${all.length} of ${found.alarms.length + 1} alarms were on at some time` : null, all.length ? all.map((alarm) => draw(alarm, found.steps)) : note(`No alarm in ${found.steps} steps.`)),

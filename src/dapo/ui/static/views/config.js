@@ -14,7 +14,7 @@ export async function mount(element, api) {
     count.textContent = several ? `${differing.size} of ${Object.keys(found.values).length} keys differ` : `${keys.length} keys`;
     const sections = Map.groupBy ? Map.groupBy(keys, (key) => (key.includes(".") ? key.split(".")[0] : "")) : new Map([["", keys]]);
     fill(body, keys.length ? [...sections].map(([section, names]) => panel(section || null, table(["key", ...(several ? api.runs : ["value"])], names.map((key) => [
-      h("td", { class: "value" }, section ? key.slice(section.length + 1) : key), ...found.values[key].map((value) => h("td", { class: `value ${several && differing.has(key) ? "differs" : ""}` }, shown(value)))])))) : note(only && !text ? "These runs have the same recipe." : "No key is like this."));
+      h("td", { class: "value key" }, section ? key.slice(section.length + 1) : key), ...found.values[key].map((value) => h("td", { class: `value ${several && differing.has(key) ? "differs" : ""}` }, shown(value)))])))) : note(only && !text ? "These runs have the same recipe." : "No key is like this."));
   }
   fill(element, h("div", { class: "bar" },
     h("input", { type: "search", placeholder: "filter keys", "aria-label": "filter keys", oninput: (event) => { text = event.target.value.trim(); draw(); } }),

@@ -44,12 +44,12 @@ export async function mount(element, api) {
     known = found;
     groups = offset ? [...groups, ...found.groups] : found.groups;
     total = offset ? total : found.total;
-    count.textContent = `${number(total)} group${total === 1 ? "" : "s"} of ${number(found.samples)} samples, steps ${found.first ?? "–"} to ${found.last ?? "–"}`;
+    count.textContent = found.samples ? `${number(total)} group${total === 1 ? "" : "s"}; ${number(found.samples)} samples in steps ${found.first} to ${found.last}` : "";
     drawList();
     const first = groups.find((group) => key(group) === open) ?? (open ? null : groups[0]);
     if (first && !offset) await show(first);
     else if (open && !offset) await show({ step: open.split("/")[0], draw: open.split("/")[1] });
-    else if (!groups.length) fill(detail, note("No group is like this. Take a filter away."));
+    else if (!groups.length) fill(detail, note(found.samples ? "No group is like this. Take a filter away." : "No group yet."));
   }
 
   function drawList() {
@@ -127,7 +127,7 @@ function drawGroup(group, colouring, choose, more) {
   const reading = h("div", { class: "reading muted", role: "status" }, "Point at a token, or focus a text and use the arrow keys.");
   const scale = h("span", { class: "scale" }), cards = h("div", { class: "cards" });
   const has = (name) => group.samples.some((sample) => sample.tokens[name]?.some((value) => value !== null));
-  const offered = Object.entries(COLOURINGS).map(([id, one]) => [id, one.name, one.needs && !has(one.needs) ? (group.whole ? "not stored for this step" : "open a sample first") : undefined, Boolean(one.needs && !has(one.needs))]);
+  const offered = Object.entries(COLOURINGS).map(([id, one]) => [id, one.name, one.needs && !has(one.needs) ? (group.whole ? "not computed for this group" : "open a sample first") : undefined, Boolean(one.needs && !has(one.needs))]);
   if (offered.find(([id]) => id === colouring)?.[3]) colouring = "advantage";
   const opener = (sample) => !group.whole && !sample.whole && h("button", { type: "button", onclick: (event) => { event.target.disabled = true; more(sample); } }, `Open all ${number(sample.length)} tokens`);
   const paint = (id) => {
@@ -154,7 +154,7 @@ function drawSample(sample, colouring, reading, opener) {
   const mean = (name, text, format = number) => sample[name] !== null && sample[name] !== undefined && h("span", {}, `${text} ${format(sample[name])}`);
   return h("article", { class: "card", "data-sample": sample.sample },
     h("header", {},
-      h("b", { class: mark[1], title: sample.correct ? "right" : "wrong" }, `${mark[0]} ${sample.extracted ?? (sample.correct === null ? "no verdict" : "no answer")}`),
+      h("b", { class: mark[1], title: sample.correct ? "right" : "wrong" }, `${mark[0]} ${sample.extracted ?? (sample.correct === null ? "no verdict" : sample.correct ? "right" : "wrong")}`),
       h("span", {}, h("span", { class: "muted" }, "reward "), number(sample.reward)),
       h("span", {}, h("span", { class: "muted" }, "advantage "), number(sample.advantage)),
       h("span", { class: "muted" }, `${sample.length} tok`),

@@ -20,10 +20,10 @@ export async function mount(element, api) {
     wrong.set([{ name: "false right", colour: "s1", points: curves["monitor/false_right"] }]);
     length.set([{ name: "correlation", colour: "s0", points: curves["monitor/length_correlation"] }]);
     fill(map, found.lengths.cells.length ? heat("Reward against length", found.lengths, "tokens", "reward") : note("no rewarded sample yet"));
-    fill(samples, found.disagreements.length > 0 && panel(`Where they disagree most: ${number(found.disagreements.length)} of ${number(found.disagree)} samples`, table(["reward", "check", "step", "tokens", "answer", "gold", "prompt and response"], found.disagreements.map((row) => [
+    fill(samples, found.disagreements.length > 0 && panel(`Where they disagree most: ${number(found.disagreements.length)} of ${number(found.disagree)} samples`, table(["reward", "check", "step", "tokens", "prompt and response", "answer", "gold"], found.disagreements.map((row) => [
       h("span", { class: row.correct ? "good nowrap" : "warm nowrap" }, `${row.correct ? "✓ right" : "✗ wrong"} ${number(row.reward)}`), h("span", { class: "nowrap" }, row.check_correct ? "right" : "wrong"),
-      h("a", { href: "#", onclick: (event) => { event.preventDefault(); api.go("groups", { at: row.step, draw: row.draw }); } }, row.step), row.length, h("td", { class: "value" }, row.extracted ?? "–"), h("td", { class: "value" }, row.gold ?? "–"),
-      h("td", { class: "value" }, h("span", { class: "muted" }, row.prompt, " "), row.response)]))));
+      h("a", { href: "#", onclick: (event) => { event.preventDefault(); api.go("groups", { at: row.step, draw: row.draw }); } }, row.step), row.length,
+      h("td", { class: "value" }, h("span", { class: "muted" }, row.prompt, " "), row.response), h("td", { class: "value" }, row.extracted ?? "–"), h("td", { class: "value" }, row.gold ?? "–")]))));
   }
   await load();
   return { refresh: ({ type }) => (type === "samples" ? load() : undefined) };

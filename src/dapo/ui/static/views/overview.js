@@ -1,7 +1,7 @@
 // Curves of one run or several, and what the runs came to against what is different in them.
 
 import { COLOURS, LineChart } from "../charts.js";
-import { fill, formatOf, h, number, panel, percent, seconds, segmented, table } from "../dom.js";
+import { fill, formatOf, h, note, number, panel, percent, seconds, segmented, table } from "../dom.js";
 
 const POINTS = 400;
 
@@ -62,21 +62,23 @@ export async function mount(element, api) {
       tile(number(last.entropy), "entropy, nats"),
       tile(number(speed), "tokens per second"),
       tile(seconds(run.seconds), "so far"),
-      h("div", { class: "tile" }, h("b", {}, alarms ? h("a", { class: "warm", href: "#", onclick: (event) => { event.preventDefault(); api.go("alarms"); } }, String(alarms)) : "0"), h("span", {}, "alarms on")));
+      h("div", { class: "tile" }, h("b", {}, alarms ? h("a", { class: "warm", href: "#", onclick: (event) => { event.preventDefault(); api.go("alarms"); } }, String(alarms)) : "0"), h("span", {}, alarms === 1 ? "alarm on" : "alarms on")));
   }
 
   async function drawAblation() {
     if (api.runs.length < 2) return fill(compared);
     const found = await api.get("ablation", { run: api.runs });
     const best = Object.fromEntries(found.metrics.map((metric) => [metric, Math.max(...found.rows.map((row) => row.final[metric] ?? -Infinity))]));
+    const widest = (key) => Math.max(...found.rows.map((row) => shown(row.config[key]).length));
+    const keys = [...found.keys].sort((a, b) => widest(a) - widest(b));  // numbers and names before paths
     const higher = new Set(["eval/accuracy", "accuracy", "reward/mean"]);
     fill(compared, panel("What it came to, against what is different", table(
-      ["run", "steps", ...found.metrics, ...found.keys],
+      ["run", "steps", ...found.metrics, ...keys],
       found.rows.map((row, place) => [
         h("span", { class: `nowrap` }, h("span", { class: COLOURS[place % COLOURS.length] }, "■ "), row.run), row.steps,
         ...found.metrics.map((metric) => h("td", { class: higher.has(metric) && row.final[metric] === best[metric] ? "best" : "" }, formatOf(about(metric).unit)(row.final[metric]))),
-        ...found.keys.map((key) => h("td", { class: "value short", title: shown(row.config[key]) }, shown(row.config[key]))),
-      ]))));
+        ...keys.map((key) => h("td", { class: "value short", title: shown(row.config[key]) }, shown(row.config[key]))),
+      ])), note("Means of the last ten steps; of evaluations and time the last value.")));
   }
 
   const picker = h("select", { "aria-label": "add a curve", onchange: () => {

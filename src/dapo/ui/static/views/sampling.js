@@ -5,13 +5,13 @@ import { fill, h, note, number, panel, percent, table } from "../dom.js";
 
 const KINDS = [["groups/all_wrong", "all wrong", "c-wrong"], ["groups/mixed", "mixed", "c-mixed"], ["groups/all_right", "all right", "c-right"], ["groups/flat", "flat", "c-flat"]];
 
-const LABELS = ["none", "–13%", "–25%", "–38%", "–50%", "–63%", "–75%", "–88%", "–99%", "all"];
+const LABELS = ["none", ">0%", "≥13%", "≥25%", "≥38%", "≥50%", "≥63%", "≥75%", "≥88%", "all"];
 
 export async function mount(element, api) {
   const kinds = new StackChart({ title: "Groups of each step", unit: "drawn", height: 190, format: number });
-  const shares = new StackChart({ title: "As shares", height: 190, format: number });
+  const shares = new StackChart({ title: "As shares", height: 190, format: percent });
   const kept = new LineChart({ title: "Prompts drawn and groups kept", unit: "groups", height: 140 });
-  const tokens = new LineChart({ title: "Tokens generated and wasted", unit: "tokens", height: 140 });
+  const tokens = new LineChart({ title: "Tokens generated, filtered and wasted", unit: "tokens", height: 140 });
   kept.named = tokens.named = true;
   const difficulty = h("div"), statuses = h("div");
   fill(element, note("A group is trained on if its samples differ. Groups that are all right or all wrong teach nothing: they are filtered, and other prompts are drawn in their place."),
@@ -28,7 +28,7 @@ export async function mount(element, api) {
     kinds.set(named, rows);
     shares.set(named, rows, true);
     kept.set([{ name: "drawn", colour: "s4", points: curves["groups/drawn"] }, { name: "kept", colour: "s0", points: curves["groups/kept"] }]);
-    tokens.set([{ name: "generated", colour: "s0", points: curves["tokens/generated"] }, { name: "wasted", colour: "s1", points: curves["tokens/wasted"] }]);
+    tokens.set([{ name: "generated", colour: "s0", points: curves["tokens/generated"] }, { name: "filtered: nothing to learn from", colour: "s4", points: curves["tokens/filtered"] }, { name: "wasted: surplus, stale, cancelled", colour: "s1", points: curves["tokens/wasted"] }]);
     const share = (values) => { const sum = values.reduce((a, b) => a + b, 0) || 1; return values.map((value) => value / sum); };
     const span = found.tenth > 1 ? `${found.tenth} steps` : "step";
     fill(difficulty, bars("How many samples of a group were right", LABELS,

@@ -35,7 +35,7 @@ export async function mount(element, api) {
       charts.get(name).named = roles.length > 1;
       charts.get(name).set(lines);
     }
-    fill(used, shown.length ? shown.map(([name]) => charts.get(name).element) : note("This run recorded no use of its machine."));
+    fill(used, shown.length ? shown.map(([name]) => charts.get(name).element) : note("No use of the machine was recorded (yet)."));
   }
   await load();
   return { refresh: ({ type }) => (type === "metrics" ? load() : undefined) };
