@@ -22,7 +22,7 @@ import torch
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, UserError
-from dapo.inputs import device_of, set_determinism
+from dapo.inputs import determinism, device_of
 from dapo.model.loading import load_tokenizer
 from dapo.observe.run_view import RunView
 from dapo.observe.step import statistic
@@ -33,6 +33,7 @@ from dapo.replay.recompute import (
     Difference,
     compare_decisions,
     compare_groups,
+    compare_versions,
     planned_updates,
     reports_differ,
     sample_as_json,
@@ -129,6 +130,7 @@ def replay(
         found.differences.append(Difference(fault, draw=draw, index=index))
     decode = _check_texts(found, view, stored, config)
     found.differences += compare_decisions(stored, config)
+    _check_versions(found, view, stored, config)
     if config.algorithm.kl.mode != "reward":
         found.differences += compare_groups(stored.trained, again)
     if rewards:
@@ -213,6 +215,16 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
         for draw, index, fault in differing_texts(stored, template.decode):
             found.differences.append(Difference(fault, draw=draw, index=index))
     return lambda token: str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Config) -> None:
+    """Compare the versions that tokens were sampled under with that which the run had after the step before."""
+    after = {entry["step"]: entry.get("version") for entry in view.metrics}
+    version = 0 if found.step == 1 else after.get(found.step - 1)
+    if stored.no_tokens is None and isinstance(version, int):
+        found.differences += compare_versions(stored, version, config.rollout.max_staleness)
+    elif stored.no_tokens is None:
+        found.missing.append(f"versions of tokens: metrics.jsonl does not say which one step {found.step - 1} led to")
 
 
 def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str], None]) -> None:
@@ -311,20 +323,20 @@ def _make_updates(
     found.start = str(start.folder.relative_to(view.folder.root))
     found.rerun = list(range(start.place.steps + 1, found.step))
     device, reasons = _device(view, config)
-    set_determinism(config, device)
     try:
-        phase(f"loading {found.start}")
-        rerun = trace.rerun = Rerun(view.folder, config, start, device)
-        reasons += _other_threads(view, config)
-        if reasons:
-            found.tolerance = rerun.tolerance = _TOLERANCE[config.model.compute_dtype]
-            found.notes.append(f"losses and gradients are compared to {found.tolerance:g}: {'; '.join(reasons)}")
-        rerun.go_to(found.step, phase)
-        if rerun.differences:
-            found.differences += rerun.differences
-            return give_up("an update on the way there does not come out as it was recorded, so the weights differ")
-        phase(f"making the updates of step {found.step} again")
-        reports = rerun.make(stored, trace.update, trace.visit)
+        with determinism(config, device):
+            phase(f"loading {found.start}")
+            rerun = trace.rerun = Rerun(view.folder, config, start, device)
+            reasons += _other_threads(view, config)
+            if reasons:
+                found.tolerance = rerun.tolerance = _TOLERANCE[config.model.compute_dtype]
+                found.notes.append(f"losses and gradients are compared to {found.tolerance:g}: {'; '.join(reasons)}")
+            rerun.go_to(found.step, phase)
+            if rerun.differences:
+                found.differences += rerun.differences
+                return give_up("an update on the way there does not come out as it was recorded, so the weights differ")
+            phase(f"making the updates of step {found.step} again")
+            reports = rerun.make(stored, trace.update, trace.visit)
     except UserError as error:
         return give_up(str(error))
     wanted = {one["update"] for one in found.updates}
