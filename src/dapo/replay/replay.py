@@ -7,8 +7,6 @@ cannot be made again, the result says why, and the others are there all the same
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +15,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, UserError
-from dapo.inputs import determinism, device_of
+from dapo.inputs import determinism
 from dapo.model.loading import load_tokenizer
 from dapo.observe.run_view import RunView
 from dapo.observe.step import statistic
 from dapo.prepare import Update, shape
 from dapo.records import Group, Sample
 from dapo.replay.checks import check_numbers
+from dapo.replay.machine import device_here, other_threads
 from dapo.replay.recompute import (
     Difference,
     compare_decisions,
@@ -322,12 +319,12 @@ def _make_updates(
         return give_up(start)
     found.start = str(start.folder.relative_to(view.folder.root))
     found.rerun = list(range(start.place.steps + 1, found.step))
-    device, reasons = _device(view, config)
+    device, reasons = device_here(view, config)
     try:
         with determinism(config, device):
             phase(f"loading {found.start}")
             rerun = trace.rerun = Rerun(view.folder, config, start, device)
-            reasons += _other_threads(view, config)
+            reasons += other_threads(view, config)
             if reasons:
                 found.tolerance = rerun.tolerance = _TOLERANCE[config.model.compute_dtype]
                 found.notes.append(f"losses and gradients are compared to {found.tolerance:g}: {'; '.join(reasons)}")
@@ -360,39 +357,6 @@ def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, Upd
         planned["gradient_norms"] = trace.norms.get(number, [])
     if not stored.reports:
         found.missing.append("single updates: their reports were not stored; the means over the step are compared")
-
-
-def _device(view: RunView, config: Config) -> tuple[torch.device, list[str]]:
-    """Where to compute, and why that cannot be exact: to the bit it is only on what the run was made on."""
-    reasons = []
-    try:
-        device = device_of(config)
-    except ConfigError:
-        device = torch.device("cpu")
-        reasons.append("the run was on a GPU, of which there is none here")
-    if not config.runtime.deterministic:
-        reasons.append("runtime.deterministic is false")
-    now = {"torch": torch.__version__, "machine": platform.machine()}
-    for one in _environments(view):
-        then = {"torch": (one.get("packages") or {}).get("torch"), "machine": one.get("machine")}
-        reasons += [f"{name} was {then[name]}, is {now[name]}" for name in now if then[name] not in (None, now[name])]
-    return device, list(dict.fromkeys(reasons))
-
-
-def _other_threads(view: RunView, config: Config) -> list[str]:
-    """Why the order of additions may be another one: as many threads as cores, and there are others."""
-    if config.runtime.threads is not None or torch.get_num_threads() == 1:
-        return []
-    known = [one.get("cores") for one in _environments(view)]
-    cores = {count for count in known if isinstance(count, int)} - {os.cpu_count()}
-    return [f"the run had {', '.join(map(str, sorted(cores)))} cores, here are {os.cpu_count()}"] if cores else []
-
-
-def _environments(view: RunView) -> list[Mapping[str, Any]]:
-    """What the run was made on, once for each time that it was started."""
-    resumed = view.environment.get("resumed")
-    found = [view.environment, *(resumed if isinstance(resumed, list) else [])]
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("packages") or {}, dict)]
 
 
 _MEANS = {
