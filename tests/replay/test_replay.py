@@ -180,6 +180,14 @@ def test_a_changed_token_is_named(copied_run: Path, name: str) -> None:
         assert any(what == "step 1: loss" for what, *_ in found)
 
 
+def test_versions_that_are_not_those_of_the_tokens_are_named(copied_run: Path) -> None:
+    place, line = trained(copied_run, 2)
+    change_lines(copied_run, 2, lambda lines: lines[place].update(versions=[0, 0]))
+    found = replay(copied_run, 2, gradients=0, rewards=False)
+    assert line["versions"] == [1, 1]
+    assert told(found) == [("its versions are not those of its tokens, [1, 1]", line["draw"], line["index"])]
+
+
 @pytest.mark.parametrize("version", [-1, 4])
 def test_tokens_of_a_policy_that_was_not_trained_then_are_named(copied_run: Path, version: int) -> None:
     """Whoever changed them has made the checksum anew."""
