@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dapo.budget import Budget
 from dapo.config import TrainingConfig
+from dapo.errors import RewardError
 from dapo.experiment import Clock
 from dapo.inputs import Inputs
 from dapo.launch import run_experiment
@@ -68,3 +70,18 @@ def test_a_run_ends_with_its_minutes_evaluates_and_goes_on_when_given_more(tmp_p
         assert json.loads(folder.summary.read_text())["steps"] == total
     assert any(phase.endswith("to go on: training.minutes=240") for phase in heard.phases)
     assert [step["time/training"] for step in steps_of(tmp_path)][-1] == pytest.approx(10_000, abs=400)
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_a_rollout_that_was_broken_off_has_taken_its_time(tmp_path: Path) -> None:
+    changes = {"training.steps": 2, "training.minutes": 300, "runtime.deterministic": False}
+    scored = iter(range(1, 1000))
+
+    def breaks_off(prompt: str, response: str) -> Any:
+        return "no reward" if next(scored) == 30 else text_sum(prompt, response)
+
+    with pytest.raises(RewardError):
+        run(tmp_path, changes, reward=breaks_off)
+    run(tmp_path, changes, reward=breaks_off, resume=RunFolder(tmp_path))
+    times = [step["time/training"] for step in steps_of(tmp_path)]
+    assert times[-1] == pytest.approx(6000, abs=300), "two rollouts, and one that was broken off"

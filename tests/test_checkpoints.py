@@ -15,12 +15,13 @@ import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from dapo import checkpoints as module
+from dapo import keeping
 from dapo.budget import Budget
 from dapo.checkpoints import MANIFEST, Checkpoints, CheckpointWriter, Place, Snapshot, damages
 from dapo.cli.run_report import facts
@@ -28,6 +29,7 @@ from dapo.cli.train import _where_it_goes_on
 from dapo.config import EvaluationConfig
 from dapo.errors import UserError
 from dapo.evaluation.best import Best
+from dapo.files import write_json
 from dapo.inputs import Inputs
 from dapo.keeping import Keeper, RunState
 from dapo.launch import run_experiment
@@ -94,6 +96,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no state": ("state.safetensors", Path.unlink, "is missing"),
     "no manifest": (MANIFEST, Path.unlink, "manifest.json is missing"),
     "half a manifest": (MANIFEST, truncate, "manifest.json cannot be read"),
+    "a manifest of nothing": (MANIFEST, lambda path: write_json(path, {"files": {}}), "names no files"),
 }
 
 
@@ -376,6 +379,31 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     assert keeper.seconds_to_save == 23
     keeper._writer.longest_s = 70.0
     assert keeper.seconds_to_save == 50  # half of the time
+
+
+def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no thread")
+
+    monkeypatch.setattr(keeping, "CheckpointWriter", fail)
+    folder, config = RunFolder(tmp_path), config_for(tmp_path)
+    at, best, trainer = RunState(Budget(config.training)), Best(EvaluationConfig()), cast("Any", None)
+    with pytest.raises(OSError, match="no thread") as caught:
+        Keeper(folder, config.run, at, best, {}, trainer, TOKENIZER, Stopping(), print)
+    with folder.lock():
+        assert caught.tb  # keeps what failed alive, and the lock with it, if it had taken one
+
+
+def test_a_best_that_cannot_be_recorded_is_said_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "best.json").mkdir()
+    with pytest.raises(UserError, match=r"best\.json: cannot be written"):
+        Checkpoints(tmp_path).set_best({"step": 3})
+
+
+def test_moments_that_are_no_numbers_are_named_and_not_the_weights(tmp_path: Path) -> None:
+    save_tensors(tmp_path / "optimizer", {"lm_head.weight/exp_avg_sq": torch.tensor([1.0, float("nan")])}, {})
+    with pytest.raises(UserError, match=r"the optimizer's exp_avg_sq of lm_head\.weight"):
+        load_tensors(tmp_path / "optimizer")
 
 
 def test_an_optimizer_that_is_too_large_for_one_file_goes_into_several(

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dapo import inputs
 from dapo.config import build_config, load_config, nested
-from dapo.errors import DataError
-from dapo.inputs import notice_generation_config
+from dapo.errors import DataError, ModelError
+from dapo.inputs import determinism, notice_generation_config
 from dapo.plan import missing_files, plan_of
 from run_cases import PROMPTS, Recorder, config_for, run, text_sum, tiny_model
 
@@ -111,3 +113,34 @@ def test_what_a_generation_config_asks_for_in_vain_is_said_once_and_only_then() 
     notice_generation_config(model, heard)
     (said,) = heard.warnings
     assert "repetition_penalty 1.1, no_repeat_ngram_size 3, bad_words_ids [[5]]; not applied" in said
+
+
+def test_what_a_deterministic_run_asks_of_torch_is_put_back_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    config, gpu = config_for(tmp_path), torch.device("cuda")
+    with pytest.raises(DataError), determinism(config, gpu):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        raise DataError
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with determinism(config, gpu):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_engine_that_does_not_fit_into_the_gpu_says_which_key_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr(inputs, "NativeEngine", full)
+    with pytest.raises(ModelError, match=r"allocate 9 GiB.*lower rollout\.max_concurrent_samples \(now 32\)"):
+        run(tmp_path / "run")

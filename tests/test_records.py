@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dapo.records import Sample
+from dapo.records import LONGEST_TEXT, Reward, Sample
 from dapo.state import STATE, read_state, write_state
 
 
@@ -51,3 +52,13 @@ def test_a_step_under_way_of_an_older_version_is_read(tmp_path: Path) -> None:
     mismatch = {"$record": "Mismatch", "tokens": 0, "absolute_sum": 0.0, "maximum": 0.0, "k3_sum": 0.0}
     (tmp_path / STATE).write_text(json.dumps({"reports": [{**report, "statistics": {}, "mismatch": mismatch}]}))
     assert read_state(tmp_path)["reports"][0].loss_tokens == 3
+
+
+def test_what_a_reward_says_of_a_response_is_cut_with_a_mark() -> None:
+    found = Reward(True, 1.0, error=None, extracted="7" * 10_000_000)
+    assert found.extracted is not None and len(found.extracted) == LONGEST_TEXT
+    assert found.extracted.endswith("7 ... (cut, it had 10,000,000 characters)")
+    assert Reward(None, 0.0, error="e" * 10**6).error != "e" * 10**6
+    again = replace(found, value=0.5)
+    assert again.extracted is not None and again.extracted.count("cut, it had") == 1, "it is cut once"
+    assert Reward(True, 1.0, extracted="7" * LONGEST_TEXT).extracted == "7" * LONGEST_TEXT

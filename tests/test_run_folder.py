@@ -40,6 +40,13 @@ def test_summary_is_json(tmp_path: Path) -> None:
     assert json.loads(folder.summary.read_text()) == {"accuracy_after": 0.5, "nan": None}
 
 
+def test_a_summary_that_cannot_be_written_is_said_with_its_file(tmp_path: Path) -> None:
+    folder = RunFolder.create(make_config(tmp_path / "r"))
+    folder.summary.mkdir()
+    with pytest.raises(UserError, match=r"summary\.json: cannot be written"):
+        folder.write_summary({})
+
+
 def test_an_existing_folder_is_refused_with_two_ways_out(tmp_path: Path) -> None:
     config = make_config(tmp_path / "r")
     RunFolder.create(config)

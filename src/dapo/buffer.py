@@ -21,8 +21,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from dapo.config import Config
+from dapo.draws import KeepRate
 from dapo.errors import StarvedError
-from dapo.filling import Fill, Filling, FillStats, KeepRate, Progress
+from dapo.filling import Fill, Filling, FillStats, Progress
 from dapo.records import Group, Prompt
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine

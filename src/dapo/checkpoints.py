@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.errors import UserError
-from dapo.files import file_hash, new_folder, size_text, write_json
+from dapo.files import file_hash, new_folder, size_text, write_json, writing
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -188,8 +188,13 @@ class Checkpoints:
         return found if isinstance(found, dict) else None
 
     def set_best(self, best: Mapping[str, Any]) -> None:
-        """Record which step is the best one. Its checkpoint is kept from now on."""
-        write_json(self._folder / "best.json", best)
+        """Record which step is the best one. Its checkpoint is kept from now on.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        with writing(self._folder / "best.json"):
+            write_json(self._folder / "best.json", best)
         self.prune()
 
     def prune(self) -> None:
@@ -249,6 +254,8 @@ def damages(folder: Path, quick: bool = False) -> list[str] | None:
         return [f"{MANIFEST} is missing"] if _has_format(folder) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"]
+    if not files:
+        return [f"{MANIFEST} names no files"]
     found = (_damage(folder / name, name, size, None if quick else digest) for name, (size, digest) in files.items())
     return [problem for problem in found if problem]
 

@@ -31,12 +31,12 @@ from dapo.inputs import (
     Inputs,
     check_lengths,
     check_vocabulary,
+    determinism,
     device_of,
     heldout_prompts,
     native_engine,
     notice_generation_config,
     policy_model,
-    set_determinism,
     set_threads,
     training_prompts,
     try_check,
@@ -97,7 +97,8 @@ class Experiment:
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
         self.device = device_of(config)
-        set_determinism(config, self.device)
+        self._closing = contextlib.AsyncExitStack()
+        self._closing.enter_context(determinism(config, self.device))
         model = policy_model(config, inputs, self.device)
         self.fingerprint = fingerprint(
             config, model, self.tokenizer, self.source.fingerprint, self.heldout, inputs.reward
@@ -120,7 +121,6 @@ class Experiment:
         self.alarms = Alarms(config)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
         self._inputs = inputs
-        self._closing = contextlib.AsyncExitStack()
         closers = {"the reward": self.scorer, "the held-out check": self.check, "the monitor": self.monitor}
         for what, role in {**closers, "the engine": self.engine}.items():
             if role is not None:
@@ -134,7 +134,7 @@ class Experiment:
 
     async def train(self) -> None:
         """Every rollout step: sample, score and admit; update; hand the new weights to the engine."""
-        clock = Clock(self.at.step.seconds if self.at.step else None)
+        clock = Clock(self.at.step.seconds if self.at.step else self.at.laps)
         while self.at.step is not None or not (self.at.budget.used_up or self.best.converged):
             step = self.at.steps_done
             self.trainer.begin_step(step)
@@ -142,8 +142,11 @@ class Experiment:
                 self._waits_for("the rollout", step, "rollout")
                 clock.lap("rest")
                 decoded = self._decode_steps
-                fill = await self.buffer.fill(step, progress=partial(self.listener.working, "rollout"))
-                clock.lap("rollout")
+                self.at.laps = clock.laps
+                try:
+                    fill = await self.buffer.fill(step, progress=partial(self.listener.working, "rollout"))
+                finally:  # one that is broken off has taken its time too
+                    clock.lap("rollout")
                 self.at.step = StepUnderWay(fill, clock.laps, decode_steps=self._decode_steps - decoded)
             work = self.at.step
             self.monitor.begin(work.fill.sampled)
@@ -174,7 +177,7 @@ class Experiment:
             self.preparer.observe(work.reports, work.batch)
             self.monitor.settle()
             self.alarms.settle()
-            self.at.budget, self.at.step = budget, None
+            self.at.budget, self.at.step, self.at.laps = budget, None, {}
             await self.keeper.maybe_save(last=budget.used_up or self.best.converged)
 
     @property
@@ -326,7 +329,7 @@ class Experiment:
             await self.keeper.settle()
         try:
             await self.keeper.save_checkpoint(self.buffer.unsettled, wait=True)
-            with contextlib.suppress(OSError):  # a summary is not what is rescued
+            with contextlib.suppress(UserError):  # a summary is not what is rescued
                 self._summarise(reason)
         except Exception as fault:
             before = f"; the last checkpoint is {self.stopping.saved}" if self.stopping.saved else ""

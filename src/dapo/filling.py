@@ -12,22 +12,20 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dapo.algorithm.admission import Admission, Verdict, admit, judge, refill_size
-from dapo.config import Config, RewardConfig
+from dapo.config import Config
+from dapo.draws import Draw, KeepRate, Scores
 from dapo.errors import RewardError
-from dapo.records import Group, Prompt, Reward, Sample
-from dapo.reward.contract import Scorer, in_place_of_failed
+from dapo.records import Group, Prompt, Sample
+from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, EngineError, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
 Progress = Callable[[int, int, str], object]
 """Hears how much is done, of how much, and a note."""
-
-ENOUGH_SCORES = 20
-"""Scores of a step after which the share of failed ones is judged at once, and not only at the end of the fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,105 +91,6 @@ class Fill:
         return [group for group in finished if group.draw >= self.first_draw]
 
 
-@dataclass(slots=True)
-class KeepRate:
-    """Which share of draws is kept, from finished ones; those of earlier steps count less and less."""
-
-    kept: float = 0.0
-    finished: float = 0.0
-
-    MEMORY = 0.7  # the policy changes slowly: about the last three steps
-
-    def value(self, kept: int = 0, finished: int = 0) -> float:
-        """The estimate, with draws of the running step added. One made-up kept draw keeps it off 0."""
-        return (self.kept + kept + 1) / (self.finished + finished + 1)
-
-    def learn(self, kept: int, finished: int) -> None:
-        """Take in the draws of a finished step."""
-        self.kept = self.MEMORY * self.kept + kept
-        self.finished = self.MEMORY * self.finished + finished
-
-
-@dataclass(slots=True, eq=False)
-class _Draw:
-    """A prompt on its way to a group."""
-
-    number: int
-    prompt: Prompt
-    received: dict[int, Sample] = field(default_factory=dict)
-    """The samples that came from the engine, by index."""
-    scored: dict[int, Sample] = field(default_factory=dict)
-    """Those of them that have been scored."""
-    asked: tuple[int, ...] = ()
-    """Which samples the engine was asked for."""
-    group: Group | None = None
-    verdict: Verdict | None = None
-    oldest: int | None = None
-    """Policy version of the group's oldest token; None: it has no token."""
-    carried: bool = False
-    """From an earlier step."""
-
-    @classmethod
-    def carry(cls, group: Group) -> _Draw:
-        draw = cls(group.draw, group.prompt, {s.index: s for s in group.samples}, carried=True)
-        draw.finish(group, Verdict.MIXED)
-        return draw
-
-    @classmethod
-    def resume(cls, group: Group) -> _Draw:
-        """From the samples that an interrupted fill had; those whose score failed are scored again."""
-        received = {s.index: s if s.scored else replace(s, reward=None) for s in group.samples}
-        return cls(group.draw, group.prompt, received, {i: s for i, s in received.items() if s.scored})
-
-    @property
-    def tokens(self) -> int:
-        """Response tokens that came."""
-        return sum(s.length for s in self.received.values())
-
-    def under_way(self) -> Group:
-        """What there is of it: scored samples, and those that are still to be scored."""
-        return Group(self.number, self.prompt, tuple(self.scored.get(i, s) for i, s in sorted(self.received.items())))
-
-    def finish(self, group: Group, verdict: Verdict) -> None:
-        self.group, self.verdict = group, verdict
-        self.oldest = group.oldest_version if any(s.length for s in group.samples) else None
-
-
-class _Scores:
-    """The scores of one step: what becomes of failed ones, and when there are too many of them."""
-
-    def __init__(self, config: RewardConfig, metric: str, step: int) -> None:
-        self._config = config
-        self._metric = metric
-        self._step = step
-        self.made = 0
-        self.failed = 0
-        self._errors: Counter[str] = Counter()
-
-    def take(self, reward: Reward) -> Reward:
-        """Count ``reward`` and return what stands for it (``reward.on_error``)."""
-        self.made += 1
-        if reward.error is None:
-            return reward
-        self.failed += 1
-        self._errors[reward.error] += 1
-        self.check()
-        return in_place_of_failed(reward, self._config, self._metric)
-
-    def check(self, final: bool = False) -> None:
-        """
-        Raises:
-            RewardError: the share of failed scores is above ``reward.max_error_rate``.
-        """
-        limit = self._config.max_error_rate
-        if self.failed > limit * self.made and (final or self.made >= ENOUGH_SCORES):
-            common = "; ".join(f"{text} ({count} x)" for text, count in self._errors.most_common(3))
-            raise RewardError(
-                f"step {self._step + 1}: {self.failed} of {self.made} scores failed "
-                f"({self.failed / self.made:.0%}; reward.max_error_rate allows {limit:.0%}): {common}"
-            )
-
-
 class Filling:
     """One fill under way: its draws, carried-over ones first, its tasks, and when to draw more and when to stop."""
 
@@ -241,10 +140,10 @@ class Filling:
         self._streaming = not config.runtime.deterministic
         self._stop_early = self._streaming and config.rollout.max_staleness == 0
         self.filtering = self._filter.enable
-        self.scores = _Scores(config.reward, self._filter.metric, step)
-        self._draws = [_Draw.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
+        self.scores = Scores(config.reward, self._filter.metric, step)
+        self._draws = [Draw.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
         self._budget = self._wanted * self._filter.max_num_gen_batches if self.filtering else self._missing()
-        self._resumed = [_Draw.resume(g) for g in resumed]
+        self._resumed = [Draw.resume(g) for g in resumed]
         self._draws += self._resumed
         self._budget -= len(self._resumed)
         self._rounds = rounds
@@ -332,7 +231,7 @@ class Filling:
         self._rounds += 1
         self._budget -= count
         self._in_flight += count
-        draws = [_Draw(*self._draw()) for _ in range(count)]
+        draws = [Draw(*self._draw()) for _ in range(count)]
         self._draws += draws
         self._spawn(self._read(draws))
 
@@ -348,7 +247,7 @@ class Filling:
     def _missing(self) -> int:
         return self._wanted - sum(outcome is True for outcome in self._outcomes())
 
-    def _request(self, draw: _Draw) -> Request:
+    def _request(self, draw: Draw) -> Request:
         rollout = self._config.rollout
         draw.asked = tuple(i for i in range(self._size) if i not in draw.received)
         seeds = (sample_seed(self._config.seed, draw.prompt.row, draw.number, i) for i in draw.asked)
@@ -362,7 +261,7 @@ class Filling:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _read(self, draws: Sequence[_Draw]) -> None:
+    async def _read(self, draws: Sequence[Draw]) -> None:
         """Take the samples of ``draws`` as they finish; cancelling this task closes the engine's stream."""
         by_number = {d.number: d for d in draws}
         stream = self._engine.generate([self._request(d) for d in draws])
@@ -379,7 +278,7 @@ class Filling:
                 await close()
         raise EngineError(f"{missing} of {wanted} samples never came back")
 
-    def _receive(self, draw: _Draw | None, sample: Sample) -> None:
+    def _receive(self, draw: Draw | None, sample: Sample) -> None:
         known = draw is not None and 0 <= sample.index < len(draw.asked)
         if draw is None or not known or draw.asked[sample.index] in draw.received:
             raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
@@ -389,13 +288,13 @@ class Filling:
         self._last_sample = time.perf_counter()
         self._spawn(self._score(draw, sample))
 
-    async def _score(self, draw: _Draw, sample: Sample) -> None:
+    async def _score(self, draw: Draw, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
         reward = self.scores.take(await self._scorer.score(draw.prompt, text))
         draw.scored[sample.index] = replace(sample, text=text, reward=reward)
         self._finish_if_whole(draw)
 
-    def _finish_if_whole(self, draw: _Draw) -> None:
+    def _finish_if_whole(self, draw: Draw) -> None:
         if len(draw.scored) == self._size:
             samples = tuple(draw.scored[i] for i in range(self._size))
             group = Group(draw.number, draw.prompt, samples)
@@ -430,7 +329,7 @@ class Filling:
             for d in self._draws
         ]
 
-    def _good(self, draw: _Draw) -> bool:
+    def _good(self, draw: Draw) -> bool:
         return draw.verdict is Verdict.MIXED if self.filtering else draw.verdict is not Verdict.TOO_FEW_SCORED
 
     def settled_draws(self, admission: Admission) -> tuple[int, int]:
@@ -459,13 +358,13 @@ class Filling:
             stats=self._stats(groups, rejected, keep_rate),
         )
 
-    def _status(self, draw: _Draw, good: bool) -> str:
+    def _status(self, draw: Draw, good: bool) -> str:
         """What became of a finished draw that is not trained on now."""
         if good:
             return "carried" if self._config.rollout.max_staleness else "surplus"
         return "stale" if self._good(draw) else str(draw.verdict)
 
-    def _stats(self, kept: list[_Draw], rejected: list[tuple[_Draw, str]], keep_rate: float) -> FillStats:
+    def _stats(self, kept: list[Draw], rejected: list[tuple[Draw, str]], keep_rate: float) -> FillStats:
         own = [d for d in self._draws if not d.carried]
         verdicts = Counter(d.verdict for d in own)
         statuses = Counter(status for _, status in rejected)

@@ -6,7 +6,8 @@ Every mistake that can be seen here is seen here, with a value that would work.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from dapo.config import Config
 from dapo.config.processors import GENERATION_CONFIG
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError, DataError, ModelError, RewardError
+from dapo.errors import ConfigError, DataError, ModelError, RewardError, first_line
 from dapo.model.loading import context_limit, copy_model
 from dapo.process import keep_freed_memory
 from dapo.progress import Listener
@@ -76,18 +77,27 @@ def native_engine(
         template: gives text for token ids.
         heldout: prompts that it has to have room for, beside those to train on.
         spare_bytes: memory to leave to the trainer.
+
+    Raises:
+        ModelError: it does not fit into the memory.
     """
-    return NativeEngine(
-        copy_model(model, getattr(torch, config.model.compute_dtype)),
-        stop_ids,
-        max_sequence_tokens=longest_sequence(config, heldout),
-        max_concurrent_samples=config.rollout.max_concurrent_samples,
-        cache_bytes=cache_bytes(config),
-        spare_bytes=spare_bytes,
-        deterministic=config.runtime.deterministic,
-        threads=torch.get_num_threads(),
-        decode=template.decode,
-    )
+    try:
+        return NativeEngine(
+            copy_model(model, getattr(torch, config.model.compute_dtype)),
+            stop_ids,
+            max_sequence_tokens=longest_sequence(config, heldout),
+            max_concurrent_samples=config.rollout.max_concurrent_samples,
+            cache_bytes=cache_bytes(config),
+            spare_bytes=spare_bytes,
+            deterministic=config.runtime.deterministic,
+            threads=torch.get_num_threads(),
+            decode=template.decode,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"the rollout engine does not fit into the GPU's memory: {first_line(error)}; lower "
+            f"rollout.max_concurrent_samples (now {config.rollout.max_concurrent_samples}) or rollout.cache_gib"
+        ) from None
 
 
 def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, listener: Listener) -> PromptSource:
@@ -313,16 +323,25 @@ def cache_bytes(config: Config) -> int | None:
     return None if config.rollout.cache_gib is None else int(config.rollout.cache_gib * 2**30)
 
 
-def set_determinism(config: Config, device: torch.device) -> None:
-    """With ``runtime.deterministic``, let a GPU use only operations whose result has the same bits each time.
+@contextmanager
+def determinism(config: Config, device: torch.device) -> Iterator[None]:
+    """Inside, with ``runtime.deterministic``, a GPU uses only operations whose result has the same bits each time.
 
-    To be called before the first product on it: its libraries read their setting once.
+    To be entered before the first product on it: its libraries read their setting once, which stays in the environment.
     """
-    if config.runtime.deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        settings: Any = torch.utils.deterministic  # its stub lacks the setting
-        settings.fill_uninitialized_memory = False  # nothing here reads any
+    if not config.runtime.deterministic or device.type != "cuda":
+        yield
+        return
+    settings: Any = torch.utils.deterministic  # its stub lacks the setting
+    before, filled = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # nothing here reads any
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        settings.fill_uninitialized_memory = filled
 
 
 def set_threads(config: Config, model: Any) -> None:

@@ -31,7 +31,7 @@ EXPECTED_RATE = 100e6
 """Bytes a second that a disk is taken to write, flush and read again for the hashes, before it has shown what it does.
 Two busy cores with an ordinary disk did 125 to 230 million."""
 _AT_LEAST_S = 2.0
-_SINCE_LATER = ("alarms", "budget")
+_SINCE_LATER = ("alarms", "budget", "laps")
 """What older checkpoints lack."""
 
 
@@ -55,6 +55,8 @@ class RunState:
     """What has been used of steps and minutes."""
     step: StepUnderWay | None = None
     """The one between its rollout and its end."""
+    laps: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase of the next one, if its rollout was broken off."""
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of the evaluations before and after training."""
     seconds: Clock = field(default_factory=Clock)
@@ -70,6 +72,7 @@ class RunState:
             "steps_done": self.steps_done,
             "budget": self.budget.state(),
             "step": vars(self.step) if self.step else None,
+            "laps": self.laps,
             "scores": self.scores,
             "seconds": self.seconds.laps,
         }
@@ -78,6 +81,7 @@ class RunState:
         """Go on from :meth:`state`."""
         self.budget.load_state(int(state["steps_done"]), state.get("budget", {}))
         self.step = StepUnderWay(**state["step"]) if state["step"] else None
+        self.laps = state.get("laps", {})
         self.scores = state["scores"]
         for phase, seconds in state["seconds"].items():
             self.seconds.add(phase, seconds)
@@ -116,10 +120,10 @@ class Keeper:
         self._folder, self._config, self._at, self._best = folder, config, at, best
         self._roles = {**roles, "best": best}
         self._trainer, self._tokenizer, self._stopping = trainer, tokenizer, stopping
-        self._lock = contextlib.ExitStack()
-        self._lock.enter_context(folder.lock())
         self.checkpoints = Checkpoints(folder.checkpoints, config.keep_last, config.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, tell)
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(folder.lock())  # the last: whoever fails to come to be holds no lock
 
     async def close(self) -> None:
         """Let go of the run folder, once no checkpoint is being written to it any more.

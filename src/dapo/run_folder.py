@@ -45,7 +45,7 @@ import yaml
 import dapo
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.files import write_atomic, write_json
+from dapo.files import write_atomic, write_json, writing
 from dapo.redaction import redact, redact_command
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
@@ -185,8 +185,13 @@ class RunFolder:
             yield
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, whole or not at all."""
-        write_json(self.summary, summary)
+        """Write summary.json, whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        with writing(self.summary):
+            write_json(self.summary, summary)
 
 
 def config_yaml(config: Config) -> str:

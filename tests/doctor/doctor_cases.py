@@ -176,6 +176,14 @@ def _larger_model(folder: Path) -> None:
     random_model("qwen2", vocab_size=2048).save_pretrained(folder / "model")
 
 
+def _padding_for_an_end(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token
+    tokenizer.save_pretrained(folder / "model")
+    for name in ("config.json", "generation_config.json"):
+        edit_json(folder / "model" / name, eos_token_id=tokenizer.pad_token_id)
+
+
 def _adapter(folder: Path) -> None:
     edit_json(folder / "model/adapter_config.json", peft_type="LORA", base_model_name_or_path=str(folder), r=4)
     shutil.copy(folder / "model/model.safetensors", folder / "model/adapter_model.safetensors")
@@ -206,6 +214,13 @@ MISTAKES: dict[str, Mistake] = {
     "greedy rollouts": Mistake("recipe", "fail", _recipe(rollout__temperature=0), "temperature"),
     "a learning rate for another optimizer": Mistake(
         "settings", "warn", _recipe(training__learning_rate=0.1), "training.learning_rate=1.0e-6"
+    ),
+    "a learning rate that moves nothing": Mistake(
+        "settings", "warn", _recipe(training__learning_rate=1e-12), "training.learning_rate=1.0e-6"
+    ),
+    "a pair for a group": Mistake("settings", "warn", _recipe(rollout__samples_per_prompt=2), "samples_per_prompt=8"),
+    "a punishment that outweighs the reward": Mistake(
+        "settings", "warn", _recipe(algorithm__overlong_buffer__penalty_factor=100.0), "penalty_factor=1.0"
     ),
     "a warm-up longer than the run": Mistake(
         "settings", "warn", _recipe(training__warmup_steps=20, training__steps=15), "warmup_steps=2"
@@ -300,6 +315,15 @@ MISTAKES: dict[str, Mistake] = {
         "warn",
         _rows(lambda all_: [{**r, "answer": r["answer"] * 30} if k == 7 else r for k, r in enumerate(all_)]),
         "1 of 60 answers",
+    ),
+    "the same rows again and again": Mistake(
+        "epochs", "warn", _recipe(training__steps=400), "60 rows 53 times or more"
+    ),
+    "a box that the reward does not open": Mistake(
+        "answer-format",
+        "warn",
+        _recipe(data__instruction=" Write \\boxed{}.", data__max_prompt_length=60),
+        "reward.kind=math",
     ),
     "answers with their marker": Mistake(
         "gold-is-right",
@@ -404,6 +428,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda f: edit_json(f / "model/generation_config.json", eos_token_id=[1, 5]),
         "is an ordinary token",
     ),
+    "an end that is padding": Mistake("stop-tokens", "warn", _padding_for_an_end, "made for padding"),
     "turns that end otherwise": Mistake("stop-tokens", "warn", _other_end, "rollout.stop_token_ids=[17]"),
     "logits that are changed": Mistake(
         "generation-config",

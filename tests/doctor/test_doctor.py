@@ -231,6 +231,30 @@ def test_a_probe_of_a_reward_that_leaves_right_and_wrong_open_is_no_fault_of_dap
         list(sampling.check_probe(patient))
 
 
+@pytest.mark.parametrize(("shift", "which"), [(1, "next"), (-1, "previous"), (0, None), (7, None)])
+def test_answers_that_were_shifted_by_a_row_are_told_by_a_model_that_knows(
+    case: Path, shift: int, which: str | None
+) -> None:
+    config = load_config("recipe.yaml", ["model.path=./model"])
+    answers = {row: str(row) for row in range(20)}
+    ids, zeros = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
+
+    def group(row: int) -> Group:
+        """Three of four responses say what belongs to another row."""
+        said = [row + shift] * 3 + [row]
+        samples = [
+            Sample(row, k, ids, zeros, ids, "stop", text=f"#{text}", reward=Reward(text == row, 1.0))
+            for k, text in enumerate(said)
+        ]
+        return Group(row, Prompt(row, "1+1=", (1,), answers[row]), tuple(samples))
+
+    found = asyncio.run(sampling.shifted(config, [group(row) for row in range(8, 13)], answers))
+    assert [f"5 are mostly answered as the {which} row" in one.found for one in found] == [True] * (which is not None)
+    assert not asyncio.run(sampling.shifted(config, [group(row) for row in range(8, 12)], answers)), (
+        "four may be chance"
+    )
+
+
 def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = load_model("./model")
     parameters = sum(p.numel() for p in shape.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from replay_cases import change_lines, change_tokens, make_run
 from dapo.errors import UserError
 from dapo.observe.sample_rows import rows_of
 from dapo.observe.samples import TokenArrays, discard_samples, tokens_path, updates_path
+from dapo.records import Sample
 from dapo.replay.replay import Replay, replay
+from dapo.replay.stored import read_step
 from dapo.run_folder import RunFolder
 
 
@@ -175,6 +178,31 @@ def test_a_changed_token_is_named(copied_run: Path, name: str) -> None:
         assert ("its tokens do not decode to its response", line["draw"], line["index"]) in found
     if name in ("token_ids", "logprobs"):
         assert any(what == "step 1: loss" for what, *_ in found)
+
+
+def test_versions_that_are_not_those_of_the_tokens_are_named(copied_run: Path) -> None:
+    place, line = trained(copied_run, 2)
+    change_lines(copied_run, 2, lambda lines: lines[place].update(versions=[0, 0]))
+    found = replay(copied_run, 2, gradients=0, rewards=False)
+    assert line["versions"] == [1, 1]
+    assert told(found) == [("its versions are not those of its tokens, [1, 1]", line["draw"], line["index"])]
+
+
+@pytest.mark.parametrize("version", [-1, 4])
+def test_tokens_of_a_policy_that_was_not_trained_then_are_named(copied_run: Path, version: int) -> None:
+    """Whoever changed them has made the checksum anew."""
+    _, line = trained(copied_run, 2)
+    sample = (line["draw"], line["index"])
+    stored = read_step(RunFolder(copied_run), 2)
+
+    def changed(one: Sample) -> Sample:
+        same = (one.request_id, one.index) == sample
+        return replace(one, versions=np.full_like(one.versions, version)) if same else one
+
+    groups = [replace(group, samples=tuple(map(changed, group.samples))) for group, _ in stored.groups]
+    tokens_path(RunFolder(copied_run).samples, 2).write_bytes(TokenArrays.of(groups).to_bytes())
+    found = replay(copied_run, 2, gradients=0, rewards=False)
+    assert ("policy version of a token", *sample) in told(found)
 
 
 @pytest.mark.parametrize("token", [-7, 10**6])

@@ -60,6 +60,13 @@ def by_name(response, answer, state):
         child = subprocess.Popen(["sleep", "60"])
         (Path(state) / f"{child.pid}.pid").touch()
         time.sleep(60)
+    if response == "daemon":  # in a session of its own, and its parent is gone
+        line = 'setsid sh -c \'echo $$ > "$0/daemon"; exec sleep 60\' "$0" &'
+        subprocess.run(["sh", "-c", line, state], check=True)
+        while not (Path(state) / "daemon").exists() or not (Path(state) / "daemon").read_text():
+            time.sleep(0.01)
+        (Path(state) / f"{(Path(state) / 'daemon').read_text().strip()}.pid").touch()
+        time.sleep(60)
     if response == "raise":
         raise ValueError("no good")
     if response == "exit":

@@ -155,6 +155,12 @@ def test_a_deadline_kills_the_children_of_the_worker_too(tmp_path):
     assert len(list(tmp_path.glob("*.pid"))) == 2 and alive(tmp_path) == []
 
 
+def test_a_deadline_kills_what_left_the_worker_for_a_session_of_its_own(tmp_path):
+    (reward,) = score_all(function("by_name", workers=1, timeout_s=2, state=str(tmp_path)), ["daemon"])
+    assert "timed out" in reward.error and len(list(tmp_path.glob("*.pid"))) == 2
+    assert alive(tmp_path) == []
+
+
 def test_workers_end_with_their_parent(tmp_path):
     code = f"""
 import asyncio, os, sys

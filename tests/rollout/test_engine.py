@@ -549,3 +549,8 @@ def test_drafts_are_the_beginnings_of_the_samples_that_come() -> None:
         assert 0 < size < sample.length
         assert list(draft.token_ids) == sample.token_ids[:size].tolist()
         assert list(draft.logprobs) == pytest.approx(sample.logprobs[:size].tolist())
+
+
+def test_a_cache_that_no_machine_has_is_refused_before_there_is_work() -> None:
+    with pytest.raises(ModelError, match=r"1,000,000,000,000 sequences .* lower rollout\.max_concurrent_samples"):
+        make_engine(slots=10**12)

@@ -173,7 +173,7 @@ class RolloutConfig(Section):
     """Stop tokens beside those that the model and its tokenizer name."""
     stop: StopTexts = Field(default_factory=list)
     """Texts that end a response. The token that completes one is the last of the response, and is trained on."""
-    max_concurrent_samples: int = Field(256, ge=1)
+    max_concurrent_samples: int = Field(256, ge=1, le=2**20)
     """Samples that the engine decodes at once."""
     max_staleness: int = Field(0, ge=0)
     """S: how many versions old a group may be when it is trained on. 0 is on-policy: surplus groups are discarded;

@@ -256,6 +256,12 @@ def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Ite
         fix = "mend eos_token_id in generation_config.json and config.json: a response would end at that word"
         yield Finding("model", "stop-tokens", "warn", text, fix)
         return
+    if all("pad" in tokenizer.convert_ids_to_tokens(i).lower() for i in stop_ids):
+        text = f"{shown} ({said}) is all that ends a response, and made for padding: a model that was never taught to "
+        text += f"write it runs on to rollout.max_response_length={patient.config.rollout.max_response_length}"
+        fix = "eos_token_id of the token that ended its training texts, in generation_config.json (dapo generate shows)"
+        yield Finding("model", "stop-tokens", "warn", text, fix)
+        return
     yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.config import Config
+from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
@@ -26,6 +26,8 @@ LOOKED_AT = 200
 """Rows that are looked at for what takes a look at each of them."""
 READ = 5000
 """Rows whose text alone is looked at."""
+MANY_EPOCHS = 30
+"""Times that each row is drawn, above which a model may know the rows by heart."""
 
 _LAST_TURN = re.compile(r"^(system|user|assistant): ", re.MULTILINE)
 """How :attr:`Prompt.text` writes who speaks."""
@@ -206,6 +208,21 @@ def _load(patient: Patient, template: PromptTemplate, needed: bool, already: boo
             f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})",
             f"{fix}, or more data",
         )
+    yield from _epochs(config, report.usable if report.whole else report.rows)
+
+
+def _epochs(config: Config, rows: int) -> Iterator[Finding]:
+    """Whether so many steps draw the same few rows again and again; a run that its minutes end is not judged."""
+    drawn = config.training.steps * config.rollout.prompts_per_step
+    if rows and drawn > MANY_EPOCHS * rows and config.training.minutes is None:
+        yield Finding(
+            "data",
+            "epochs",
+            "warn",
+            f"{config.training.steps:,} steps of {config.rollout.prompts_per_step} prompts draw each of {rows:,} rows "
+            f"{drawn / rows:.0f} times or more: the model may learn their answers by heart",
+            f"training.steps={max(1, 10 * rows // config.rollout.prompts_per_step)} (10 times), or more data",
+        )
 
 
 def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -319,8 +336,10 @@ def _lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
 
 
 def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Whether anything asks for the form that the math reward reads."""
+    """Whether anything asks for the form that the math reward reads, or for one that the exact reward does not."""
     reward = patient.config.reward
+    if isinstance(reward, ExactReward):
+        yield from _unread_box(patient.config, reward, prompts)
     if reward.kind != "math" or patient.own_reward:
         return
     words = {"boxed": "boxed", "answer_line": "answer:"}
@@ -334,4 +353,20 @@ def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Find
             "warn",
             'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)',
             works,
+        )
+
+
+def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    said = f"{config.data.system or ''}{config.data.instruction}"
+    asked = sum("\\boxed" in said + p.text for p in prompts)
+    read = "boxed" in (reward.after or "") or any("boxed" in (p.answer or "") for p in prompts)
+    if asked > len(prompts) / 2 and not read:
+        what = f"what follows {reward.after!r}" if reward.after else "the whole response"
+        yield Finding(
+            "data",
+            "answer-format",
+            "warn",
+            f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
+            f"compares {what} with the answer",
+            "reward.kind=math, or ask for what the reward reads (data.instruction, or the rows)",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,8 @@ _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 16
 _DRAW = -2
 """Numbered apart from the draws of training and evaluation."""
 PROBE_SECONDS = 600.0
+_SHIFTED_PROMPTS = 5
+"""So many prompts have to be answered as a neighbouring row wants it, and so many times more than as their own does."""
 
 
 def check_agreement(patient: Patient) -> Iterator[Finding]:
@@ -129,6 +131,40 @@ def check_probe(patient: Patient) -> Iterator[Finding]:
     if filters.enable and filters.metric == "acc" and _is_open(groups):
         raise NotAtHand("verdict of right or wrong")
     yield from judged(config, groups)
+    if config.reward.kind in ("math", "exact"):  # elsewhere a score may cost, or look at more than the answer
+        answers = {prompt.row: prompt.answer for prompt in source.untokenized()}
+        yield from asyncio.run(shifted(config, groups, answers))
+
+
+async def shifted(config: Config, groups: Sequence[Group], answers: Mapping[int, str | None]) -> list[Finding]:
+    """Whether most responses are right by the answer of the row before or after, and not by their own row's.
+
+    Only a model that solves prompts can show it; of one that does not, nothing is said.
+
+    Args:
+        config: of the run.
+        groups: sampled and scored, with texts.
+        answers: of all rows, by their number.
+    """
+    own = sum(_most([s.verdict for s in g.scored]) for g in groups)
+    async with running(make_scorer(config.reward)) as scorer:
+        for shift, which in ((1, "next"), (-1, "previous")):
+            moved = [(g, answers.get(g.prompt.row + shift)) for g in groups]
+            asked = [(g, replace(g.prompt, answer=a)) for g, a in moved if a not in (None, g.prompt.answer)]
+            found = iter(await scores(scorer, [(prompt, s.text) for g, prompt in asked for s in g.samples]))
+            right = sum(_most([next(found) for _ in g.samples]) for g, _ in asked)
+            if right >= _SHIFTED_PROMPTS and own <= right / _SHIFTED_PROMPTS:
+                text = (
+                    f"of {len(groups)} prompts {right} are mostly answered as the {which} row wants it, and {own} as "
+                    "their own row does: the answers have been shifted against the prompts"
+                )
+                fix = f"pair each prompt with the answer of the {which} row, and look for where they were joined"
+                return [Finding("data", "probe-shifted", "warn", text, fix)]
+    return []
+
+
+def _most(verdicts: Sequence[Reward]) -> bool:
+    return sum(verdict.correct is True for verdict in verdicts) > len(verdicts) / 2
 
 
 def _is_open(groups: Sequence[Group]) -> bool:
@@ -143,16 +179,12 @@ async def _scored(patient: Patient, prompts: Sequence[Prompt]) -> list[Group]:
     owners = [g.prompt for g in groups for _ in g.samples]
     async with running(make_scorer(impatient(config.reward))) as scorer:
         rewards = iter(await scores(scorer, list(zip(owners, texts, strict=True))))
-    metric = config.algorithm.filter_groups.metric
-    return [
-        replace(
-            g,
-            samples=tuple(
-                replace(s, reward=in_place_of_failed(next(rewards), config.reward, metric)) for s in g.samples
-            ),
-        )
-        for g in groups
-    ]
+    metric, said = config.algorithm.filter_groups.metric, iter(texts)
+
+    def judged_sample(sample: Sample) -> Sample:
+        return replace(sample, text=next(said), reward=in_place_of_failed(next(rewards), config.reward, metric))
+
+    return [replace(g, samples=tuple(map(judged_sample, g.samples))) for g in groups]
 
 
 def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:

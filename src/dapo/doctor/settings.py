@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dapo.config import CodeReward, Config, ExactReward, warnings_for
+from dapo.config import CodeReward, Config, ExactReward, RewardConfig, warnings_for
 from dapo.config.reward import plain_rewards
 from dapo.doctor.finding import Finding
 from dapo.doctor.memory import GIB, checkpoint_bytes, gib, trained_of
@@ -18,6 +18,9 @@ from dapo.plan import missing_files, plan_line, plan_of
 
 _BYTES_PER_TOKEN = 22
 """Of text 4, of token id, version, log-probs and entropy 18; the rest of a sample's line is small."""
+
+_LARGEST_PENALTY = {True: 2.0, False: 10.0}
+"""What a response may lose by its length, for rewards from -1 to +1, whose range that is, and for others."""
 
 
 def check_settings(patient: Patient) -> Iterator[Finding]:
@@ -72,6 +75,12 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
             "1e-4 for a tiny one)",
             "training.learning_rate=1.0e-6",
         )
+    if training.learning_rate <= 1e-8:
+        yield (
+            f"training.learning_rate={training.learning_rate:g} is far below what is usual (1e-6 for a large model, "
+            "1e-4 for a tiny one): an update is no more than the rounding of a weight",
+            "training.learning_rate=1.0e-6",
+        )
     if evaluation.every > training.steps and evaluation.data:
         yield (
             f"evaluation.every={evaluation.every} is more than training.steps={training.steps}: there is no evaluation "
@@ -110,7 +119,22 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
             "prompt are alike",
             "evaluation.temperature=1.0",
         )
+    if rollout.samples_per_prompt < 4:
+        yield (
+            f"rollout.samples_per_prompt={rollout.samples_per_prompt}: a response is compared with "
+            f"{rollout.samples_per_prompt - 1} other{'s' * (rollout.samples_per_prompt > 2)}, so that advantages are "
+            "mostly chance, and few groups hold right and wrong ones",
+            "rollout.samples_per_prompt=8, or the paper's 16",
+        )
     buffer = algorithm.overlong_buffer
+    if buffer.enable and buffer.penalty_factor > _LARGEST_PENALTY[_is_plus_minus_one(config.reward)]:
+        why = "it outweighs rewards of ordinary size"
+        if _is_plus_minus_one(config.reward):
+            why = "with rewards from -1 to +1 a long response that is right gets less than a short one that is wrong"
+        yield (
+            f"algorithm.overlong_buffer.penalty_factor={buffer.penalty_factor:g}: {why}",
+            "algorithm.overlong_buffer.penalty_factor=1.0",
+        )
     if buffer.enable and buffer.len > rollout.max_response_length // 2:
         yield (
             f"algorithm.overlong_buffer.len={buffer.len} is more than half of rollout.max_response_length="
@@ -134,6 +158,10 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
             f"{1 + algorithm.clip_ratio_high:g} times as likely before it is clipped, which is no limit (0.28 are 28%)",
             "algorithm.clip_ratio_high=0.28",
         )
+
+
+def _is_plus_minus_one(reward: RewardConfig) -> bool:
+    return reward.kind in ("math", "exact", "code")
 
 
 def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:

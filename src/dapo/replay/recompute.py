@@ -66,6 +66,23 @@ def compare_decisions(stored: StoredStep, config: Config) -> Iterator[Difference
             yield Difference("decision of dynamic sampling", str(expected), str(verdict), draw=group.draw)
 
 
+def compare_versions(stored: StoredStep, version: int, max_staleness: int) -> Iterator[Difference]:
+    """Where tokens that were trained on are of a policy that training could not have had them from.
+
+    Args:
+        stored: the step, with its tokens.
+        version: of the policy that it trained.
+        max_staleness: versions that a token may be older.
+    """
+    oldest = version - max_staleness
+    allowed = str(version) if oldest == version else f"{oldest} to {version}"
+    for group in stored.trained:
+        for sample in group.samples:
+            odd = sample.versions[(sample.versions < oldest) | (sample.versions > version)]
+            if len(odd):
+                yield Difference("policy version of a token", int(odd[0]), allowed, draw=group.draw, index=sample.index)
+
+
 def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
     """Numbers of a sample that was trained on, from its reward to its advantage."""
     return {

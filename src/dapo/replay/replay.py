@@ -7,8 +7,6 @@ cannot be made again, the result says why, and the others are there all the same
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,22 +15,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, UserError
-from dapo.inputs import device_of, set_determinism
+from dapo.inputs import determinism
 from dapo.model.loading import load_tokenizer
 from dapo.observe.run_view import RunView
 from dapo.observe.step import statistic
 from dapo.prepare import Update, shape
 from dapo.records import Group, Sample
 from dapo.replay.checks import check_numbers
+from dapo.replay.machine import device_here, other_threads
 from dapo.replay.recompute import (
     Difference,
     compare_decisions,
     compare_groups,
+    compare_versions,
     planned_updates,
     reports_differ,
     sample_as_json,
@@ -129,6 +127,7 @@ def replay(
         found.differences.append(Difference(fault, draw=draw, index=index))
     decode = _check_texts(found, view, stored, config)
     found.differences += compare_decisions(stored, config)
+    _check_versions(found, view, stored, config)
     if config.algorithm.kl.mode != "reward":
         found.differences += compare_groups(stored.trained, again)
     if rewards:
@@ -213,6 +212,16 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
         for draw, index, fault in differing_texts(stored, template.decode):
             found.differences.append(Difference(fault, draw=draw, index=index))
     return lambda token: str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Config) -> None:
+    """Compare the versions that tokens were sampled under with that which the run had after the step before."""
+    after = {entry["step"]: entry.get("version") for entry in view.metrics}
+    version = 0 if found.step == 1 else after.get(found.step - 1)
+    if stored.no_tokens is None and isinstance(version, int):
+        found.differences += compare_versions(stored, version, config.rollout.max_staleness)
+    elif stored.no_tokens is None:
+        found.missing.append(f"versions of tokens: metrics.jsonl does not say which one step {found.step - 1} led to")
 
 
 def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str], None]) -> None:
@@ -310,21 +319,21 @@ def _make_updates(
         return give_up(start)
     found.start = str(start.folder.relative_to(view.folder.root))
     found.rerun = list(range(start.place.steps + 1, found.step))
-    device, reasons = _device(view, config)
-    set_determinism(config, device)
+    device, reasons = device_here(view, config)
     try:
-        phase(f"loading {found.start}")
-        rerun = trace.rerun = Rerun(view.folder, config, start, device)
-        reasons += _other_threads(view, config)
-        if reasons:
-            found.tolerance = rerun.tolerance = _TOLERANCE[config.model.compute_dtype]
-            found.notes.append(f"losses and gradients are compared to {found.tolerance:g}: {'; '.join(reasons)}")
-        rerun.go_to(found.step, phase)
-        if rerun.differences:
-            found.differences += rerun.differences
-            return give_up("an update on the way there does not come out as it was recorded, so the weights differ")
-        phase(f"making the updates of step {found.step} again")
-        reports = rerun.make(stored, trace.update, trace.visit)
+        with determinism(config, device):
+            phase(f"loading {found.start}")
+            rerun = trace.rerun = Rerun(view.folder, config, start, device)
+            reasons += other_threads(view, config)
+            if reasons:
+                found.tolerance = rerun.tolerance = _TOLERANCE[config.model.compute_dtype]
+                found.notes.append(f"losses and gradients are compared to {found.tolerance:g}: {'; '.join(reasons)}")
+            rerun.go_to(found.step, phase)
+            if rerun.differences:
+                found.differences += rerun.differences
+                return give_up("an update on the way there does not come out as it was recorded, so the weights differ")
+            phase(f"making the updates of step {found.step} again")
+            reports = rerun.make(stored, trace.update, trace.visit)
     except UserError as error:
         return give_up(str(error))
     wanted = {one["update"] for one in found.updates}
@@ -348,39 +357,6 @@ def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, Upd
         planned["gradient_norms"] = trace.norms.get(number, [])
     if not stored.reports:
         found.missing.append("single updates: their reports were not stored; the means over the step are compared")
-
-
-def _device(view: RunView, config: Config) -> tuple[torch.device, list[str]]:
-    """Where to compute, and why that cannot be exact: to the bit it is only on what the run was made on."""
-    reasons = []
-    try:
-        device = device_of(config)
-    except ConfigError:
-        device = torch.device("cpu")
-        reasons.append("the run was on a GPU, of which there is none here")
-    if not config.runtime.deterministic:
-        reasons.append("runtime.deterministic is false")
-    now = {"torch": torch.__version__, "machine": platform.machine()}
-    for one in _environments(view):
-        then = {"torch": (one.get("packages") or {}).get("torch"), "machine": one.get("machine")}
-        reasons += [f"{name} was {then[name]}, is {now[name]}" for name in now if then[name] not in (None, now[name])]
-    return device, list(dict.fromkeys(reasons))
-
-
-def _other_threads(view: RunView, config: Config) -> list[str]:
-    """Why the order of additions may be another one: as many threads as cores, and there are others."""
-    if config.runtime.threads is not None or torch.get_num_threads() == 1:
-        return []
-    known = [one.get("cores") for one in _environments(view)]
-    cores = {count for count in known if isinstance(count, int)} - {os.cpu_count()}
-    return [f"the run had {', '.join(map(str, sorted(cores)))} cores, here are {os.cpu_count()}"] if cores else []
-
-
-def _environments(view: RunView) -> list[Mapping[str, Any]]:
-    """What the run was made on, once for each time that it was started."""
-    resumed = view.environment.get("resumed")
-    found = [view.environment, *(resumed if isinstance(resumed, list) else [])]
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("packages") or {}, dict)]
 
 
 _MEANS = {

@@ -33,7 +33,8 @@ from dapo.run_folder import RunFolder
 class StoredStep:
     """``groups``: all of the step, each with its status, in the order of the file; samples carry what was recorded of
     reward, shaped reward and advantage. ``reports``: of the updates, as JSON; None: they were not stored. ``faults``:
-    what of the tokens was changed after it was written. ``no_tokens``: why there are none; None: there are.
+    where tokens, or what is said of them, were changed after they were written. ``no_tokens``: why there are none;
+    None: there are.
     """
 
     step: int
@@ -117,6 +118,9 @@ def _groups(
             numbers = _numbers(arrays, span, line["length"])
             if arrays is not None and checksum(prompt, *numbers) != int(arrays.checksums[number]):
                 faults.append((line["draw"], line["index"], "its stored tokens were changed: their checksum differs"))
+            versions = [int(numbers[2][0]), int(numbers[2][-1])] if line["length"] else []
+            if arrays is not None and line.get("versions", versions) != versions:
+                faults.append((line["draw"], line["index"], f"its versions are not those of its tokens, {versions}"))
             samples.append(_sample(line, *numbers))
             number, token = number + 1, span.stop
         first = block[0]

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dapo.errors import RewardError
@@ -234,6 +235,8 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and everything it started. The event loop collects it by itself."""
+        if self.process.returncode is None:
+            _kill_descendants(self.process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._stdin.close()
@@ -242,3 +245,26 @@ class _Worker:
         output = self.process._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
         if output is not None:
             output.close()
+
+
+def _kill_descendants(root: int) -> None:
+    """Kill what a process has started, in sessions of their own too, which its group does not hold (Linux only).
+
+    It is halted first, so that it starts nothing more; what others start meanwhile is found in the next round.
+    """
+    killed: set[int] = set()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(root, signal.SIGSTOP)
+        while found := set(_descendants(root)) - killed:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            killed |= found
+
+
+def _descendants(root: int) -> list[int]:
+    found: list[int] = []
+    for file in Path(f"/proc/{root}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread, or the process, is gone
+            found += map(int, file.read_text().split())
+    return found + [pid for child in found for pid in _descendants(child)]

@@ -28,7 +28,7 @@ from dapo.errors import UserError
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 HEADER = struct.Struct(">I")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -44,6 +44,7 @@ def main() -> None:
     if setup is None:
         return
     _die_with_parent(setup["parent"])
+    _keep_orphans()
     # after everything installed: a file of the user's named like a module of the library must not replace it
     sys.path.append(str(Path.cwd()))
     replies = _Replies(sink)
@@ -110,6 +111,12 @@ def _die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request
         os._exit(1)
+
+
+def _keep_orphans() -> None:
+    """Stay the ancestor of all that user code starts, be its parents gone, so that it is found and killed (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _limit_memory(megabytes: int) -> None:

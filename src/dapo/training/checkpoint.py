@@ -62,7 +62,8 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     """What :func:`save_tensors` wrote: ``(tensors, metadata)``.
 
     Raises:
-        UserError: missing, damaged, or the tensors are not those that the metadata lists.
+        UserError: missing, damaged, or the tensors are not those that the metadata lists, or not finite: one update
+            later the weights would not be either, and be blamed.
     """
     try:
         tensors = {name: tensor for file in _files(folder) for name, tensor in load_file(file).items()}
@@ -73,6 +74,13 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     if sorted(tensors) != listed:
         odd = sorted(set(tensors) ^ set(listed))
         raise UserError(f"{folder}: {TENSORS} does not hold what {METADATA} lists; first difference: {odd[0]}")
+    bad = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+    if bad is not None:
+        name, _, kind = bad.rpartition("/")
+        raise UserError(
+            f"{folder}: the optimizer's {kind} of {name} (Adam's moments) are not finite numbers; go on from an "
+            "earlier checkpoint, or start a new run with model.path=.../model of this one"
+        )
     return tensors, metadata
 
 

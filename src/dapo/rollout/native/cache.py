@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from dapo.errors import ModelError
+from dapo.files import size_text
 from dapo.model.attention import AttentionContext, AttentionSpec, step_attention
 from dapo.model.packed import PackedAttention
 
@@ -103,6 +105,9 @@ class SlotCache:
             dtype: of keys and values.
             pinned: every decode step computes all slots over the full length, so that the shapes of matrix products,
                 and with them the bits of a row, never depend on what else is in flight.
+
+        Raises:
+            ModelError: the machine cannot give so much memory.
         """
         text_config = model_config.get_text_config()
         heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
@@ -113,10 +118,12 @@ class SlotCache:
         self.pinned = pinned
         self.slots = slots
         self.max_tokens = max_tokens
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        self.lengths = torch.zeros(slots, dtype=torch.long)
         self._in_use = 0
+        self._keys: list[torch.Tensor]
+        self._values: list[torch.Tensor]
+        self._take_memory()  # pages that nobody writes cost nothing: where it fails, it does so before there is work
+        self.drop()
+        self.lengths = torch.zeros(slots, dtype=torch.long)
 
     @property
     def rows_computed(self) -> int:
@@ -140,8 +147,7 @@ class SlotCache:
 
     def start(self, prompt: PromptEntry) -> int:
         if not self._keys:
-            stores = [_untouched_zeros(self._shape, self._dtype) for _ in range(2 * self._layers)]
-            self._keys, self._values = stores[::2], stores[1::2]  # both or neither
+            self._take_memory()
         row = self._in_use
         self._in_use += 1
         for layer in range(self._layers):
@@ -152,6 +158,17 @@ class SlotCache:
         if prompt.users == 0:
             prompt.keys, prompt.values = [], []
         return row
+
+    def _take_memory(self) -> None:
+        try:
+            stores = [_untouched_zeros(self._shape, self._dtype) for _ in range(2 * self._layers)]
+        except (OSError, OverflowError, ValueError, MemoryError):
+            size = 2 * self._layers * math.prod(self._shape) * self._dtype.itemsize
+            raise ModelError(
+                f"keys and values of {self.slots:,} sequences of {self.max_tokens:,} tokens take {size_text(size)}, "
+                "which this machine does not give; lower rollout.max_concurrent_samples or rollout.max_response_length"
+            ) from None
+        self._keys, self._values = stores[::2], stores[1::2]  # both or neither
 
     def release(self, row: int) -> int | None:
         self._in_use -= 1
