@@ -15,9 +15,9 @@ The share is 6 x parameters x tokens / seconds / the rate of an 8192^3 bfloat16 
 process. The parameters of the layers count for every token that is computed (a shared prompt once), those of the head
 for response tokens only, embeddings and attention not at all.
 
-``sizes`` makes one step of a whole run with responses of the full ``--limit`` and prints the most memory that dapo
-predicts beside what was taken: ``1.5b`` all parameters, ``7b`` (weights in bfloat16) with what ``--set 7b:KEY=VALUE``
-says of adapters. Each part runs in a process of its own.
+``sizes`` makes one step of a whole run with responses of the full ``--limit``, forward passes as full as they can be,
+and prints the most memory that dapo predicts beside what was taken: ``1.5b`` all parameters, ``7b`` (weights in
+bfloat16) with what ``--set 7b:KEY=VALUE`` says of adapters. Each part runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from trl_side import named  # noqa: E402
 
 from rollout import Outcome, positive, run_script  # noqa: E402  (modules beside this one)
 
+LONGEST_PROMPT = 64
+"""Tokens of the made-up prompts of ``sizes``, at most."""
 console = Console(width=150)
 
 
@@ -63,7 +65,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=positive, help="of the mini-batch; 32, or 4 for sizes")
     parser.add_argument("--samples", type=positive, help="of a group; 16, or 8 for sizes")
     parser.add_argument("--limit", type=positive, help="response tokens at most; 768, or 4096 for sizes")
-    parser.add_argument("--micro-tokens", type=positive, default=32768, help="of a forward pass of ours")
+    parser.add_argument("--micro-tokens", type=positive, help="of a forward pass of ours; 32768, or full for sizes")
     parser.add_argument("--warmup", type=positive, default=2)
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--set", nargs="+", default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
@@ -80,6 +82,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     sizes = (4, 8, 4096) if options.command == "sizes" else (32, 16, 768)
     for name, size in zip(("groups", "samples", "limit"), sizes, strict=True):
         setattr(options, name, getattr(options, name) or size)
+    if options.micro_tokens is None:  # half a group at a time, which fills it but for the prompt
+        full = options.samples // 2 * options.limit + LONGEST_PROMPT
+        options.micro_tokens = full if options.command == "sizes" else 32768
     if options.tiny:
         options.shape, options.groups, options.samples = "tiny", 2, 4
         options.size, options.limit, options.micro_tokens = ["tiny"], min(options.limit, 48), 600

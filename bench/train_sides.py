@@ -234,11 +234,14 @@ def padded(sequences: Sequences, device: str) -> dict[str, torch.Tensor]:
 
 def size(job: dict[str, Any], report: Report) -> None:
     """One step of a whole run with responses of the full length: the most memory, predicted and taken."""
+    from transformers import AutoConfig
+
     from dapo.config import build_config, nested
     from dapo.doctor.memory import predict_memory
     from dapo.inputs import Inputs
     from dapo.launch import run_experiment
     from dapo.progress import QuietListener
+    from dapo.training.lora import trainable_shape
 
     class Watch(QuietListener):
         def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
@@ -251,17 +254,29 @@ def size(job: dict[str, Any], report: Report) -> None:
     task = Task(job["model"], job["groups"], job["samples"], updates=1, **sizes)
     work = {"task": task, "rows": None, "warmup": 0, "cycles": job["steps"], "device": job["device"]}
     work |= {"concurrent": task.batch, "micro_tokens": job["micro_tokens"], "weights": job["weights"]}
-    model, tokenizer = random_model(work)
+    cuda = job["device"] == "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        more = {"training.groups_per_update": max(1, task.prompts // 2)} | job["set"] | {"run.dir": f"{folder}/run"}
-        config = build_config(nested(settings_of(work) | more), "benchmark")
-        cuda = job["device"] == "cuda"
-        memory = predict_memory(config, model, cuda)
+        tokenizer = write_random_model(work, f"{folder}/model")
+        more = {"training.groups_per_update": max(1, task.prompts // 2)} | job["set"]
+        places = {"model.path": f"{folder}/model", "run.dir": f"{folder}/run"}
+        config = build_config(nested(settings_of(work) | more | places), "benchmark")
+        shape = trainable_shape(config.model, AutoConfig.from_pretrained(config.model.path))
+        memory = predict_memory(config, shape, cuda)
         parts = {part.name: getattr(memory, part.name) for part in fields(memory)}
         report.say("predicted", bytes=memory.total(cuda), parts=parts)
-        inputs = Inputs(model=model, tokenizer=tokenizer, rows=rows_of(work), reward=alternating())
-        run_experiment(config, Watch(), inputs)
+        run_experiment(config, Watch(), Inputs(tokenizer=tokenizer, rows=rows_of(work), reward=alternating()))
     report.say("memory", bytes=peak_bytes(), reserved=torch.cuda.max_memory_reserved() if cuda else 0)
+
+
+def write_random_model(work: dict[str, Any], folder: str) -> Any:
+    """A folder of random weights, which leave nothing behind in memory; returns the tokenizer."""
+    model, tokenizer = random_model(work)
+    model.save_pretrained(folder)
+    del model
+    if work["device"] == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return tokenizer
 
 
 def alternating() -> Callable[..., bool]:

@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     if options.peer_path:
         sys.path.insert(0, str(options.peer_path))
+        places = [str(options.peer_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(places)  # vLLM looks at models in processes of its own
     # TRL reaches into the engine, which has to be in its own process
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"})
     import torch

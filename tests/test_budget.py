@@ -39,6 +39,24 @@ def test_a_first_step_is_always_made_and_steps_end_a_run_as_before() -> None:
     assert done.used_up and done.reason() == "all steps are done"
 
 
+def test_what_is_spent_is_the_share_of_steps_or_minutes_whichever_is_more() -> None:
+    config = TrainingConfig(steps=10, minutes=1.0)
+    shares = [Budget(config).spent, Budget(config, 3, 6.0).spent, Budget(config, 3, 30.0).spent]
+    assert shares == pytest.approx([0.0, 0.3, 0.5])
+    assert Budget(config, 10, 90.0).spent == 1.0 == Budget(TrainingConfig(steps=0)).spent
+    assert Budget(TrainingConfig(steps=4), 1, 1e9).spent == 0.25  # no minutes were asked for
+
+
+def test_the_rate_falls_over_the_steps_of_a_run_and_over_its_minutes(tmp_path: Path, slow_clock: None) -> None:
+    falling = {"training.learning_rate": 1e-3, "training.final_learning_rate": 0.0}
+    run(tmp_path / "steps", falling | {"training.steps": 4})
+    rates = [entry["lr"] for entry in steps_of(tmp_path / "steps")]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    run(tmp_path / "minutes", falling | {"training.steps": 100, "training.minutes": 120.0})
+    rates = [entry["lr"] for entry in steps_of(tmp_path / "minutes")]
+    assert rates == pytest.approx([1e-3, (1 - 2000 / 7200) * 1e-3, (1 - 4000 / 7200) * 1e-3], rel=1e-2)
+
+
 @pytest.fixture
 def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts that take 2,000 seconds each, by the clock of the loop."""

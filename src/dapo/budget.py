@@ -33,6 +33,14 @@ class Budget:
         return self.steps >= self.config.steps or self._out_of_minutes
 
     @property
+    def spent(self) -> float:
+        """The share of the run that is over, from 0 to 1: of its steps or of its minutes, whichever is more."""
+        shares = [self.steps / self.config.steps if self.config.steps else 1.0]
+        if self.config.minutes is not None:
+            shares.append(self.seconds / (60 * self.config.minutes))
+        return min(1.0, max(shares))
+
+    @property
     def _out_of_minutes(self) -> bool:
         minutes = self.config.minutes
         return minutes is not None and self.steps > 0 and self.seconds + self.last > 60 * minutes

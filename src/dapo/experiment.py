@@ -137,7 +137,7 @@ class Experiment:
         clock = Clock(self.at.step.seconds if self.at.step else self.at.laps)
         while self.at.step is not None or not (self.at.budget.used_up or self.best.converged):
             step = self.at.steps_done
-            self.trainer.begin_step(step)
+            self.trainer.begin_step(step, self.at.budget.spent)
             if self.at.step is None:  # otherwise it was resumed inside of this step
                 self._waits_for("the rollout", step, "rollout")
                 clock.lap("rest")

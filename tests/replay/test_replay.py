@@ -47,6 +47,13 @@ def test_the_first_step_comes_out_to_the_bit(kept_run: Path) -> None:
     assert found.rewards == {"samples": found.batch["samples"], "changed": 0}
 
 
+def test_a_rate_that_falls_is_that_of_the_step(tmp_path: Path) -> None:
+    root = make_run(tmp_path, {"training.final_learning_rate": 1e-4, "training.steps": 2})
+    found = replay(root, 2, gradients=0)
+    assert (told(found), found.missing) == ([], [])
+    assert all(one["recomputed"] == one["recorded"] for one in found.updates)
+
+
 def test_a_later_update_is_reached_by_making_those_before_it_again(kept_run: Path) -> None:
     found = replay(kept_run, 3, update=1, gradients=0, rewards=False)
     assert (told(found), found.missing) == ([], ["rewards: not asked for"])

@@ -258,6 +258,15 @@ def test_first_update_moves_the_weights_failures_34():
     assert (weights_of(trainer) != before).float().mean() > 0.5  # float32 masters: most move even at 1e-6
 
 
+def test_the_rate_falls_in_a_straight_line_to_the_final_one():
+    trainer = make_trainer(learning_rate=1e-3, final_learning_rate=2e-4, warmup_steps=2)
+    rates = []
+    for step, spent in enumerate([0.0, 0.25, 0.5, 1.0]):
+        trainer.begin_step(step, spent)
+        rates.append(trainer.learning_rate)
+    assert rates == pytest.approx([0.5e-3, 0.8e-3, 0.6e-3, 0.2e-3])
+
+
 def test_warm_up_by_rollout_step_failures_34_35():
     trainer = make_trainer(learning_rate=1e-3, warmup_steps=4)
     assert trainer.learning_rate == pytest.approx(0.25e-3)

@@ -288,7 +288,10 @@ class TrainingConfig(Section):
     epochs_per_rollout: int = Field(1, ge=1)
     """mu: passes over each rollout batch."""
     learning_rate: float = Field(1e-6, gt=0)
-    """AdamW, constant after the warm-up."""
+    """AdamW, after the warm-up."""
+    final_learning_rate: float | None = Field(None, ge=0)
+    """What the rate falls to, in a straight line over the steps or the minutes of the run, whichever are over first.
+    null: it is constant."""
     warmup_steps: int = Field(20, ge=0)
     """W: rollout steps of linear warm-up. In rollout step k (from 0) the rate is lr (k + 1) / W."""
     weight_decay: float = Field(0.1, ge=0)

@@ -16,17 +16,20 @@ KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of
                rollout.cache_gib
 activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
                attention is written out (H heads, sequences of at most 192 tokens).
-               GPU, compiled: t (L + 1) (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b
-               if the embedding is frozen, else 4); the one more is the layer at work.
+               GPU, compiled: t L (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b if the
+               embedding is frozen, else 4)
                With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
+at work        GPU: one layer more, in the backward pass
 logits         in the output head, c rows at a time, at most t and as many as ``model.head.chunk_rows`` says (CPU 1,024,
-               GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c + 2 V h
+               GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
+               for its copy and its gradient
 decoding       2 x 4 V s in a step of the rollout
 =============  ====================================================================================================
 
 Prediction and measurement are compared in tests/doctor/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
-while the trainer works the cache sleeps, and gradients are dropped with every update. The larger one counts.
+while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
+the layers go backward. The larger ones count.
 """
 
 from __future__ import annotations
@@ -72,6 +75,8 @@ class Memory:
     activations: int
     logits: int
     decoding: int
+    at_work: int = 0
+    """What the layer that goes backward takes on a GPU beside what was kept."""
     streamed: int = 0
     """Adam's moments on their way through a GPU, after the backward pass."""
     host: int = 0
@@ -85,7 +90,8 @@ class Memory:
     def total(self, on_gpu: bool) -> int:
         """At the worst moment. On a CPU with a share for the holes that freed tensors of other sizes leave."""
         if on_gpu:
-            update = self.gradients + max(self.casts + self.activations + self.logits, self.streamed)
+            passes = self.casts + self.activations + max(self.logits, self.at_work)
+            update = self.gradients + max(passes, self.streamed)
             return self.lasting + max(update, self.cache + self.decoding)
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
         return int(_HOLES * (parts + max(self.logits, self.decoding)))
@@ -144,8 +150,9 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
         casts=0 if width == 4 else _casts(config, shape),
         cache=cache,
         activations=int(tokens * _kept(config, shape, on_gpu)),
-        logits=6 * chunk + 2 * text.vocab_size * text.hidden_size if narrow else 12 * chunk,
+        logits=6 * chunk + 6 * _trained_head(shape) if narrow else 12 * chunk,
         decoding=8 * text.vocab_size * rows,
+        at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
         streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
         host=8 * trained if offloaded else 0,
     )
@@ -186,18 +193,34 @@ def _casts(config: Config, shape: Any) -> int:
 
 def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
     """Bytes for a token that the layers keep for the backward pass."""
+    text, layer = shape.config.get_text_config(), _layer(config, shape, on_gpu)
+    if not config.training.activation_checkpointing:
+        return float(text.num_hidden_layers * layer)
+    return float(text.num_hidden_layers * _residual(config, shape) * text.hidden_size + layer)
+
+
+def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
+    """Bytes for a token of one layer."""
     text, width = shape.config.get_text_config(), _width(config)
-    layers, hidden, heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
+    hidden, heads = text.hidden_size, text.num_attention_heads
     mlp = getattr(text, "intermediate_size", None) or 4 * hidden
-    residual = width if has_adapter(shape) else 4
     if on_gpu:
         numbers = 2 * hidden + 2 * heads * _head_dim(text) + _pairs(text) + 3 * mlp
-        layer = width * numbers + 2 * residual * hidden + 4 * heads
-    else:
-        written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
-        layer = width * (10 * hidden + 5 * mlp + 3 * _pairs(text)) + written_out
-    inputs, kept = (layers * residual * hidden, 1) if config.training.activation_checkpointing else (0, layers)
-    return float(inputs + layer * (kept + on_gpu))
+        return float(width * numbers + 2 * _residual(config, shape) * hidden + 4 * heads)
+    written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
+    return float(width * (10 * hidden + 5 * mlp + 3 * _pairs(text)) + written_out)
+
+
+def _residual(config: Config, shape: Any) -> int:
+    """Bytes of a number of the residual stream."""
+    return _width(config) if has_adapter(shape) else 4
+
+
+def _trained_head(shape: Any) -> int:
+    """Parameters of the output head, 0 if it is frozen."""
+    head = shape.get_output_embeddings()
+    trained = {id(parameter) for parameter in changing_parameters(shape).values()}
+    return sum(p.numel() for p in head.parameters() if id(p) in trained) if head is not None else 0
 
 
 def predicted_from(config: Config) -> str:

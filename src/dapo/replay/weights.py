@@ -149,7 +149,7 @@ class Rerun:
         Returns:
             The report of every update, by its number. Those made before the checkpoint was taken are not among them.
         """
-        self.trainer.begin_step(stored.step - 1)
+        self._begin(stored)
         reports: dict[int, UpdateReport] = {}
         earlier: list[UpdateReport] = []
         if self._under_way is not None:
@@ -170,6 +170,12 @@ class Rerun:
         self.trainer.publish()
         self._step = stored.step
         return reports
+
+    def _begin(self, stored: StoredStep) -> None:
+        """With the rate of the step: one that falls follows the clock and the length of the run, so as recorded."""
+        self.trainer.begin_step(stored.step - 1)
+        if self._config.training.final_learning_rate is not None and stored.reports:
+            self.trainer.set_learning_rate(stored.reports[0]["learning_rate"])
 
     def _batch(self, stored: StoredStep) -> Batch:
         """The batch with the advantages that were recorded, which are those that the run trained on."""

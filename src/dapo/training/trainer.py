@@ -172,16 +172,23 @@ class Trainer:
         """Of the current rollout step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def begin_step(self, step: int) -> None:
-        """Set the learning rate of rollout step ``step`` (from 0): lr (step + 1) / W during the warm-up, then lr.
+    def begin_step(self, step: int, spent: float = 0.0) -> None:
+        """Set the learning rate of rollout step ``step`` (from 0).
 
-        It depends on nothing but the step, so a resumed run cannot get it wrong.
+        That is ``lr + spent (final - lr)``, and of it (step + 1) / W during the warm-up. It depends on nothing else, so
+        a resumed run cannot get it wrong.
+
+        Args:
+            step: from 0.
+            spent: the share of the run that is over (:attr:`dapo.budget.Budget.spent`).
         """
-        warmup = self._config.warmup_steps
+        config, warmup = self._config, self._config.warmup_steps
+        final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate
+        rate = config.learning_rate + spent * (final - config.learning_rate)
         factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
         if step != self._step:  # otherwise it was resumed inside of this step
             self._step, self._tried = step, 0
-        self.set_learning_rate(self._config.learning_rate * factor)
+        self.set_learning_rate(rate * factor)
 
     def set_learning_rate(self, rate: float) -> None:
         """Use ``rate`` until the next call: for stages that follow a schedule of their own."""
@@ -266,7 +273,8 @@ class Trainer:
         Raises:
             NumericalError: weights are not finite numbers.
         """
-        if bool(torch.nn.utils.get_total_norm(self._parameters.values()).isfinite()):  # one look at the device
+        norms = torch._foreach_norm(list(self._parameters.values()))  # one pass over them, at the memory's speed
+        if bool(torch.stack(norms).isfinite().all()):  # one look at the device
             return
         bad = next((name for name, p in self._parameters.items() if not p.isfinite().all()), None)
         if bad is not None:
