@@ -40,15 +40,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 JUDGED_ROWS, SPLIT_SEED = 512, 0
 SETTINGS: dict[str, dict[str, Any]] = {
-    f"lr{rate}-{prompts}": {
-        "training.learning_rate": float(rate),
-        "rollout.prompts_per_step": prompts,
-        "training.groups_per_update": prompts // 4,
-        "training.steps": 12 * 128 // prompts,
-    }
-    for rate, prompts in (("1e-5", 128), ("2e-5", 128), ("1e-5", 64), ("2e-5", 64))
+    "lr3e-6": {"training.learning_rate": 3e-6},
+    "lr5e-6-falling": {"training.learning_rate": 5e-6, "training.final_learning_rate": 0.0},
+    "lr1e-5-falling": {"training.learning_rate": 1e-5, "training.final_learning_rate": 0.0},
 }
-"""The sweep: learning rate and prompts of a rollout step, which has four updates; the same number of prompts in all."""
+"""The second sweep of docs/results.md. (The first was of 12 steps at constant 1e-5 and 2e-5, with 128 and 64 prompts.)"""
 console = Console(width=140)
 
 
