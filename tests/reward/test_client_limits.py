@@ -345,4 +345,4 @@ def test_a_long_line_in_small_pieces_is_put_together(monkeypatch: pytest.MonkeyP
         return response(json.dumps(line).encode() + b"\n")
 
     ((reward,), _) = score_all(answer, ["a"], kind=ServerReward)
-    assert reward.extracted == text
+    assert reward.extracted is not None and reward.extracted.endswith("(cut, it had 300,000 characters)")

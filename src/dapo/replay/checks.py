@@ -113,14 +113,6 @@ def check_report(report: Mapping[str, Any], place: str) -> None:
     _refuse(wrong, place)
 
 
-def check_numbers(entry: Mapping[str, Any], names: Iterable[str], place: str) -> None:
-    """
-    Raises:
-        UserError: one of the values that ``entry`` has of these names is neither a finite number nor null.
-    """
-    _refuse([*_wrong(entry, dict.fromkeys(names, NUMBER_OR_NULL))], place)
-
-
 def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[str]:
     for key, kind in kinds.items():
         if key in values and not kind.holds(values[key]):
