@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lr5e-6-falling": {"training.learning_rate": 5e-6, "training.final_learning_rate": 0.0},
     "lr1e-5-falling": {"training.learning_rate": 1e-5, "training.final_learning_rate": 0.0},
 }
-"""The second sweep of docs/results.md. (The first was of 12 steps at constant 1e-5 and 2e-5, with 128 and 64 prompts.)"""
+"""The second sweep of docs/results.md; the first had 12 steps at constant 1e-5 and 2e-5, with 128 and 64 prompts."""
 console = Console(width=140)
 
 

@@ -1,0 +1,95 @@
+"""What recording costs: the demo's steps with everything recorded and with nothing, in turn.
+
+usage: python bench/recording.py [--steps 20] [--rounds 3] [--seed 1] [--out runs/recording]
+
+Everything: samples of every group with their tokens and the index over them, resources every second (five times as
+often as by default), TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same
+deterministic run from the demo's warmed-up model, so step k has the same work on both sides; a run of one side follows
+one of the other. Compared is the wall time of a step from the end of the one before to its own end, evaluations left
+out: the median over the steps (the first two left out) of the fastest round's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dapo.config import load_config
+from dapo.demo.run import make_world
+from dapo.launch import run_experiment
+from dapo.observe.metrics import read_metrics
+from dapo.progress import QuietListener
+from dapo.recipes import recipe_path
+
+EVERYTHING = ["run.save_samples=true", "run.resources_every_s=1", "run.trackers=[tensorboard]"]
+NOTHING = ["run.save_samples=false", "run.resources_every_s=0"]
+FIRST = 2
+"""Steps left out: what is imported and warmed up on the way."""
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run, print, and write and return what was found (``recording.json``)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--port", type=int, default=9464, help="of the Prometheus endpoint")
+    parser.add_argument("--out", type=Path, default=Path("runs/recording"))
+    options = parser.parse_args(arguments)
+    if options.steps <= FIRST:
+        parser.error(f"--steps {options.steps}: the first {FIRST} are left out")
+    common = common_settings(options)
+    sides = {"on": [*EVERYTHING, f"run.prometheus_port={options.port}"], "off": NOTHING}
+    times: dict[str, list[list[float]]] = {"on": [], "off": []}
+    for number in range(options.rounds):
+        for side, settings in sides.items():
+            folder = options.out / f"{side}-{number}"
+            times[side].append(step_times([*common, *settings, f"run.dir={folder}"]))
+            print(f"round {number + 1}, recording {side}: {sum(times[side][-1]):.2f} s", flush=True)
+    found = compared(times)
+    print(f"a step takes {found['off']:.4f} s without and {found['on']:.4f} s with recording: {found['cost']:+.2%}")
+    (options.out / "recording.json").write_text(json.dumps(found | {"times": times}, indent=1), encoding="utf-8")
+    return found
+
+
+def common_settings(options: argparse.Namespace) -> list[str]:
+    """What both sides have; makes the demo's world if it is not there."""
+    world = options.out / f"world-{options.seed}"
+    settings = [
+        f"seed={options.seed}",
+        f"training.steps={options.steps}",
+        "evaluation.every=0",
+        "runtime.deterministic=true",
+        "run.if_exists=rename",
+        "run.save_every=0",
+        f"model.path={world / 'model'}",
+        f"data.train={world / 'train.jsonl'}",
+        f"evaluation.data={world / 'heldout.jsonl'}",
+    ]
+    if not world.exists():
+        make_world(load_config(recipe_path("cpu-demo"), settings), world, QuietListener())
+    return settings
+
+
+def step_times(settings: Sequence[str]) -> list[float]:
+    """Seconds of each step that counts."""
+    config = load_config(recipe_path("cpu-demo"), settings)
+    run_experiment(config, QuietListener())
+    assert config.run.dir is not None
+    steps = [entry for entry in read_metrics(Path(config.run.dir) / "metrics.jsonl") if entry["step"] > FIRST]
+    return [entry["time/wall"] - entry.get("time/evaluation", 0.0) for entry in steps]
+
+
+def compared(times: dict[str, list[list[float]]]) -> dict[str, float]:
+    """Seconds of a step on both sides, and the share by which recording makes it longer."""
+    fastest = {side: [min(steps) for steps in zip(*rounds, strict=True)] for side, rounds in times.items()}
+    cost = median(on / off for on, off in zip(fastest["on"], fastest["off"], strict=True)) - 1
+    return {side: median(steps) for side, steps in fastest.items()} | {"cost": cost}
+
+
+if __name__ == "__main__":
+    main()
