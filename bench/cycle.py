@@ -116,6 +116,7 @@ def task_of(options: argparse.Namespace) -> Task:
         options.limit,
         overlong=max(1, options.limit // 6),
         longest_prompt=512,
+        shuffle=False,
     )
 
 

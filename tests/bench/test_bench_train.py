@@ -151,8 +151,17 @@ def test_settings_are_those_that_trl_has(name: str, tmp_path: Path) -> None:
 
     settings = trl_side.grpo_settings(trl_side.Task("m"), trl_side.named(name), 8, tmp_path)
     config = GRPOConfig(**(settings | {"use_cpu": True, "bf16": False}))
+    assert config.shuffle_dataset
     assert config.generation_batch_size == 128 * 16
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128 * 16 // 4
+
+
+def test_both_sides_of_a_cycle_take_the_rows_in_their_order(tmp_path: Path) -> None:
+    task = cycle.task_of(cycle.parse(["ours", "--out", str(tmp_path), "--shape", "tiny"]))
+    assert not trl_side.grpo_settings(task, trl_side.named("defaults"), 8, tmp_path)["shuffle_dataset"]
+    job = {"task": task, "rows": None, "warmup": 1, "cycles": 1, "device": "cpu", "concurrent": 8, "micro_tokens": 99}
+    ours = cycle_sides.settings_of(job)
+    assert not ours["data.shuffle"]
 
 
 # --- GSM8K ------------------------------------------------------------------------------------------------------------
