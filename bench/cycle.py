@@ -11,7 +11,7 @@ off, so that both sides train on every sample. TRL has one pass more than ours b
 log-probabilities of the policy before the updates (``prepare``), where ours takes the engine's; with
 ``--set algorithm.proximal=recompute`` ours computes them too. A cycle lasts from the end of the one before to its own
 end; its phases add up to that. Each side runs in a process of its own on the whole card, one after the other;
-``--warmup`` cycles are left out, the median of ``--cycles`` counts.
+``--warmup`` cycles are left out, the median of ``--cycles`` (an odd number) counts.
 
 Without ``--model`` ours has random weights (``--shape``) and response lengths of real responses: for development only.
 TRL and vLLM are imported from ``--peer-path`` (a folder that pip installed them to with ``--target``) by TRL's
@@ -43,7 +43,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES, Shape  # noqa: E402
 from trl_side import Task, named  # noqa: E402
 
-from rollout import Outcome, positive, run_script, run_side  # noqa: E402  (modules beside this one)
+from rollout import Outcome, odd, positive, run_script, run_side  # noqa: E402  (modules beside this one)
 
 KNOWN_SECONDS = 97.0
 """A cycle of TRL 1.16 with vLLM 0.25.1 on an NVIDIA H100 80GB: 0.5B model, 128 x 16, 4 updates, up to 768 tokens."""
@@ -79,8 +79,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrent", type=positive, default=1024, help="sequences at once in our engine")
     parser.add_argument("--micro-tokens", type=positive, default=32768, help="of ours: tokens of a forward pass")
     parser.add_argument("--warmup", type=positive, default=1, help="cycles that do not count")
-    parser.add_argument("--cycles", type=positive, default=4, help="of ours that count")
-    parser.add_argument("--peer-cycles", type=positive, default=1, help="of TRL's that count")
+    parser.add_argument("--cycles", type=odd, default=5, help="of ours that count")
+    parser.add_argument("--peer-cycles", type=odd, default=1, help="of TRL's that count")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe")
     parser.add_argument("--peer-path", type=Path, help="folder that TRL and vLLM are installed in")
     parser.add_argument("--search", nargs="+", default=["defaults"], metavar="SETTING")
@@ -201,7 +201,7 @@ def summary(side: Outcome, warmup: int) -> dict[str, Any]:
     """Medians over the cycles that count; phases are those of the median cycle, so that they add up to it."""
     cycles = side.of("cycle")
     counted = sorted(cycles[warmup:], key=lambda cycle: cycle["seconds"])
-    chosen = counted[(len(counted) - 1) // 2] if counted else {}
+    chosen = counted[len(counted) // 2] if counted else {}
     return {
         "name": side.name,
         "seconds": chosen.get("seconds"),

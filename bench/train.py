@@ -9,7 +9,7 @@ usage: python bench/train.py ours  --out FOLDER             with and without sha
 weights (``--shape``) and the lengths of real prompts and responses (``response_lengths.json``): forward, backward,
 clipping, AdamW; float32 masters, bfloat16 compute. Ours packs ``--micro-tokens`` tokens into a forward pass. TRL's is
 its own loop with the rollout replaced (``train_sides.py``), padded as it pads, in settings of ``trl_side.py``. The
-median of ``--repeats`` updates counts, after ``--warmup`` ones.
+median of ``--repeats`` (an odd number) updates counts, after ``--warmup`` ones.
 
 The share is 6 x parameters x tokens / seconds / the rate of an 8192^3 bfloat16 matrix product, measured in the same
 process. The parameters of the layers count for every token that is computed (a shared prompt once), those of the head
@@ -39,7 +39,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES  # noqa: E402
 from trl_side import named  # noqa: E402
 
-from rollout import Outcome, positive, run_script  # noqa: E402  (modules beside this one)
+from rollout import Outcome, odd, positive, run_script  # noqa: E402  (modules beside this one)
 
 LONGEST_PROMPT = 64
 """Tokens of the made-up prompts of ``sizes``, at most."""
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, help="response tokens at most; 768, or 4096 for sizes")
     parser.add_argument("--micro-tokens", type=positive, help="of a forward pass of ours; 32768, or full for sizes")
     parser.add_argument("--warmup", type=positive, default=2)
-    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--repeats", type=odd, default=5)
     parser.add_argument("--set", nargs="+", default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
     parser.add_argument("--settings", nargs="+", default=["defaults", "nockpt+micro32"], help="of TRL")
     parser.add_argument("--size", nargs="+", default=["1.5b", "7b"], choices=sorted(SHAPES))
@@ -88,7 +88,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.tiny:
         options.shape, options.groups, options.samples = "tiny", 2, 4
         options.size, options.limit, options.micro_tokens = ["tiny"], min(options.limit, 48), 600
-        options.warmup, options.repeats = 1, 2
+        options.warmup, options.repeats = 1, 1
     options.device = "cpu" if options.tiny else "cuda"
     return options
 
@@ -156,7 +156,7 @@ def summary(side: Outcome) -> dict[str, Any]:
     """The median of the updates that count, with its phases."""
     updates = sorted((u for u in side.of("update") if u["counts"]), key=lambda update: update["seconds"])
     work = next(iter(side.of("work")), {})
-    chosen = updates[(len(updates) - 1) // 2] if updates and work else None
+    chosen = updates[len(updates) // 2] if updates and work else None
     limits = side.limits
     found: dict[str, Any] = {
         "name": side.name,

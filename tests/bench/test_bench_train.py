@@ -78,13 +78,13 @@ def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> No
     assert shared["shared_tokens"] <= shared["computed"] < shared["tokens"]
     for side in found["sides"]:
         assert side["seconds"] == pytest.approx(sum(side["phases"].values()))
-        assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 3
+        assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 2
 
 
 def test_the_peer_trains_on_the_same_tokens_without_its_rollout(tmp_path: Path) -> None:
     found = train.main(["trl", "--out", str(tmp_path), "--tiny", "--settings", "nockpt+micro4"])
     (side,) = found["sides"]
-    assert side["micro_batches"] == 2 and len(side["updates"]) == 3
+    assert side["micro_batches"] == 2 and len(side["updates"]) == 2
     made = train_work.make_sequences(2, 4, SHAPES["tiny"].vocabulary, 48)
     padded = train_sides.padded(made, "cpu")
     assert int(padded["completion_mask"].sum()) == side["response_tokens"] == made.response_tokens
@@ -104,11 +104,11 @@ def test_memory_is_predicted_beside_what_is_taken(tmp_path: Path) -> None:
 
 
 def test_phases_of_a_cycle_add_up_to_it(tmp_path: Path) -> None:
-    sizes = ["--prompts", "4", "--samples", "2", "--updates", "2", "--limit", "24", "--cycles", "2"]
+    sizes = ["--prompts", "4", "--samples", "2", "--updates", "2", "--limit", "24", "--cycles", "1"]
     more = ["--device", "cpu", "--shape", "tiny", "--micro-tokens", "2000", "--concurrent", "8"]
     found = cycle.main(["ours", "--out", str(tmp_path), *sizes, *more, "--set", "training.weight_decay=0.0"])
     (side,) = found["sides"]
-    assert len(side["cycles"]) == 3
+    assert len(side["cycles"]) == 2
     for one in side["cycles"]:
         assert one["seconds"] == pytest.approx(sum(one["phases"].values())) and one["updates"] == 2
         assert one["generated"] == one["trained"] == 4 * 2 * 24
@@ -118,6 +118,21 @@ def test_phases_of_a_cycle_add_up_to_it(tmp_path: Path) -> None:
     assert other["sides"][0]["seconds"] != side["seconds"]  # other work
     theirs = cycle_sides.their_cycle(100.0, {"generate": 45.0, "sync": 1.0, "reward": 2.0, "whole": 57.0})
     assert theirs["phases"] == {"rollout": 44, "sync": 1, "reward": 2, "prepare": 10, "update": 43, "rest": 0}
+
+
+def test_the_median_cycle_counts_and_even_numbers_of_them_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cycles = [
+        {"kind": "cycle", "seconds": s, "phases": {"update": s}, "inside": {}, "generated": 1, "trained": 1}
+        for s in (90.0, 3.0, 1.0, 2.0)
+    ]
+    found = cycle.summary(rollout.Outcome("ours", 0.0, cycles, None), warmup=1)
+    assert found["seconds"] == found["phases"]["update"] == 2.0
+    assert cycle.parse(["ours", "--out", str(tmp_path)]).cycles == 5
+    with pytest.raises(SystemExit):
+        cycle.parse(["ours", "--out", str(tmp_path), "--cycles", "4"])
+    assert "4: must be odd" in capsys.readouterr().err
 
 
 def test_a_comparison_is_void_where_the_peer_is_slower_than_known(tmp_path: Path) -> None:
