@@ -16,6 +16,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+REWARD_WORKERS = 4
+"""Processes of the math reward, on both sides."""
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -169,7 +171,7 @@ class MathReward:
 
     __name__ = "math"
 
-    def __init__(self, workers: int = 4) -> None:
+    def __init__(self, workers: int = REWARD_WORKERS) -> None:
         self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
     def __call__(self, prompts: Any, completions: Any, answer: Sequence[str], **others: Any) -> list[float]:

@@ -171,12 +171,12 @@ def test_settings_are_those_that_trl_has(name: str, tmp_path: Path) -> None:
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128 * 16 // 4
 
 
-def test_both_sides_of_a_cycle_take_the_rows_in_their_order(tmp_path: Path) -> None:
+def test_both_sides_of_a_cycle_take_the_rows_in_their_order_and_have_as_many_reward_workers(tmp_path: Path) -> None:
     task = cycle.task_of(cycle.parse(["ours", "--out", str(tmp_path), "--shape", "tiny"]))
     assert not trl_side.grpo_settings(task, trl_side.named("defaults"), 8, tmp_path)["shuffle_dataset"]
     job = {"task": task, "rows": None, "warmup": 1, "cycles": 1, "device": "cpu", "concurrent": 8, "micro_tokens": 99}
     ours = cycle_sides.settings_of(job)
-    assert not ours["data.shuffle"]
+    assert not ours["data.shuffle"] and ours["reward.workers"] == trl_side.REWARD_WORKERS
 
 
 # --- GSM8K ------------------------------------------------------------------------------------------------------------
