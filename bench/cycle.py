@@ -7,9 +7,9 @@ usage: python bench/cycle.py ours    --out FOLDER [--model FOLDER --rows FILE]
 A cycle: ``--prompts`` x ``--samples`` responses of up to ``--limit`` tokens at T = 1 with log-probs, their rewards (our
 math reward, in four processes, on both sides), ``--updates`` optimizer steps on all of them (DAPO's loss, Clip-Higher,
 overlong punishment, AdamW, float32 masters, bfloat16 compute), and the new weights in the engine. Dynamic sampling is
-off, so that both sides train on every sample. TRL has one pass more than ours by default: it computes the
-log-probabilities of the policy before the updates (``prepare``), where ours takes the engine's; with
-``--set algorithm.proximal=recompute`` ours computes them too. A cycle lasts from the end of the one before to its own
+off, so that both sides train on every sample. TRL has one pass more than ours: it computes the log-probabilities of the
+policy before the updates (``prepare``), where ours takes the engine's. ``compare`` has a second side of ours that
+computes them too, ``algorithm.proximal=recompute``, and a ratio for each. A cycle lasts from the end of the one before to its own
 end; its phases add up to that. Each side runs in a process of its own on the whole card, one after the other;
 ``--warmup`` cycles are left out, the median of ``--cycles`` (an odd number) counts.
 
@@ -125,6 +125,11 @@ def task_of(options: argparse.Namespace) -> Task:
 
 def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Our side alone."""
+    return [our_side(options, "ours")]
+
+
+def our_side(options: argparse.Namespace, name: str, **keys: Any) -> dict[str, Any]:
+    """Ours, with keys of the recipe beside those of ``--set``."""
     import yaml
 
     values = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in options.set)}
@@ -133,9 +138,9 @@ def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
         "device": options.device,
         "concurrent": options.concurrent,
         "micro_tokens": options.micro_tokens,
-        "set": values,
+        "set": values | keys,
     }
-    return [summary(run(options, "ours", job, [HERE.parent / "src"]), options.warmup)]
+    return summary(run(options, name, job, [HERE.parent / "src"]), options.warmup)
 
 
 def trl(options: argparse.Namespace, setting: str) -> dict[str, Any]:
@@ -174,18 +179,21 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ours, and TRL at its best."""
+    """Ours, with the engine's log-probs and with its own, and TRL at its best."""
     memory = options.out / "settings.json"
     known: dict[str, float] = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else {}
     best = options.best or (min(known, key=lambda name: known[name]) if known else None)
     sides = ours(options)
+    recomputed = our_side(options, "ours-recompute", **{"algorithm.proximal": "recompute"})
+    sides.append(recomputed | {"name": "ours, old log-probs recomputed"})
     if best is None:
         console.print("no setting was searched for in this folder: run search first, or name --best")
         return sides
-    sides.append(trl(options, best) | {"name": "TRL"})
-    if sides[0]["seconds"] and sides[1]["seconds"]:
-        sides[1]["ratio"] = sides[1]["seconds"] / sides[0]["seconds"]
-    return sides
+    theirs = trl(options, best) | {"name": "TRL"}
+    for side in sides:
+        if side["seconds"] and theirs["seconds"]:
+            side["ratio"] = theirs["seconds"] / side["seconds"]
+    return [*sides, theirs]
 
 
 def common(options: argparse.Namespace, cycles: int) -> dict[str, Any]:
@@ -220,9 +228,9 @@ def void_reasons(options: argparse.Namespace, sides: list[dict[str, Any]]) -> li
     """Why a comparison says nothing; none: it holds."""
     reasons = []
     measured = [side for side in sides if side["seconds"]]
-    theirs = [side["seconds"] for side in measured if side["name"] != "ours"]
-    if len(measured) < 2:
-        reasons.append("not both sides were measured")
+    theirs = [side["seconds"] for side in measured if side["name"] == "TRL"]
+    if not theirs or len(measured) < len(sides):
+        reasons.append("not all sides were measured")
     if theirs and _is_known(options) and min(theirs) > KNOWN_SECONDS:
         reasons.append(f"TRL took {min(theirs):.0f} s, and {KNOWN_SECONDS:.0f} s are known of it on an H100 80GB")
     tokens = [side["tokens"] for side in measured]
@@ -259,9 +267,9 @@ def show(found: dict[str, Any]) -> None:
     row("tokens in the loss", lambda side: _number(side["trained"], 0))
     row("memory, GB", lambda side: _number(side["memory"] and side["memory"] / 1e9, 1))
     console.print(table)
-    for side in sides[1:]:
-        if side.get("ratio"):
-            console.print(f"{side['name']} / ours: {side['ratio']:.1f}x", highlight=False)
+    for side in sides:
+        if "ratio" in side:
+            console.print(f"TRL / {side['name']}: {side['ratio']:.1f}x", highlight=False)
     for reason in found["void"]:
         console.print(f"VOID: {reason}", style="red", markup=False)
 

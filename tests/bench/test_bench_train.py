@@ -120,6 +120,26 @@ def test_phases_of_a_cycle_add_up_to_it(tmp_path: Path) -> None:
     assert theirs["phases"] == {"rollout": 44, "sync": 1, "reward": 2, "prepare": 10, "update": 43, "rest": 0}
 
 
+def test_a_comparison_has_a_ratio_for_ours_with_and_without_old_log_probs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds, asked = {"ours": 10.0, "ours-recompute": 12.5, "trl-micro8": 100.0}, {}
+
+    def side(options: Namespace, name: str, job: dict[str, Any], *_: Any) -> rollout.Outcome:
+        asked[name] = job.get("set")
+        one = {"kind": "cycle", "seconds": seconds[name], "phases": {}, "inside": {}, "generated": 9, "trained": 9}
+        return rollout.Outcome(name, 0.0, [one] * 2, None)
+
+    monkeypatch.setattr(cycle, "run", side)
+    model, rows = tmp_path / "model", tmp_path / "rows"
+    SHAPES["tiny"].write(model), rows.touch()
+    places = ["--out", str(tmp_path), "--model", str(model), "--rows", str(rows), "--device", "cpu"]
+    found = cycle.main(["compare", *places, "--best", "micro8", "--set", "seed=3"])
+    assert [side.get("ratio") for side in found["sides"]] == [10.0, 8.0, None] and not found["void"]
+    assert asked["ours"] == {"seed": 3} and asked["ours-recompute"] == {"seed": 3, "algorithm.proximal": "recompute"}
+    assert "TRL / ours, old log-probs recomputed: 8.0x" in capsys.readouterr().out
+
+
 def test_the_median_cycle_counts_and_even_numbers_of_them_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +165,8 @@ def test_a_comparison_is_void_where_the_peer_is_slower_than_known(tmp_path: Path
     fine = [side("ours", 12.0), side("TRL", 80.0)]
     assert cycle.void_reasons(options, fine) == []
     assert "97 s are known" in cycle.void_reasons(options, [fine[0], side("TRL", 99.0)])[0]
-    assert cycle.void_reasons(options, [fine[0], side("TRL", None)]) == ["not both sides were measured"]
+    assert cycle.void_reasons(options, [fine[0], side("TRL", None)]) == ["not all sides were measured"]
+    assert cycle.void_reasons(options, [fine[0], side("ours, old log-probs recomputed", 13.0)]) != []
     assert "500,000 to 600,000" in cycle.void_reasons(options, [side("ours", 12.0, 500_000), *fine[1:]])[0]
 
 
