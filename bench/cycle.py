@@ -9,9 +9,9 @@ math reward, in four processes, on both sides), ``--updates`` optimizer steps on
 overlong punishment, AdamW, float32 masters, bfloat16 compute), and the new weights in the engine. Dynamic sampling is
 off, so that both sides train on every sample. TRL has one pass more than ours: it computes the log-probabilities of the
 policy before the updates (``prepare``), where ours takes the engine's. ``compare`` has a second side of ours that
-computes them too, ``algorithm.proximal=recompute``, and a ratio for each. A cycle lasts from the end of the one before to its own
-end; its phases add up to that. Each side runs in a process of its own on the whole card, one after the other;
-``--warmup`` cycles are left out, the median of ``--cycles`` (an odd number) counts.
+computes them too, ``algorithm.proximal=recompute``, and a ratio for each. A cycle lasts from the end of the one before
+to its own end; its phases add up to that. Each side runs in a process of its own on the whole card, one after the
+other; ``--warmup`` cycles are left out, the median of ``--cycles`` (an odd number) counts.
 
 Without ``--model`` ours has random weights (``--shape``) and response lengths of real responses: for development only.
 TRL and vLLM are imported from ``--peer-path`` (a folder that pip installed them to with ``--target``) by TRL's

@@ -78,6 +78,7 @@ def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> No
     assert shared["shared_tokens"] <= shared["computed"] < shared["tokens"]
     for side in found["sides"]:
         assert side["seconds"] == pytest.approx(sum(side["phases"].values()))
+        assert side["hand_over"] > 0
         assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 2
 
 
@@ -88,6 +89,8 @@ def test_the_peer_trains_on_the_same_tokens_without_its_rollout(tmp_path: Path) 
     made = train_work.make_sequences(2, 4, SHAPES["tiny"].vocabulary, 48)
     padded = train_sides.padded(made, "cpu")
     assert int(padded["completion_mask"].sum()) == side["response_tokens"] == made.response_tokens
+    assert side["phases"] == {}  # TRL's host does not wait for the card between forward and backward
+    assert side["computed"] == padded["prompt_ids"].numel() + padded["completion_ids"].numel()
     assert int(padded["prompt_mask"].sum()) == made.tokens - made.response_tokens
 
 
