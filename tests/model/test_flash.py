@@ -6,6 +6,7 @@ are fewer than the keys of their sequence are its last ones, and a window counts
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from dapo.model.attention import AttentionSpec
+from dapo.model.flash import flash_can
 from dapo.model.packed import PackedAttention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -78,3 +80,11 @@ def test_the_kernels_get_the_sequences_and_the_row_its_gradients(
         results.append([out, *torch.autograd.grad(out, row, towards)])
     for have, want in zip(*results, strict=True):
         torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("card", "works"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_older_cards_go_the_padded_way(card: tuple[int, int], works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    query: Any = SimpleNamespace(shape=(1, 2, 3, 64), is_cuda=True, device="cuda:0", dtype=torch.bfloat16)
+    assert flash_can(query, query, None) is works
+    assert not flash_can(query, query, 5.0)

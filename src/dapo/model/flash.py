@@ -15,13 +15,17 @@ from typing import Any
 import torch
 
 LARGEST_HEAD = 256
+OLDEST_CARD = (8, 0)
+"""Compute capability that the kernels need: a T4 or V100 has less."""
 
 
 def flash_can(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
-    """Whether the kernels compute this: ``query`` and ``value`` ``[..., D]``; decided by type and shape alone."""
+    """Whether the kernels compute this: ``query`` and ``value`` ``[..., D]``; decided by card, type and shape alone."""
     dim = query.shape[-1]
-    fits = dim == value.shape[-1] and dim % 8 == 0 and dim <= LARGEST_HEAD
-    return query.is_cuda and softcap is None and value.dtype in (torch.bfloat16, torch.float16) and fits
+    fits = dim == value.shape[-1] and dim % 8 == 0 and dim <= LARGEST_HEAD and softcap is None
+    if not (fits and query.is_cuda and value.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= OLDEST_CARD
 
 
 class FlashLayout:
