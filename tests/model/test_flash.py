@@ -42,10 +42,11 @@ def forward(*given: Any, scale: float, **window: int) -> tuple[torch.Tensor, tor
 
 
 def backward(*given: Any, scale: float, **window: int) -> tuple[torch.Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in given[1:4]]
-    with torch.enable_grad():
-        out = attention(leaves, given[6:10], scale, window.get("window_size_left"))
-    return torch.autograd.grad(out, leaves, given[0])
+    def out(*row: torch.Tensor) -> torch.Tensor:
+        return attention(list(row), given[6:10], scale, window.get("window_size_left"))
+
+    found: tuple[torch.Tensor, ...] = torch.func.vjp(out, *given[1:4])[1](given[0])
+    return found
 
 
 @pytest.fixture
@@ -76,7 +77,8 @@ def test_the_kernels_get_the_sequences_and_the_row_its_gradients(
     results = []
     for by_kernels in (True, False):
         monkeypatch.setattr("dapo.model.packed.flash_can", lambda *_, by_kernels=by_kernels: by_kernels)
-        out = PackedAttention(lengths, "cpu", torch.tensor(place), shared).attend(spec, *row)
+        layout = PackedAttention(lengths, "cpu", torch.tensor(place), shared)
+        out = layout.attend(spec, *row)
         results.append([out, *torch.autograd.grad(out, row, towards)])
     for have, want in zip(*results, strict=True):
         torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
