@@ -259,6 +259,7 @@ class Trainer:
 
         Raises:
             NumericalError: weights are not finite.
+            UserError: an update failed halfway through them.
         """
         self.check_finite()
         if self._unpublished:
@@ -272,7 +273,14 @@ class Trainer:
 
         Raises:
             NumericalError: weights are not finite numbers.
+            UserError: an update failed halfway through them.
         """
+        if getattr(self._optimizer, "torn", False):
+            raise UserError(
+                "an update failed when it had changed some of the weights and not the others "
+                "(training.offload_optimizer changes them part by part), so they are of no use. What to try: go on from "
+                "the last checkpoint with more free memory, on the device and in the host"
+            )
         norms = torch._foreach_norm(list(self._parameters.values()))  # one pass over them, at the memory's speed
         if bool(torch.stack(norms).isfinite().all()):  # one look at the device
             return
