@@ -7,11 +7,11 @@ usage: python bench/cycle.py ours    --out FOLDER [--model FOLDER --rows FILE]
 A cycle: ``--prompts`` x ``--samples`` responses of up to ``--limit`` tokens at T = 1 with log-probs, their rewards (our
 math reward, in four processes, on both sides), ``--updates`` optimizer steps on all of them (DAPO's loss, Clip-Higher,
 overlong punishment, AdamW, float32 masters, bfloat16 compute), and the new weights in the engine. Dynamic sampling is
-off, so that both sides train on every sample. TRL has one pass more than ours by default: it computes the
-log-probabilities of the policy before the updates (``prepare``), where ours takes the engine's; with
-``--set algorithm.proximal=recompute`` ours computes them too. A cycle lasts from the end of the one before to its own
-end; its phases add up to that. Each side runs in a process of its own on the whole card, one after the other;
-``--warmup`` cycles are left out, the median of ``--cycles`` counts.
+off, so that both sides train on every sample. TRL has one pass more than ours: it computes the log-probabilities of the
+policy before the updates (``prepare``), where ours takes the engine's. ``compare`` has a second side of ours that
+computes them too, ``algorithm.proximal=recompute``, and a ratio for each. A cycle lasts from the end of the one before
+to its own end; its phases add up to that. Each side runs in a process of its own on the whole card, one after the
+other; ``--warmup`` cycles are left out, the median of ``--cycles`` (an odd number) counts.
 
 Without ``--model`` ours has random weights (``--shape``) and response lengths of real responses: for development only.
 TRL and vLLM are imported from ``--peer-path`` (a folder that pip installed them to with ``--target``) by TRL's
@@ -43,7 +43,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES, Shape  # noqa: E402
 from trl_side import Task, named  # noqa: E402
 
-from rollout import Outcome, positive, run_script, run_side  # noqa: E402  (modules beside this one)
+from rollout import Outcome, odd, positive, run_script, run_side  # noqa: E402  (modules beside this one)
 
 KNOWN_SECONDS = 97.0
 """A cycle of TRL 1.16 with vLLM 0.25.1 on an NVIDIA H100 80GB: 0.5B model, 128 x 16, 4 updates, up to 768 tokens."""
@@ -79,8 +79,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrent", type=positive, default=1024, help="sequences at once in our engine")
     parser.add_argument("--micro-tokens", type=positive, default=32768, help="of ours: tokens of a forward pass")
     parser.add_argument("--warmup", type=positive, default=1, help="cycles that do not count")
-    parser.add_argument("--cycles", type=positive, default=4, help="of ours that count")
-    parser.add_argument("--peer-cycles", type=positive, default=1, help="of TRL's that count")
+    parser.add_argument("--cycles", type=odd, default=5, help="of ours that count")
+    parser.add_argument("--peer-cycles", type=odd, default=1, help="of TRL's that count")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe")
     parser.add_argument("--peer-path", type=Path, help="folder that TRL and vLLM are installed in")
     parser.add_argument("--search", nargs="+", default=["defaults"], metavar="SETTING")
@@ -116,6 +116,7 @@ def task_of(options: argparse.Namespace) -> Task:
         options.limit,
         overlong=max(1, options.limit // 6),
         longest_prompt=512,
+        shuffle=False,
     )
 
 
@@ -124,6 +125,11 @@ def task_of(options: argparse.Namespace) -> Task:
 
 def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Our side alone."""
+    return [our_side(options, "ours")]
+
+
+def our_side(options: argparse.Namespace, name: str, **keys: Any) -> dict[str, Any]:
+    """Ours, with keys of the recipe beside those of ``--set``."""
     import yaml
 
     values = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in options.set)}
@@ -132,9 +138,9 @@ def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
         "device": options.device,
         "concurrent": options.concurrent,
         "micro_tokens": options.micro_tokens,
-        "set": values,
+        "set": values | keys,
     }
-    return [summary(run(options, "ours", job, [HERE.parent / "src"]), options.warmup)]
+    return summary(run(options, name, job, [HERE.parent / "src"]), options.warmup)
 
 
 def trl(options: argparse.Namespace, setting: str) -> dict[str, Any]:
@@ -173,18 +179,21 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ours, and TRL at its best."""
+    """Ours, with the engine's log-probs and with its own, and TRL at its best."""
     memory = options.out / "settings.json"
     known: dict[str, float] = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else {}
     best = options.best or (min(known, key=lambda name: known[name]) if known else None)
     sides = ours(options)
+    recomputed = our_side(options, "ours-recompute", **{"algorithm.proximal": "recompute"})
+    sides.append(recomputed | {"name": "ours, old log-probs recomputed"})
     if best is None:
         console.print("no setting was searched for in this folder: run search first, or name --best")
         return sides
-    sides.append(trl(options, best) | {"name": "TRL"})
-    if sides[0]["seconds"] and sides[1]["seconds"]:
-        sides[1]["ratio"] = sides[1]["seconds"] / sides[0]["seconds"]
-    return sides
+    theirs = trl(options, best) | {"name": "TRL"}
+    for side in sides:
+        if side["seconds"] and theirs["seconds"]:
+            side["ratio"] = theirs["seconds"] / side["seconds"]
+    return [*sides, theirs]
 
 
 def common(options: argparse.Namespace, cycles: int) -> dict[str, Any]:
@@ -200,7 +209,7 @@ def summary(side: Outcome, warmup: int) -> dict[str, Any]:
     """Medians over the cycles that count; phases are those of the median cycle, so that they add up to it."""
     cycles = side.of("cycle")
     counted = sorted(cycles[warmup:], key=lambda cycle: cycle["seconds"])
-    chosen = counted[(len(counted) - 1) // 2] if counted else {}
+    chosen = counted[len(counted) // 2] if counted else {}
     return {
         "name": side.name,
         "seconds": chosen.get("seconds"),
@@ -219,9 +228,9 @@ def void_reasons(options: argparse.Namespace, sides: list[dict[str, Any]]) -> li
     """Why a comparison says nothing; none: it holds."""
     reasons = []
     measured = [side for side in sides if side["seconds"]]
-    theirs = [side["seconds"] for side in measured if side["name"] != "ours"]
-    if len(measured) < 2:
-        reasons.append("not both sides were measured")
+    theirs = [side["seconds"] for side in measured if side["name"] == "TRL"]
+    if not theirs or len(measured) < len(sides):
+        reasons.append("not all sides were measured")
     if theirs and _is_known(options) and min(theirs) > KNOWN_SECONDS:
         reasons.append(f"TRL took {min(theirs):.0f} s, and {KNOWN_SECONDS:.0f} s are known of it on an H100 80GB")
     tokens = [side["tokens"] for side in measured]
@@ -258,9 +267,9 @@ def show(found: dict[str, Any]) -> None:
     row("tokens in the loss", lambda side: _number(side["trained"], 0))
     row("memory, GB", lambda side: _number(side["memory"] and side["memory"] / 1e9, 1))
     console.print(table)
-    for side in sides[1:]:
-        if side.get("ratio"):
-            console.print(f"{side['name']} / ours: {side['ratio']:.1f}x", highlight=False)
+    for side in sides:
+        if "ratio" in side:
+            console.print(f"TRL / {side['name']}: {side['ratio']:.1f}x", highlight=False)
     for reason in found["void"]:
         console.print(f"VOID: {reason}", style="red", markup=False)
 

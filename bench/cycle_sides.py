@@ -17,7 +17,7 @@ from typing import Any
 
 from rollout_work import Report, drawn_lengths
 from sides import mark, timed, verdict
-from trl_side import MathReward, Task, conversation, make_trainer, named, punishment
+from trl_side import REWARD_WORKERS, MathReward, Task, conversation, make_trainer, named, punishment
 
 PHASES = ("rollout", "prepare", "update", "sync")
 """Of our cycle; with the rest they add up to it."""
@@ -63,6 +63,7 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
         "rollout.max_response_length": task.limit,
         "rollout.max_concurrent_samples": job["concurrent"],
         "rollout.temperature": task.temperature,
+        "reward.workers": REWARD_WORKERS,
         "algorithm.filter_groups.enable": False,
         "algorithm.overlong_buffer.len": task.overlong,
         "training.steps": job["warmup"] + job["cycles"],

@@ -131,6 +131,14 @@ def positive(text: str) -> int:
     return number
 
 
+def odd(text: str) -> int:
+    """An option's whole number that has a middle one."""
+    number = positive(text)
+    if number % 2 == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be odd, so that one of them is the median")
+    return number
+
+
 # --- the work ---------------------------------------------------------------------------------------------------------
 
 

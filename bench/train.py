@@ -9,11 +9,14 @@ usage: python bench/train.py ours  --out FOLDER             with and without sha
 weights (``--shape``) and the lengths of real prompts and responses (``response_lengths.json``): forward, backward,
 clipping, AdamW; float32 masters, bfloat16 compute. Ours packs ``--micro-tokens`` tokens into a forward pass. TRL's is
 its own loop with the rollout replaced (``train_sides.py``), padded as it pads, in settings of ``trl_side.py``. The
-median of ``--repeats`` updates counts, after ``--warmup`` ones.
+median of ``--repeats`` (an odd number) updates counts, after ``--warmup`` ones.
 
 The share is 6 x parameters x tokens / seconds / the rate of an 8192^3 bfloat16 matrix product, measured in the same
-process. The parameters of the layers count for every token that is computed (a shared prompt once), those of the head
-for response tokens only, embeddings and attention not at all.
+process. The parameters of the layers count for every token that is computed (a shared prompt once, padding never),
+those of the head for response tokens only, embeddings and attention not at all.
+
+``ours`` also times the hand-over of the weights to an engine, after the updates: all of them are looked at (finite?)
+and copied into a bfloat16 model; the median of ``--repeats``.
 
 ``sizes`` makes one step of a whole run with responses of the full ``--limit``, forward passes as full as they can be,
 and prints the most memory that dapo predicts beside what was taken: ``1.5b`` all parameters, ``7b`` (weights in
@@ -39,7 +42,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES  # noqa: E402
 from trl_side import named  # noqa: E402
 
-from rollout import Outcome, positive, run_script  # noqa: E402  (modules beside this one)
+from rollout import Outcome, odd, positive, run_script  # noqa: E402  (modules beside this one)
 
 LONGEST_PROMPT = 64
 """Tokens of the made-up prompts of ``sizes``, at most."""
@@ -67,7 +70,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, help="response tokens at most; 768, or 4096 for sizes")
     parser.add_argument("--micro-tokens", type=positive, help="of a forward pass of ours; 32768, or full for sizes")
     parser.add_argument("--warmup", type=positive, default=2)
-    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--repeats", type=odd, default=5)
     parser.add_argument("--set", nargs="+", default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
     parser.add_argument("--settings", nargs="+", default=["defaults", "nockpt+micro32"], help="of TRL")
     parser.add_argument("--size", nargs="+", default=["1.5b", "7b"], choices=sorted(SHAPES))
@@ -88,7 +91,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.tiny:
         options.shape, options.groups, options.samples = "tiny", 2, 4
         options.size, options.limit, options.micro_tokens = ["tiny"], min(options.limit, 48), 600
-        options.warmup, options.repeats = 1, 2
+        options.warmup, options.repeats = 1, 1
     options.device = "cpu" if options.tiny else "cuda"
     return options
 
@@ -156,14 +159,16 @@ def summary(side: Outcome) -> dict[str, Any]:
     """The median of the updates that count, with its phases."""
     updates = sorted((u for u in side.of("update") if u["counts"]), key=lambda update: update["seconds"])
     work = next(iter(side.of("work")), {})
-    chosen = updates[(len(updates) - 1) // 2] if updates and work else None
+    chosen = updates[len(updates) // 2] if updates and work else None
     limits = side.limits
+    hand_overs = [record["seconds"] for record in side.of("hand_over") if record["counts"]]
     found: dict[str, Any] = {
         "name": side.name,
         "device": limits and limits.device,
         "rate": limits and limits.operations_per_second,
         "seconds": None,
         "memory": next((record["bytes"] for record in side.of("memory")), None),
+        "hand_over": median(hand_overs) if hand_overs else None,
         "updates": side.of("update"),
         "error": side.error,
         **{name: value for name, value in work.items() if name not in ("kind", "time")},
@@ -195,15 +200,16 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(label, *(value(side) for side in sides))
 
     row("tokens of the sequences", lambda side: f"{side['tokens']:,}")
-    row("tokens computed", lambda side: f"{side['computed']:,}")
+    row("tokens computed, padding included", lambda side: f"{side['computed']:,}")
     row("tokens through the head", lambda side: f"{side['response_tokens']:,}")
     row("forward passes", lambda side: str(side["micro_batches"]))
     for phase in dict.fromkeys(name for side in sides for name in side["phases"]):
         row(f"seconds, {phase}", lambda side, phase=phase: f"{side['phases'].get(phase, 0):.4f}")
     row("seconds", lambda side: f"{side['seconds']:.4f}")
     row("tokens/s, of the sequences", lambda side: f"{side['tokens_per_second']:,.0f}")
-    row("tokens/s, computed", lambda side: f"{side['computed_per_second']:,.0f}")
+    row("tokens/s, computed, padding included", lambda side: f"{side['computed_per_second']:,.0f}")
     row("share of the measured rate", lambda side: f"{side['share']:.1%}")
+    row("hand-over, ms", lambda side: "-" if side["hand_over"] is None else f"{1e3 * side['hand_over']:.2f}")
     row("memory, GB", lambda side: f"{(side['memory'] or 0) / 1e9:.1f}")
     console.print(table)
 

@@ -19,7 +19,6 @@ import torch
 from cycle_sides import peak_bytes, random_model, rows_of, settings_of
 from rollout_ours import load, measure_limits
 from rollout_work import Report, Shape
-from sides import timed
 from train_work import Sequences, make_sequences, training_operations
 from trl_side import Task, grpo_settings, named
 
@@ -76,9 +75,26 @@ def ours(job: dict[str, Any], report: Report) -> None:
             skipped=done.skipped,
         )
     report.say("memory", bytes=peak_bytes())
+    hand_overs(trainer, job["repeats"], report)
     computed = computed_tokens(model, lambda: trainer.update(batch, inputs, objective))
     operations = training_operations(shape, computed, sequences.response_tokens)
     report.say("work", **described(sequences), computed=computed, operations=operations)
+
+
+def hand_overs(trainer: Any, repeats: int, report: Report) -> None:
+    """What happens when the engine gets new weights: they are found finite, then cast and copied into its own model,
+    as ``NativeEngine.load_weights`` does it. The first one does not count."""
+    from dapo.model.loading import copy_model
+
+    theirs = dict(copy_model(trainer.policy.model, torch.bfloat16).named_parameters())
+    for number in range(1 + repeats):
+        _wait()
+        start = time.perf_counter()
+        names, tensors = zip(*trainer.publish()[1], strict=True)
+        with torch.no_grad():
+            torch._foreach_copy_([theirs[name] for name in names], list(tensors))
+        _wait()
+        report.say("hand_over", counts=number > 0, seconds=time.perf_counter() - start)
 
 
 def described(sequences: Sequences) -> dict[str, int]:
@@ -135,7 +151,7 @@ def token_inputs(batch: Any) -> Any:
 
 
 def computed_tokens(model: Any, action: Callable[[], Any]) -> int:
-    """How many tokens go through the embedding, and so through the layers, while something is done."""
+    """How many tokens, padding included, go through the embedding, and so the layers, while something is done."""
     seen: list[int] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda module, ids, out: seen.append(ids[0].numel()))
     try:
@@ -152,7 +168,8 @@ def trl(job: dict[str, Any], report: Report) -> None:
     """TRL's own loop over one mini-batch, with the rollout replaced by what it would have returned.
 
     What is timed is what TRL does with samples: forward, backward, clipping and AdamW, padded as it pads them. The pass
-    for log-probabilities of the old policy, which its cycle has as well, is left out.
+    for log-probabilities of the old policy, which its cycle has as well, is left out. The operations are those that the
+    tokens need without their padding.
     """
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -163,8 +180,6 @@ def trl(job: dict[str, Any], report: Report) -> None:
     limits = measure_limits(job["device"])
     report.say("limits", **asdict(limits))
     shape, sequences = Shape.read(job["model"]), _sequences(job)
-    operations = training_operations(shape, sequences.tokens, sequences.response_tokens)
-    report.say("work", **described(sequences), computed=sequences.tokens, operations=operations)
     task = Task(job["model"], job["groups"], job["samples"], updates=1, limit=job["limit"])
     steps = job["warmup"] + job["repeats"]
     clock: list[float] = []
@@ -178,9 +193,7 @@ def trl(job: dict[str, Any], report: Report) -> None:
             _wait()
             seconds = time.perf_counter() - clock[-1]
             counts = state.global_step > job["warmup"]
-            phases = {"forward": sum(forward), "rest": seconds - sum(forward)}
-            forward.clear()
-            report.say("update", counts=counts, seconds=seconds, phases=phases, micro_batches=micro, skipped=None)
+            report.say("update", counts=counts, seconds=seconds, phases={}, micro_batches=micro, skipped=None)
 
     with tempfile.TemporaryDirectory() as folder:
         settings = grpo_settings(task, named(job["setting"]), steps, Path(folder))
@@ -201,9 +214,10 @@ def trl(job: dict[str, Any], report: Report) -> None:
         )
         rollout = padded(sequences, job["device"])  # made once: to make it takes 80 ms, which are not TRL's
         trainer._generate_and_score_completions = lambda inputs: dict(rollout)
-        forward = timed(trainer, "compute_loss", lambda out: None)
-        trainer.train()
+        computed = computed_tokens(model, trainer.train) // steps
     report.say("memory", bytes=peak_bytes())
+    operations = training_operations(shape, sequences.tokens, sequences.response_tokens)
+    report.say("work", **described(sequences), computed=computed, operations=operations)
 
 
 def padded(sequences: Sequences, device: str) -> dict[str, torch.Tensor]:

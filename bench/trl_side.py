@@ -3,7 +3,8 @@
 A setting is named by what differs from the defaults, joined by ``+``, such as ``nockpt+micro32+async``. All of them
 have loss type ``dapo``, Clip-Higher, no KL, float32 master weights under bfloat16 autocast (TRL's default), AdamW
 (fused), the same samples per update, and no logging, evaluation or checkpoints. TRL 1.16 computes log-probabilities in
-chunks in any setting (it calls its Liger loss deprecated), so there is no switch for that.
+chunks in any setting (it calls its Liger loss deprecated), so there is no switch for that. Its attention in training is
+Transformers' default, ``sdpa``, in all of them: no other one was tried.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+REWARD_WORKERS = 4
+"""Processes of the math reward, on both sides."""
 INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -73,6 +76,8 @@ class Task:
     weight_decay: float = 0.1
     temperature: float = 1.0
     seed: int = 1
+    shuffle: bool = True
+    """Whether the rows are permuted; if not, they are taken in their order, as in ours with ``data.shuffle`` off."""
 
     @property
     def batch(self) -> int:
@@ -99,6 +104,7 @@ def grpo_settings(task: Task, setting: Setting, steps: int, folder: Path) -> dic
     common: dict[str, Any] = {
         "output_dir": str(folder),
         "seed": task.seed,
+        "shuffle_dataset": task.shuffle,
         "max_steps": steps,
         "num_generations": task.samples,
         "steps_per_generation": task.updates * per_update,
@@ -165,7 +171,7 @@ class MathReward:
 
     __name__ = "math"
 
-    def __init__(self, workers: int = 4) -> None:
+    def __init__(self, workers: int = REWARD_WORKERS) -> None:
         self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
     def __call__(self, prompts: Any, completions: Any, answer: Sequence[str], **others: Any) -> list[float]:

@@ -78,16 +78,19 @@ def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> No
     assert shared["shared_tokens"] <= shared["computed"] < shared["tokens"]
     for side in found["sides"]:
         assert side["seconds"] == pytest.approx(sum(side["phases"].values()))
-        assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 3
+        assert side["hand_over"] > 0
+        assert side["share"] > 0 and side["skipped"] == 0 and len(side["updates"]) == 2
 
 
 def test_the_peer_trains_on_the_same_tokens_without_its_rollout(tmp_path: Path) -> None:
     found = train.main(["trl", "--out", str(tmp_path), "--tiny", "--settings", "nockpt+micro4"])
     (side,) = found["sides"]
-    assert side["micro_batches"] == 2 and len(side["updates"]) == 3
+    assert side["micro_batches"] == 2 and len(side["updates"]) == 2
     made = train_work.make_sequences(2, 4, SHAPES["tiny"].vocabulary, 48)
     padded = train_sides.padded(made, "cpu")
     assert int(padded["completion_mask"].sum()) == side["response_tokens"] == made.response_tokens
+    assert side["phases"] == {}  # TRL's host does not wait for the card between forward and backward
+    assert side["computed"] == padded["prompt_ids"].numel() + padded["completion_ids"].numel()
     assert int(padded["prompt_mask"].sum()) == made.tokens - made.response_tokens
 
 
@@ -104,11 +107,11 @@ def test_memory_is_predicted_beside_what_is_taken(tmp_path: Path) -> None:
 
 
 def test_phases_of_a_cycle_add_up_to_it(tmp_path: Path) -> None:
-    sizes = ["--prompts", "4", "--samples", "2", "--updates", "2", "--limit", "24", "--cycles", "2"]
+    sizes = ["--prompts", "4", "--samples", "2", "--updates", "2", "--limit", "24", "--cycles", "1"]
     more = ["--device", "cpu", "--shape", "tiny", "--micro-tokens", "2000", "--concurrent", "8"]
     found = cycle.main(["ours", "--out", str(tmp_path), *sizes, *more, "--set", "training.weight_decay=0.0"])
     (side,) = found["sides"]
-    assert len(side["cycles"]) == 3
+    assert len(side["cycles"]) == 2
     for one in side["cycles"]:
         assert one["seconds"] == pytest.approx(sum(one["phases"].values())) and one["updates"] == 2
         assert one["generated"] == one["trained"] == 4 * 2 * 24
@@ -118,6 +121,41 @@ def test_phases_of_a_cycle_add_up_to_it(tmp_path: Path) -> None:
     assert other["sides"][0]["seconds"] != side["seconds"]  # other work
     theirs = cycle_sides.their_cycle(100.0, {"generate": 45.0, "sync": 1.0, "reward": 2.0, "whole": 57.0})
     assert theirs["phases"] == {"rollout": 44, "sync": 1, "reward": 2, "prepare": 10, "update": 43, "rest": 0}
+
+
+def test_a_comparison_has_a_ratio_for_ours_with_and_without_old_log_probs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds, asked = {"ours": 10.0, "ours-recompute": 12.5, "trl-micro8": 100.0}, {}
+
+    def side(options: Namespace, name: str, job: dict[str, Any], *_: Any) -> rollout.Outcome:
+        asked[name] = job.get("set")
+        one = {"kind": "cycle", "seconds": seconds[name], "phases": {}, "inside": {}, "generated": 9, "trained": 9}
+        return rollout.Outcome(name, 0.0, [one] * 2, None)
+
+    monkeypatch.setattr(cycle, "run", side)
+    model, rows = tmp_path / "model", tmp_path / "rows"
+    SHAPES["tiny"].write(model), rows.touch()
+    places = ["--out", str(tmp_path), "--model", str(model), "--rows", str(rows), "--device", "cpu"]
+    found = cycle.main(["compare", *places, "--best", "micro8", "--set", "seed=3"])
+    assert [side.get("ratio") for side in found["sides"]] == [10.0, 8.0, None] and not found["void"]
+    assert asked["ours"] == {"seed": 3} and asked["ours-recompute"] == {"seed": 3, "algorithm.proximal": "recompute"}
+    assert "TRL / ours, old log-probs recomputed: 8.0x" in capsys.readouterr().out
+
+
+def test_the_median_cycle_counts_and_even_numbers_of_them_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cycles = [
+        {"kind": "cycle", "seconds": s, "phases": {"update": s}, "inside": {}, "generated": 1, "trained": 1}
+        for s in (90.0, 3.0, 1.0, 2.0)
+    ]
+    found = cycle.summary(rollout.Outcome("ours", 0.0, cycles, None), warmup=1)
+    assert found["seconds"] == found["phases"]["update"] == 2.0
+    assert cycle.parse(["ours", "--out", str(tmp_path)]).cycles == 5
+    with pytest.raises(SystemExit):
+        cycle.parse(["ours", "--out", str(tmp_path), "--cycles", "4"])
+    assert "4: must be odd" in capsys.readouterr().err
 
 
 def test_a_comparison_is_void_where_the_peer_is_slower_than_known(tmp_path: Path) -> None:
@@ -130,7 +168,8 @@ def test_a_comparison_is_void_where_the_peer_is_slower_than_known(tmp_path: Path
     fine = [side("ours", 12.0), side("TRL", 80.0)]
     assert cycle.void_reasons(options, fine) == []
     assert "97 s are known" in cycle.void_reasons(options, [fine[0], side("TRL", 99.0)])[0]
-    assert cycle.void_reasons(options, [fine[0], side("TRL", None)]) == ["not both sides were measured"]
+    assert cycle.void_reasons(options, [fine[0], side("TRL", None)]) == ["not all sides were measured"]
+    assert cycle.void_reasons(options, [fine[0], side("ours, old log-probs recomputed", 13.0)]) != []
     assert "500,000 to 600,000" in cycle.void_reasons(options, [side("ours", 12.0, 500_000), *fine[1:]])[0]
 
 
@@ -151,8 +190,17 @@ def test_settings_are_those_that_trl_has(name: str, tmp_path: Path) -> None:
 
     settings = trl_side.grpo_settings(trl_side.Task("m"), trl_side.named(name), 8, tmp_path)
     config = GRPOConfig(**(settings | {"use_cpu": True, "bf16": False}))
+    assert config.shuffle_dataset
     assert config.generation_batch_size == 128 * 16
     assert config.per_device_train_batch_size * config.gradient_accumulation_steps == 128 * 16 // 4
+
+
+def test_both_sides_of_a_cycle_take_the_rows_in_their_order_and_have_as_many_reward_workers(tmp_path: Path) -> None:
+    task = cycle.task_of(cycle.parse(["ours", "--out", str(tmp_path), "--shape", "tiny"]))
+    assert not trl_side.grpo_settings(task, trl_side.named("defaults"), 8, tmp_path)["shuffle_dataset"]
+    job = {"task": task, "rows": None, "warmup": 1, "cycles": 1, "device": "cpu", "concurrent": 8, "micro_tokens": 99}
+    ours = cycle_sides.settings_of(job)
+    assert not ours["data.shuffle"] and ours["reward.workers"] == trl_side.REWARD_WORKERS
 
 
 # --- GSM8K ------------------------------------------------------------------------------------------------------------

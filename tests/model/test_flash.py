@@ -6,6 +6,7 @@ are fewer than the keys of their sequence are its last ones, and a window counts
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from dapo.model.attention import AttentionSpec
+from dapo.model.flash import flash_can
 from dapo.model.packed import PackedAttention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -40,10 +42,11 @@ def forward(*given: Any, scale: float, **window: int) -> tuple[torch.Tensor, tor
 
 
 def backward(*given: Any, scale: float, **window: int) -> tuple[torch.Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in given[1:4]]
-    with torch.enable_grad():
-        out = attention(leaves, given[6:10], scale, window.get("window_size_left"))
-    return torch.autograd.grad(out, leaves, given[0])
+    def out(*row: torch.Tensor) -> torch.Tensor:
+        return attention(list(row), given[6:10], scale, window.get("window_size_left"))
+
+    found: tuple[torch.Tensor, ...] = torch.func.vjp(out, *given[1:4])[1](given[0])
+    return found
 
 
 @pytest.fixture
@@ -74,7 +77,16 @@ def test_the_kernels_get_the_sequences_and_the_row_its_gradients(
     results = []
     for by_kernels in (True, False):
         monkeypatch.setattr("dapo.model.packed.flash_can", lambda *_, by_kernels=by_kernels: by_kernels)
-        out = PackedAttention(lengths, "cpu", torch.tensor(place), shared).attend(spec, *row)
+        layout = PackedAttention(lengths, "cpu", torch.tensor(place), shared)
+        out = layout.attend(spec, *row)
         results.append([out, *torch.autograd.grad(out, row, towards)])
     for have, want in zip(*results, strict=True):
         torch.testing.assert_close(have, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("card", "works"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_older_cards_go_the_padded_way(card: tuple[int, int], works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    query: Any = SimpleNamespace(shape=(1, 2, 3, 64), is_cuda=True, device="cuda:0", dtype=torch.bfloat16)
+    assert flash_can(query, query, None) is works
+    assert not flash_can(query, query, 5.0)

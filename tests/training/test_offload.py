@@ -9,6 +9,7 @@ import torch
 from training_cases import SHAPE, make_inputs, make_trainer, random_groups, weights_of
 
 from dapo.algorithm.objective import DapoObjective
+from dapo.errors import UserError
 from dapo.training import offload
 from dapo.training.offload import OffloadedAdamW
 from dapo.training.packing import pack
@@ -99,6 +100,39 @@ def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: py
         trainer.update(batch, inputs, DapoObjective())
     assert torch.equal(weights_of(plain), weights_of(resumed))
     assert resumed.learning_rate == plain.learning_rate
+
+
+def test_half_an_update_is_not_saved_and_a_failure_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory runs out between two groups of parameters."""
+
+    class Cut(OffloadedAdamW):
+        def __init__(self, parameters, **settings):  # type: ignore[no-untyped-def]
+            super().__init__(parameters, group_numbers=4000, **settings)
+
+    monkeypatch.setattr("dapo.training.trainer.OffloadedAdamW", Cut)
+    trainer = make_trainer(offload_optimizer=True)
+    batch = pack(random_groups(SHAPE))
+    left = [0]
+
+    def fetch(optimizer: Cut, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("out of memory")
+        return {}
+
+    monkeypatch.setattr(Cut, "_fetch", fetch)
+    before = weights_of(trainer)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.update(batch, make_inputs(batch), DapoObjective())
+    assert torch.equal(weights_of(trainer), before)
+    left[0] = len(max(trainer._optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))["params"])
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.update(batch, make_inputs(batch), DapoObjective())
+    left[0] = 1000
+    trainer.update(batch, make_inputs(batch), DapoObjective())  # does not mend it
+    for use in (trainer.check_finite, trainer.publish):
+        with pytest.raises(UserError, match="an update failed when it had changed some of the weights"):
+            use()
 
 
 def test_memory_to_come_is_that_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 LARGEST_HEAD = 256
+OLDEST_CARD = (8, 0)
+"""Compute capability that the kernels need: a T4 or V100 has less."""
 
 
 def flash_can(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
-    """Whether the kernels compute this: ``query`` and ``value`` ``[..., D]``; decided by type and shape alone."""
+    """Whether the kernels compute this: ``query`` and ``value`` ``[..., D]``; decided by card, type and shape alone."""
     dim = query.shape[-1]
-    fits = dim == value.shape[-1] and dim % 8 == 0 and dim <= LARGEST_HEAD
-    return query.is_cuda and softcap is None and value.dtype in (torch.bfloat16, torch.float16) and fits
+    fits = dim == value.shape[-1] and dim % 8 == 0 and dim <= LARGEST_HEAD and softcap is None
+    if not (fits and query.is_cuda and value.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= OLDEST_CARD
 
 
 class FlashLayout:
@@ -44,10 +47,10 @@ class FlashLayout:
         self._borders = (queries, keys, max(own, default=0), max(lengths, default=0))
         self._place = place if any(shared) else None
 
-    def attend(
+    def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
-    ) -> torch.Tensor:
-        """Causal attention, with gradient if enabled.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention without gradient.
 
         Args:
             query: ``[1, H, T, D]``, of the T tokens of the row.
@@ -56,16 +59,8 @@ class FlashLayout:
             window: how many keys a query sees, its own one included; None: all before it.
 
         Returns:
-            ``[1, T, H, D]``.
+            ``[1, T, H, D]``, and the logarithm of each softmax's divisor ``[H, T]``, float32.
         """
-        apply: Any = _Flash.apply  # untyped in torch
-        out: torch.Tensor = apply(self, query, key, value, scaling, window)
-        return out
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`attend` without gradient, and the logarithm of each softmax's divisor ``[H, T]``, float32."""
         out, divisors, *_ = torch.ops.aten._flash_attention_forward(
             *self._rows(query, key, value), *self._borders, 0.0, True, False, scale=scaling, **_left(window)
         )
@@ -119,26 +114,3 @@ class FlashLayout:
 def _left(window: int | None) -> dict[str, int]:
     """The kernels count the keys before a query's own one."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-
-
-class _Flash(torch.autograd.Function):
-    """:meth:`FlashLayout.attend`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        layout: FlashLayout,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        out, divisors = layout.forward(query, key, value, scaling, window)
-        ctx.layout, ctx.spec = layout, (scaling, window)
-        ctx.save_for_backward(query, key, value, out, divisors)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return (None, *ctx.layout.backward(grad, *ctx.saved_tensors, *ctx.spec), None, None)

@@ -1,6 +1,6 @@
 """Attention over sequences laid end to end in one row: what the trainer computes, and the engine for prompts.
 
-As one operation with a gradient for compiled code, and as plain PyTorch for the rest.
+As one operation with a gradient where there are kernels for it or code is compiled, and as plain PyTorch for the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dapo.model.attention import AttentionSpec, causal_attention, current_context
+from dapo.model.attention import AttentionSpec, attention_context, causal_attention, current_context
 from dapo.model.flash import FlashLayout, flash_can
 
 
@@ -55,7 +55,10 @@ class PackedAttention:
         # under autocast, rotary embedding leaves queries and keys in float32
         query, key = query.to(value.dtype), key.to(value.dtype)
         if flash_can(query, value, spec.softcap):
-            return self._flash.attend(query, key, value, spec.scaling, spec.window)
+            with attention_context(self):
+                found = opaque_packed_attention(query, key, value, spec.scaling, spec.window, spec.softcap)
+            out: torch.Tensor = found[0]
+            return out
         return self._padded.attend(spec, query, key, value)
 
     def forward(
@@ -94,7 +97,7 @@ class PackedAttention:
         return _Padding(self._lengths, self._shared, place)
 
 
-# --- for compiled code --------------------------------------------------------------------------------------------
+# --- as one operation ---------------------------------------------------------------------------------------------
 
 _numbers = itertools.count()
 _layouts: weakref.WeakValueDictionary[int, PackedAttention] = weakref.WeakValueDictionary()
@@ -110,7 +113,7 @@ def opaque_packed_attention(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:class:`PackedAttention` as one operation with a gradient, for compiled code that is trained.
+    """:class:`PackedAttention` as one operation with a gradient, for the kernels and for compiled code that is trained.
 
     The layout is looked up when the operation runs. Its backward pass runs in a thread of PyTorch's own, which no
     context surrounds; so the number of the layout is among the results: ``(out [1, T, H, D], what the backward pass

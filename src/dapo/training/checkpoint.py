@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dapo.errors import UserError
+from dapo.errors import ModelError, UserError
 from dapo.files import new_folder, write_json
-from dapo.model.adapters import has_adapter, save_adapter
+from dapo.model.adapters import has_adapter, read_weights, require_adapter, save_adapter
+from dapo.model.loading import load_model
 
 TENSORS, METADATA = "trainer.safetensors", "trainer.json"
 INDEX = f"{TENSORS}.index.json"
@@ -37,6 +38,63 @@ def save_model(model: Any, folder: Path) -> None:
             save_adapter(model, staging)
         else:
             model.save_pretrained(staging)
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Give ``model`` the weights that :func:`save_model` wrote.
+
+    Raises:
+        ModelError: missing or damaged, or of another model.
+    """
+    if has_adapter(model):
+        read_weights(model, require_adapter(folder))
+        return
+    saved = dict(load_model(folder).named_parameters())
+    parameters = dict(model.named_parameters())
+    if {n: p.shape for n, p in saved.items()} != {n: p.shape for n, p in parameters.items()}:
+        raise ModelError(f"{folder}: holds the weights of another model")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+
+
+def save_optimizer(
+    optimizer: Any, parameters: Mapping[str, torch.Tensor], folder: Path, counters: Mapping[str, Any]
+) -> None:
+    """Write what an optimizer keeps of named parameters (Adam: moments, step counts), and the trainer's counters.
+
+    Raises:
+        FileExistsError: the folder exists and is not empty.
+    """
+    states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
+    save_tensors(folder, {f"{name}/{key}": t for name, state in states.items() for key, t in state.items()}, counters)
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], folder: Path
+) -> dict[str, Any]:
+    """Continue with what :func:`save_optimizer` wrote; settings of the optimizer stay. Returns the counters.
+
+    Args:
+        optimizer: of ``parameters``, in their order.
+        parameters: by name.
+        folder: the one written to.
+
+    Raises:
+        UserError: missing or damaged, or of another model.
+    """
+    tensors, counters = load_tensors(folder)
+    numbers = {name: i for i, name in enumerate(parameters)}
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, kind = key.rpartition("/")
+        if name not in numbers or (tensor.dim() and tensor.shape != parameters[name].shape):
+            raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
+        states.setdefault(numbers[name], {})[kind] = tensor
+    if int(counters["updates"]) > int(counters["skipped_updates"]) and not states:
+        raise UserError(f"{folder}: holds no moments of the optimizer, though there were updates")
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    return counters
 
 
 def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> None:

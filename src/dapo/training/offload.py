@@ -16,7 +16,12 @@ class OffloadedAdamW(torch.optim.AdamW):
     """The numbers of ``torch.optim.AdamW``, made by its own code, one group of parameters after another.
 
     For parameters on CUDA the moments lie in pinned memory; on a CPU they stay where they are.
+
+    Attributes:
+        torn: whether a step failed after it had changed some of the parameters and not the others.
     """
+
+    torn = False
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], *, group_numbers: int = GROUP_NUMBERS, **settings: Any
@@ -31,18 +36,23 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step. When it returns, the moments are in the host's memory."""
-        groups = self.param_groups
+        """One step. When it returns, the moments are in the host's memory.
+
+        Memory may run out between two groups, on the device or, at the first step, on the host; then it is ``torn``.
+        """
+        groups, begun = self.param_groups, False
         try:
             # the largest first: if memory does not suffice, nothing has been changed yet
             for group in sorted(groups, key=lambda group: -sum(p.numel() for p in group["params"])):
                 hosts = {parameter: self._fetch(parameter) for parameter in group["params"]}
                 self.param_groups = [group]
                 super().step()
+                begun = True
                 for parameter, host in hosts.items():
                     self._put_back(parameter, host)
+            begun = False
         finally:
-            self.param_groups = groups
+            self.param_groups, self.torn = groups, self.torn or begun
         for device in {p.device for group in groups for p in group["params"] if p.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # whoever reads the moments now does so on the host
 

@@ -19,20 +19,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dapo.config import TrainingConfig
-from dapo.errors import ModelError, NumericalError, UserError
-from dapo.model.adapters import (
-    adapter_parameters,
-    changing_parameters,
-    has_adapter,
-    read_weights,
-    require_adapter,
-)
+from dapo.errors import NumericalError, UserError
+from dapo.model.adapters import adapter_parameters, changing_parameters, has_adapter
 from dapo.model.checkpointing import checkpoint_layers
 from dapo.model.compiling import compile_layers
 from dapo.model.head import chunks
-from dapo.model.loading import load_model
 from dapo.process import Stopped
-from dapo.training.checkpoint import load_tensors, save_model, save_tensors
+from dapo.training.checkpoint import load_optimizer, load_weights, save_model, save_optimizer
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.mismatch import Mismatch, measure_mismatch
 from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
@@ -259,6 +252,7 @@ class Trainer:
 
         Raises:
             NumericalError: weights are not finite.
+            UserError: an update failed halfway through them.
         """
         self.check_finite()
         if self._unpublished:
@@ -272,7 +266,14 @@ class Trainer:
 
         Raises:
             NumericalError: weights are not finite numbers.
+            UserError: an update failed halfway through them.
         """
+        if getattr(self._optimizer, "torn", False):
+            raise UserError(
+                "an update failed when it had changed some of the weights and not the others (with "
+                "training.offload_optimizer they change part by part), so they are of no use. What to try: go on from "
+                "the last checkpoint with more free memory, on the device and in the host"
+            )
         norms = torch._foreach_norm(list(self._parameters.values()))  # one pass over them, at the memory's speed
         if bool(torch.stack(norms).isfinite().all()):  # one look at the device
             return
@@ -300,16 +301,7 @@ class Trainer:
         Raises:
             ModelError: missing or damaged, or of another model.
         """
-        if has_adapter(self.policy.model):
-            read_weights(self.policy.model, require_adapter(folder))
-            return
-        saved = dict(load_model(folder).named_parameters())
-        parameters = dict(self.policy.model.named_parameters())
-        if {n: p.shape for n, p in saved.items()} != {n: p.shape for n, p in parameters.items()}:
-            raise ModelError(f"{folder}: holds the weights of another model")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
+        load_weights(self.policy.model, folder)
 
     def save_state(self, folder: Path) -> None:
         """Write everything but the weights: Adam's moments and step counts, version, counters. Whole or not at all.
@@ -317,9 +309,7 @@ class Trainer:
         Raises:
             FileExistsError: the folder exists and is not empty.
         """
-        states = {name: self._optimizer.state[p] for name, p in self._parameters.items() if p in self._optimizer.state}
-        tensors = {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
-        metadata = {
+        counters = {
             "version": self.version,
             "unpublished": self._unpublished,
             "updates": self.updates,
@@ -328,7 +318,7 @@ class Trainer:
             "step": self._step,
             "tried": self._tried,
         }
-        save_tensors(folder, tensors, metadata)
+        save_optimizer(self._optimizer, self._parameters, folder, counters)
 
     def load_state(self, folder: Path) -> None:
         """Continue from :meth:`save_state`. Learning rate and other settings stay those of the config.
@@ -336,24 +326,13 @@ class Trainer:
         Raises:
             UserError: missing or damaged, or of another model.
         """
-        tensors, metadata = load_tensors(folder)
-        numbers = {name: i for i, name in enumerate(self._parameters)}
-        states: dict[int, dict[str, torch.Tensor]] = {}
-        for key, tensor in tensors.items():
-            name, _, kind = key.rpartition("/")
-            if name not in numbers or (tensor.dim() and tensor.shape != self._parameters[name].shape):
-                raise UserError(f"{folder}: holds the optimizer of another model: no parameter fits {key}")
-            states.setdefault(numbers[name], {})[kind] = tensor
-        if int(metadata["updates"]) > int(metadata["skipped_updates"]) and not states:
-            raise UserError(f"{folder}: holds no moments of the optimizer, though there were updates")
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
-        self.version = int(metadata["version"])
-        self.updates = int(metadata["updates"])
-        self.skipped_updates = int(metadata["skipped_updates"])
-        self._unpublished = bool(metadata["unpublished"])
-        self._skipped_in_row = int(metadata["skipped_in_row"])
-        self._step, self._tried = int(metadata.get("step", 0)), int(metadata.get("tried", 0))
+        counters = load_optimizer(self._optimizer, self._parameters, folder)
+        self.version = int(counters["version"])
+        self.updates = int(counters["updates"])
+        self.skipped_updates = int(counters["skipped_updates"])
+        self._unpublished = bool(counters["unpublished"])
+        self._skipped_in_row = int(counters["skipped_in_row"])
+        self._step, self._tried = int(counters.get("step", 0)), int(counters.get("tried", 0))
 
     # --- one update -----------------------------------------------------------------------------------------------
 
