@@ -98,6 +98,23 @@ def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str]
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("command", ["inspect", "ui", "report"])
+def test_a_name_that_no_file_can_have_is_a_mistake_of_the_users(command: str) -> None:
+    result = run(command, "x" * 300)
+    assert result.exit_code == 1 and "xxx: no file can have a name that long" in result.stderr
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_a_missing_file_is_told_with_the_comment_that_may_say_how_it_is_made(
+    workplace: Path, option: list[str]
+) -> None:
+    assert "the comment" not in run("train", "r.yaml", "data.train=gone.jsonl", *option).stderr
+    text = Path("r.yaml").read_text(encoding="utf-8")
+    Path("told.yaml").write_text(f"# made by make_it.py\n{text}", encoding="utf-8")
+    said = run("train", "told.yaml", "data.train=gone.jsonl", *option).stderr
+    assert "see the comment at the top of told.yaml" in said
+
+
 def test_a_message_is_not_read_as_markup() -> None:
     result = run("train", "r.yaml", "rollout.stop_token_ids=[red]")
     assert "[red]" in result.stderr

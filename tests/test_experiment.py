@@ -6,6 +6,7 @@ The number of an entry is that of shared/cases/failures.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from dapo.inputs import Inputs
 from dapo.launch import run_experiment, run_to_end
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.observe.metrics import describe
+from dapo.observe.run_view import RunView
 from dapo.observe.samples import read_samples
 from dapo.observe.step import WATCHED
 from dapo.process import in_thread
@@ -873,3 +875,18 @@ def test_the_recipe_in_the_run_folder_runs_again(tmp_path: Path) -> None:
     run_experiment(config, Recorder(), inputs)
     first, again = (weights_hash(RunFolder(tmp_path / name).model_after) for name in ("run", "again"))
     assert first == again
+
+
+def test_a_folder_that_the_caller_holds_is_in_use_from_then_to_the_end(tmp_path: Path) -> None:
+    config, states = config_for(tmp_path / "r"), []
+    folder = RunFolder.create(config)
+
+    class Looks(Recorder):
+        def phase(self, text: str) -> None:
+            states.append(RunView.read(folder.root).state)
+
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(folder.lock())
+        inputs = Inputs(tiny_model(), TOKENIZER, PROMPTS, reward=text_sum, folder=folder, lock=lock)
+        run_experiment(config, Looks(), inputs)
+    assert len(states) > 2 and set(states) == {"running"} and RunView.read(folder.root).state == "finished"

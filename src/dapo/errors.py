@@ -31,6 +31,11 @@ class NumericalError(UserError):
     """Loss or gradient were not finite several times in a row."""
 
 
+def install(extra: str) -> str:
+    """The command that installs an optional extra, into an environment that has this package."""
+    return f"pip install 'dapo[{extra}]' (in a clone: pip install -e '.[{extra}]')"
+
+
 def first_line(error: BaseException) -> str:
     """What an error of another library says: where its first line only announces it, the next one too."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

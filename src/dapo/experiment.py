@@ -247,6 +247,8 @@ class Experiment:
         """
         resumed = self._inputs.resume
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
+        if self._inputs.lock is not None:
+            self._inputs.lock.close()
         self.keeper = self._keeper(folder)
         self._closing.push_async_callback(self.keeper.close)
         self.trainer.faults = FaultFolder(folder.faults, self.template.decode)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,8 @@ class Inputs:
     """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
 
     ``engine``: holds the weights that the run starts from; give ``algorithm.proximal=recompute`` with it.
-    ``folder``: a run folder that has been made already. ``resume``: that of a run to go on with.
+    ``folder``: a run folder that has been made already; ``lock``: holds its lock, until the run takes that over.
+    ``resume``: that of a run to go on with.
     """
 
     model: Any = None
@@ -48,6 +49,7 @@ class Inputs:
     reward: Callable[..., Any] | None = None
     engine: Engine | None = None
     folder: RunFolder | None = None
+    lock: ExitStack | None = None
     resume: RunFolder | None = None
 
 

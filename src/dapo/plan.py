@@ -76,6 +76,12 @@ def missing_files(config: Config) -> list[str]:
     return missing
 
 
+def remedy(recipe: Path) -> str:
+    """Where a recipe says how its files are made, if it begins with a comment; empty: it does not."""
+    with recipe.open("rb") as file:
+        return f"see the comment at the top of {recipe}" if file.read(1) == b"#" else ""
+
+
 _HUB = " (a data set of the hub is named owner/name, or has a split: or name:)"
 
 

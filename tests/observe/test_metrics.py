@@ -96,6 +96,22 @@ def test_what_is_no_number_in_a_line_is_read_as_none(tmp_path: Path) -> None:
     assert list(read_metrics(path)) == [{"step": 1, **nothing, "epoch": 2}]
 
 
+def test_a_number_with_more_digits_than_a_float_is_read_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "tokens/generated": {"9" * 400}, "updates": {"9" * 15}}}\n')
+    assert list(read_metrics(path)) == [{"step": 1, "tokens/generated": None, "updates": 10**15 - 1}]
+
+
+def test_in_brief_there_are_the_ends_and_the_evaluations(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        for step in range(6):
+            log.append(step, {"lr": 1.0} | ({"eval/accuracy": 0.5} if step == 3 else {}))
+    assert [entry["step"] for entry in read_metrics(path, brief=True)] == [0, 3, 5]
+    path.write_text('{"step": 1}\n{"step": 2, "l')  # being written
+    assert list(read_metrics(path, brief=True)) == [{"step": 1}]
+
+
 @pytest.mark.parametrize("line", ['{"step": true}', '{"step": "1"}', "[" * 100_000, "\0" * 512, "\ufffe"])
 def test_a_line_without_a_step_is_spoilt(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
@@ -221,6 +223,10 @@ def test_the_command_writes_both_and_names_them(tmp_path: Path) -> None:
     assert [page.name for page in pages] == ["report.html", "report.md"] and all(page.is_file() for page in pages)
 
 
+def disk_is_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 1 and "is not a run folder" in done.output
@@ -228,6 +234,9 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: 
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r"), "--output", str(tmp_path / "file")])
     assert done.exit_code == 1 and "--output: cannot write" in done.output
+    monkeypatch.setattr("dapo.report.write.write_atomic", disk_is_full)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
+    assert done.exit_code == 1 and "No space" in done.output and not (tmp_path / "r/report").exists()
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "dapo.report"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

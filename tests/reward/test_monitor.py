@@ -138,6 +138,7 @@ def test_a_reward_that_pays_for_length_is_an_alarm_only_once_lengths_have_grown(
     growing = watch([step(k, 10 + 4 * k) for k in range(6)])
     assert all(metrics["monitor/alarms"] == 0 for metrics, _ in steady)
     assert growing[5][0]["monitor/alarms"] == 1
+    assert growing[5][0]["monitor/alarms/length"] == 1 and growing[5][0]["monitor/alarms/divergence"] == 0
     assert "correlation +1.00" in str([alarms for _, alarms in growing])
 
 
@@ -156,7 +157,8 @@ def test_without_a_check_lengths_are_still_watched():
         return await look(monitor, [group(0, sample(0, 1.0, 6), sample(1, -1.0, 2))])
 
     metrics, _ = asyncio.run(run())
-    assert metrics == {"monitor/alarms": 0.0, "monitor/length_correlation": pytest.approx(1.0)}
+    off = dict.fromkeys([f"monitor/alarms{sign}" for sign in ("", "/false_right", "/divergence", "/length")], 0.0)
+    assert metrics == off | {"monitor/length_correlation": pytest.approx(1.0)}
 
 
 def test_a_share_of_the_samples_is_checked_the_same_ones_if_the_step_is_run_again():

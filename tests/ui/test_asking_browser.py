@@ -13,7 +13,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import dapo.ui
-from dapo.observe.votes import read_votes, votes_path
+from dapo.errors import UserError
+from dapo.observe.votes import read_votes
 from dapo.ui.answering import Answerer, Asked, Busy
 from ui_run import HELD_OUT, run_with_models, serving
 
@@ -124,15 +125,18 @@ def test_a_key_votes_once_on_answers_whose_models_are_not_shown(browser: Any, tm
     assert vote.chosen is not None and vote.chosen.response == left
 
 
-def test_a_vote_that_was_not_kept_is_sent_again(browser: Any, tmp_path: Path) -> None:
+def test_a_vote_that_was_not_kept_is_sent_again(browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise UserError("no space left")
+
     root = run_with_models(tmp_path / "r", {"model-before": 0, "model-after": 1})
-    votes_path(root).mkdir()
     with serving(root, Scripted(), add_page) as client:
         page = opened(browser, str(client.base_url.join("/view/votes")), [])
         page.get_by_role("button", name="Compare").click()
-        page.get_by_role("button", name="Right is better").click()
-        page.get_by_text("this vote is not kept yet").wait_for()
-        votes_path(root).rmdir()
+        with monkeypatch.context() as patch:
+            patch.setattr("dapo.ui.votes.add_vote", full)
+            page.get_by_role("button", name="Right is better").click()
+            page.get_by_text("this vote is not kept yet: no space left").wait_for()
         page.get_by_role("button", name="Send the vote again").click()
         page.get_by_text("votes cast: 1;").wait_for()
     assert [vote.choice for vote in read_votes(root)] == ["right"]

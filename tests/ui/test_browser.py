@@ -208,8 +208,12 @@ def test_what_goes_wrong_is_said(browser: Any, tmp_path: Path) -> None:
         page.locator('input[name="step"]').press("Enter")
         assert page.locator('input[name="step"]:invalid').count() == 1 and "step=1.5" not in page.url
         shutil.rmtree(folder.root)
-        page.locator('.list [role="option"]').last.click()
-        page.get_by_text("there is no run 'r' here").wait_for()
+        page.get_by_text("There is no run r here").wait_for()  # without a click
+        page_run(tmp_path / "other")
+        page.goto(f"{address}/#groups?run=nosuch")
+        page.get_by_text("There is no run nosuch here. Choose one of the list.").wait_for()
+        page_run(tmp_path / "nosuch")
+        page.locator('.list [role="option"]').first.wait_for()  # it is there after all
         page.route("**/api/runs", lambda route: route.fulfill(status=401, json={"error": "a token is needed"}))
         page.reload()
         page.get_by_text("a token is needed").wait_for()

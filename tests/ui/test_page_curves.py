@@ -23,6 +23,11 @@ def test_a_number_that_is_missing_is_left_out() -> None:
     assert curves.names_in(entries) == ["kl/reference"]
 
 
+def test_what_was_before_training_stands_at_0_on_every_axis() -> None:
+    entries = [{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "eval/accuracy": 0.3, "time/elapsed": 9.0}]
+    assert [point[:2] for point in curves.curve(entries, "eval/accuracy", 9, "time/elapsed")] == [[0, 0.1], [9, 0.3]]
+
+
 def test_phases_add_up_to_the_step() -> None:
     found = curves.phases([{"step": step} | step_metrics(step) for step in (1, 2, 3)], points=10)
     row = dict(zip(found["names"], found["rows"][0][1:], strict=True))

@@ -23,6 +23,8 @@ from typer.testing import CliRunner
 
 from dapo.cli import app as program
 from dapo.errors import UserError
+from dapo.observe.metrics import MetricsLog
+from dapo.observe.run_view import RunView
 from dapo.observe.samples import write_samples
 from dapo.ui.live import Live
 from dapo.ui.runs import Runs
@@ -91,6 +93,38 @@ def test_runs_are_set_against_what_is_different_in_them(page: str) -> None:
     found = get(f"{page}/api/ablation?run=r&run=other")[1]
     assert found["keys"] == ["seed", "training.steps"]
     assert [row["config"]["training.steps"] for row in found["rows"]] == [9, 7]
+
+
+def test_what_was_passed_from_python_is_said_in_place_of_the_recipe(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r")
+    started_from = {"reward": {"kind": "python", "function": "my_reward"}, "data.train": {"rows": 5, "hash": "x"}}
+    folder.fingerprint.write_text(json.dumps(started_from))
+    with served(tmp_path) as address:
+        values = get(f"{address}/api/config?run=r")[1]["values"]
+    assert values["reward"] == ["a Python function: my_reward"] and "reward.kind" not in values
+    assert values["data.train"] == ["rows passed from Python"] and values["evaluation.data"] == [[]]
+
+
+def test_page_and_report_count_the_same_groups_in_the_same_words(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=1)
+    with MetricsLog(folder.metrics) as log:
+        log.append(2, {"groups/drawn": 5, "groups/kept": 2, "groups/unscored": 1, "groups/cancelled": 2})
+    with served(tmp_path) as address:
+        found = get(f"{address}/api/sampling?run=r")[1]
+    rows = {row["status"]: (row["groups"], row["samples"]) for row in found["statuses"]}
+    assert rows["kept"] == (3, 2) and rows["cancelled"] == (2, None) and rows["too_few_scored"] == (1, None)
+    assert found["drawn"] == sum(groups for groups, _ in rows.values()) == 8
+    outcomes = RunView.read(folder.root).outcomes  # what the report shows
+    assert outcomes == {status: groups for status, (groups, _) in rows.items()}
+
+
+def test_a_sign_of_reward_hacking_is_named(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=1)
+    with MetricsLog(folder.metrics) as log:
+        log.append(2, {"monitor/alarms": 1.0, "monitor/alarms/length": 1.0, "monitor/alarms/divergence": 0.0})
+    with served(tmp_path) as address:
+        on = {alarm["name"]: alarm["steps"] for alarm in get(f"{address}/api/alarms?run=r")[1]["alarms"]}
+    assert on["reward hacking: length"] == [2] and on["reward hacking: divergence"] == []
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_without_its_held_out_rows_a_run_offers_what_it_was_trained_on(tmp_path:
     lines = [
         {"row": 12, "prompt": "1+1=", "gold": "2"},
         {"row": 12, "prompt": "1+1=", "gold": "2"},
-        {"row": 5, "prompt": "2+2="},
+        {"row": 5, "prompt": "2+2=\ud800"},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (root / "samples/step-00003.jsonl").write_text(text, encoding="utf-8")
@@ -270,7 +270,7 @@ def test_without_its_held_out_rows_a_run_offers_what_it_was_trained_on(tmp_path:
     assert not found.held_out
     assert [q.as_json() for q in found.some(0, 9)] == [
         {"row": 0, "prompt": "1+1=", "answer": "2"},
-        {"row": 1, "prompt": "2+2=", "answer": None},
+        {"row": 1, "prompt": "2+2=?", "answer": None},  # half a surrogate pair cannot be sent
     ]
 
 

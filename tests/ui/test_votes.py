@@ -168,6 +168,10 @@ def test_a_line_that_is_no_vote_is_named(tmp_path: Path) -> None:
         file.write('{"vote": "left"}\n')
     with pytest.raises(UserError, match=r"votes\.jsonl:2: not a vote"):
         read_votes(tmp_path)
+    votes_path(tmp_path).unlink()
+    votes_path(tmp_path).mkdir()
+    with pytest.raises(UserError, match=r"votes\.jsonl: cannot be read: "):
+        read_votes(tmp_path)
 
 
 def test_only_votes_that_found_one_better_are_pairs() -> None:

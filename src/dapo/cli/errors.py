@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import traceback
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ def errors_for_people(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # ours are all short
+            complain(f"{error.filename}: no file can have a name that long")
+            raise typer.Exit(1) from None
         complain(
             f"{type(error).__name__}: {error}\nThis is a fault of dapo's, not yours. "
             + ("Please report it with the traceback above." if debug else "Use --debug for the traceback.")

@@ -92,7 +92,9 @@ def inspect(
     sort: Annotated[
         _Sort | None, typer.Option(help="Largest first; by default in the order of the file.", rich_help_panel=_SAMPLES)
     ] = None,
-    limit: Annotated[int, typer.Option(min=0, help="Show at most so many; 0: all.", rich_help_panel=_SAMPLES)] = 10,
+    limit: Annotated[
+        int, typer.Option(min=0, max=10**9, help="Show at most so many; 0: all.", rich_help_panel=_SAMPLES)
+    ] = 10,
     full: Annotated[bool, typer.Option("--full", help="Do not cut long texts.", rich_help_panel=_SAMPLES)] = False,
     table: Annotated[bool, typer.Option("--table", help="A line for each.", rich_help_panel=_SAMPLES)] = False,
     diff: Annotated[
@@ -152,7 +154,7 @@ def _runs(folders: Iterable[Path], as_json: bool) -> None:
     runs, spoilt = [], {}
     for folder in folders:
         try:
-            runs.append(RunView.read(folder))
+            runs.append(RunView.read(folder, brief=True))
         except (UserError, OSError) as error:  # it hides no other
             spoilt[folder] = str(error)
     if as_json:

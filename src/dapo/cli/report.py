@@ -10,7 +10,7 @@ import typer
 from dapo.cli.completion import complete_run
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug
-from dapo.errors import UserError
+from dapo.errors import UserError, install
 
 
 def report(
@@ -34,9 +34,7 @@ def report(
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "matplotlib":
                 raise
-            raise UserError(
-                "dapo report needs matplotlib, which is not installed: pip install 'dapo[report]'"
-            ) from None
+            raise UserError(f"dapo report needs matplotlib, which is not installed: {install('report')}") from None
         pages = write_report(f"Report of {run.resolve().name}", sections_of(found), output or run / "report")
         for page in pages:
             print(page)

@@ -11,7 +11,7 @@ import typer
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, Overrides, Quiet
-from dapo.errors import ConfigError, RewardError
+from dapo.errors import ConfigError, RewardError, install
 
 
 def reward_server(
@@ -56,7 +56,7 @@ def reward_server(
             from dapo.reward.serving import Address, serve
         except ImportError as error:
             raise RewardError(
-                f"dapo reward-server needs {error.name}, which is not installed: pip install 'dapo[server]'"
+                f"dapo reward-server needs {error.name}, which is not installed: {install('server')}"
             ) from None
         config = load_reward(recipe, overrides or [])
         address = Address(host, port, _token(token_env))

@@ -55,7 +55,7 @@ def train(
         config = _config(named, changes, resume)
         named = named or RunFolder(resume or Path()).config
         if dry_run:
-            _dry_run(config, resume)
+            _dry_run(config, named, resume)
             return
         _require_data(config, named)
         with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
@@ -163,9 +163,9 @@ def next_commands(recipe: Path, run_dir: str | None, longer: str | None = None) 
     return lines
 
 
-def _dry_run(config: Config, resume: Path | None) -> None:
+def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     from dapo.config import warnings_for
-    from dapo.plan import missing_files, plan_of
+    from dapo.plan import plan_of
     from dapo.run_folder import config_yaml
 
     console = Terminal()
@@ -185,10 +185,20 @@ def _dry_run(config: Config, resume: Path | None) -> None:
             console.print(Text.assemble(("warning: ", "bold yellow"), warning))
     else:  # as comments, so that the whole is YAML
         print(config_yaml(config) + "\n".join(f"# {note}" for note in notes))
+    _require_files(config, recipe)
+    _try_template(config)
+
+
+def _require_files(config: Config, recipe: Path) -> None:
+    """
+    Raises:
+        DataError: a file that the recipe names does not exist.
+    """
+    from dapo.plan import missing_files, remedy
+
     missing = missing_files(config)
     if missing:
-        raise DataError("\n".join(missing))
-    _try_template(config)
+        raise DataError("\n".join([*missing, *filter(None, [remedy(recipe)])]))
 
 
 def _try_template(config: Config) -> None:
@@ -232,12 +242,9 @@ def _require_data(config: Config, recipe: Path) -> None:
     """What can be told before torch is loaded."""
     from dapo.model.hub import require_at_hand
     from dapo.observe.trackers import check_trackers
-    from dapo.plan import missing_files
 
     check_trackers(config)
     if not config.data.train and config.training.steps:
         raise ConfigError(f"{recipe}: data.train: required but not given; files of prompts to train on (JSONL)")
-    missing = missing_files(config)
-    if missing:
-        raise DataError("\n".join(missing))
+    _require_files(config, recipe)
     require_at_hand("model.path:", config.model.path)

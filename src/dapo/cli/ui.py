@@ -11,7 +11,7 @@ import typer
 from dapo.cli.completion import complete_run
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, Quiet
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, install
 
 _NEEDS = ("duckdb", "fastapi", "uvicorn")
 
@@ -64,4 +64,4 @@ def require_ui(what: str) -> None:
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"{what}: needs {', '.join(missing)}, which is not installed: pip install 'dapo[ui]'")
+        raise ConfigError(f"{what}: needs {', '.join(missing)}, which is not installed: {install('ui')}")

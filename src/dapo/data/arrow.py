@@ -11,7 +11,7 @@ from typing import Any
 from dapo.data.cache import cache_folder, cached, file_key
 from dapo.data.rows import BadRow
 from dapo.data.tables import Table
-from dapo.errors import DataError, first_line
+from dapo.errors import DataError, first_line, install
 
 
 class ArrowTable(Table):
@@ -113,7 +113,7 @@ def _library(what: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{what} need the package datasets: pip install 'dapo[data]'") from None
+        raise DataError(f"{what} need the package datasets: {install('data')}") from None
     return datasets
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from dapo.data.cache import cached, file_key, write_with_room
 from dapo.data.rows import parse_json
 from dapo.data.tables import Table
-from dapo.errors import DataError
+from dapo.errors import DataError, install
 
 _VERSION = 1
 """Of what is kept in the cache."""
@@ -265,7 +265,7 @@ def _zstd_chunks(source: Any) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise DataError("files that end in .zst need the package zstandard: pip install 'dapo[data]'") from None
+        raise DataError(f"files that end in .zst need the package zstandard: {install('data')}") from None
     frame: Any = None
     try:
         while chunk := source.read(2**16):

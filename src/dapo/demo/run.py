@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,17 @@ def run_demo(
         raise ConfigError("evaluation.data: the demo compares before and after on held-out rows, so it needs some")
     folder = RunFolder.create(config)
     started = time.perf_counter()
-    with folder.lock():  # so that who looks at the run meanwhile sees one that is going on
+    with ExitStack() as lock:  # held all the time, so that who looks at the run sees one that is going on
+        lock.enter_context(folder.lock())
         warmed = make_world(config, _world(config), listener)
-    seconds_sft = time.perf_counter() - started
+        seconds_sft = time.perf_counter() - started
 
-    from dapo.experiment import Experiment  # torch is loaded by now
-    from dapo.inputs import Inputs
-    from dapo.launch import run_to_end
+        from dapo.experiment import Experiment  # torch is loaded by now
+        from dapo.inputs import Inputs
+        from dapo.launch import run_to_end
 
-    experiment = Experiment(config, listener, Inputs(folder=folder))
-    summary = run_to_end(experiment, stopping)
+        experiment = Experiment(config, listener, Inputs(folder=folder, lock=lock))
+        summary = run_to_end(experiment, stopping)
     summary |= {
         "greedy_before": summary["accuracy_before"],
         "greedy_after": summary["accuracy_after"],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dapo.doctor.finding import Area, Finding, area_of
 from dapo.doctor.patient import NotAtHand, Patient, demo_of
 from dapo.errors import ConfigError, UserError
+from dapo.plan import remedy
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -88,7 +89,7 @@ def examine(
         return
     yield Finding("recipe", "recipe", "pass", f"{recipe} can be read, and its keys go together")
     tell("loading the libraries")
-    patient = Patient(config, demo=demo_of(recipe), probe=probe)
+    patient = Patient(config, demo=demo_of(recipe), remedy=remedy(recipe), probe=probe)
     yield from run_checks(patient, entries(), tell)
 
 

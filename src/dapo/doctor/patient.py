@@ -33,12 +33,14 @@ class NotAtHand(Exception):
 class Patient:
     """A recipe, and what the checks that own a thing have put here; None: it is not there (yet).
 
-    ``demo``: how ``dapo demo`` is called to make the files of a shipped recipe. ``reward_works``: a scorer starts.
-    ``own_reward``: a function was passed from Python, and the recipe's reward is not what scores.
+    ``demo``: how ``dapo demo`` is called to make the files of a shipped recipe; ``remedy``: where a recipe says how.
+    ``reward_works``: a scorer starts. ``own_reward``: a function was passed from Python, and the recipe's reward is not
+    what scores.
     """
 
     config: Config
     demo: str | None = None
+    remedy: str = ""
     files: bool | None = None
     tokenizer: Any = None
     template: PromptTemplate | None = None

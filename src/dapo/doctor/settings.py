@@ -204,7 +204,8 @@ def check_files(patient: Patient) -> Iterator[Finding]:
         if patient.demo:
             yield Finding("data", "files", "skip", f"{text}; made by `{patient.demo}`")
         else:
-            yield Finding("data", "files", "fail", text, "mend the name; paths count from the recipe or from here")
+            fix = "mend the name; paths count from the recipe or from here"
+            yield Finding("data", "files", "fail", text, f"{patient.remedy}; or {fix}" if patient.remedy else fix)
     if config.data.train and not missing:
         patient.files = True
         items = [*config.data.train, *config.evaluation.data]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.errors import UserError
+from dapo.errors import UserError, install
 from dapo.files import json_line, write_atomic, writing
 from dapo.observe.sample_rows import COLUMNS, Row, rows_of
 
@@ -379,7 +379,7 @@ def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.
         UserError: DuckDB is not installed.
     """
     if not has_duckdb():
-        raise UserError("the index of samples needs DuckDB: pip install 'dapo[ui]'")
+        raise UserError(f"the index of samples needs DuckDB: {install('ui')}")
     import duckdb
 
     config = {"autoinstall_known_extensions": False, "threads": min(threads, os.cpu_count() or 1)}

@@ -56,6 +56,7 @@ monitor/false_right        | share        | of those that the reward calls right
 monitor/check_errors       | share        | checked samples whose check failed
 monitor/length_correlation | correlation  | of raw reward and response length within groups
 monitor/alarms             | alarms       | signs of reward hacking that are on: false right, divergence, length
+monitor/alarms/{}          | alarms       | whether one of them is on: false_right, divergence, length
 alarms/count               | alarms       | alarms on the course of the metrics that are on (alarms.md)
 accuracy                   | share        | correct samples among all scored ones, kept and filtered groups alike
 entropy                    | nats         | mean entropy of the policy over loss tokens, before the update (Fig. 2b)
@@ -245,11 +246,16 @@ class MetricsLog:
 
 
 _PLAIN = {int, float, bool, type(None)}
-_DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity, which other programs write
+_DECODER = json.JSONDecoder(
+    parse_constant=lambda _: None,  # NaN and Infinity, which other programs write
+    parse_int=lambda digits: int(digits) if len(digits) < 300 else None,  # more digits than a float has
+)
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: Path, brief: bool = False) -> Iterator[dict[str, Any]]:
     """The objects of a metrics file; a last line that was cut off while being written is left out.
+
+    ``brief``: the first one, the last one and those of evaluations only; what is wrong in other lines is not seen.
 
     A value that is not a number, or not finite, is None: somebody else has written it, and no reader counts with it.
 
@@ -263,6 +269,8 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # what follows the last line end: nothing, or a line cut off
             return
+        if brief and 1 < number < len(lines) - 1 and b'"eval/accuracy"' not in line:
+            continue
         try:
             entry = _DECODER.decode(line.decode())
             step = entry["step"]

@@ -19,11 +19,28 @@ import yaml
 from dapo.checkpoints import Checkpoints, damages
 from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
-from dapo.observe.samples import steps_with_samples
+from dapo.observe.samples import STATUSES, steps_with_samples
 from dapo.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from dapo.config import Config
+
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The one in C, where PyYAML has it, reads a recipe eight times as fast."""
+
+HACKING = {
+    "false_right": "the held-out check calls wrong what the reward calls right",
+    "divergence": "the reward has risen, and the held-out check has not risen with it",
+    "length": "reward and length go together within groups, and lengths have moved that way",
+}
+"""Signs of reward hacking (``reward/monitor.py``), as in the names of their metrics."""
+
+OUTCOMES = {status: why for status, why in STATUSES.items() if status != "carried"} | {
+    "cancelled": "stopped, as N groups had been found before its samples were there"
+}
+"""What became of a draw in the end: what is carried is trained on or stale later."""
+_METRIC = {"too_few_scored": "unscored"}
+"""What the metric of a status is called, where that is not its name."""
 
 _ENDS = ("all steps are done", "the minutes are over", "converged")
 """How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
@@ -40,8 +57,12 @@ class RunView:
     metrics: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, root: Path) -> RunView:
+    def read(cls, root: Path, brief: bool = False) -> RunView:
         """Read a run folder.
+
+        Args:
+            root: the folder.
+            brief: of the metrics only the first line, the last one and those of evaluations: enough for a list.
 
         Raises:
             UserError: it is none, or a line of its metrics is spoilt.
@@ -50,7 +71,7 @@ class RunView:
             what = "is not a run folder: it has no config.yaml" if root.is_dir() else "is not a folder"
             raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
         folder = RunFolder(root)
-        metrics = list(read_metrics(folder.metrics)) if folder.metrics.is_file() else []
+        metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
         recorded = (_mapping(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
         return cls(folder, *recorded, metrics)
 
@@ -64,6 +85,34 @@ class RunView:
         """Name of the function that was passed as reward from Python: the recipe's reward is not what it trained on."""
         reward = _section(_mapping(self.folder.fingerprint), "reward")
         return str(reward.get("function")) if reward.get("kind") == "python" else None
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """The recipe to show: where a function or rows were passed from Python, it says so."""
+        recipe, started_from = dict(self.config), _mapping(self.folder.fingerprint)
+        if self.reward_from_python is not None:
+            recipe["reward"] = f"a Python function: {self.reward_from_python}"
+        for section, key in (("data", "train"), ("evaluation", "data")):
+            named, there = _section(recipe, section), _section(started_from, f"{section}.{key}")
+            if there.get("rows") and named.get(key) == []:
+                recipe[section] = {**named, key: "rows passed from Python"}
+        return recipe
+
+    @property
+    def outcomes(self) -> dict[str, float]:
+        """What became of the groups that were drawn: counts by status, those that there are none of left out."""
+        names = {status: f"groups/{_METRIC.get(status, status)}" for status in OUTCOMES}
+        counts = {status: sum(e.get(name) or 0 for e in self.metrics) for status, name in names.items()}
+        return {status: count for status, count in counts.items() if count}
+
+    @property
+    def hacking(self) -> dict[str, list[int]]:
+        """Steps with signs of reward hacking, by sign; under ``""`` those of older runs, which do not say which."""
+        steps = [e for e in self.metrics if (e.get("monitor/alarms") or 0) > 0]
+        found = {sign: [e["step"] for e in steps if e.get(f"monitor/alarms/{sign}")] for sign in HACKING}
+        told = {step for several in found.values() for step in several}
+        found[""] = [e["step"] for e in steps if e["step"] not in told]
+        return {sign: several for sign, several in found.items() if several}
 
     def changes_of_reward(self, config: Config) -> list[str]:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
@@ -197,7 +246,7 @@ def _in_use(root: Path) -> bool:
 def _mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        value = json.loads(text, parse_constant=lambda _: None) if path.suffix == ".json" else yaml.safe_load(text)
+        value = json.loads(text, parse_constant=lambda _: None) if path.suffix == ".json" else yaml.load(text, _YAML)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}

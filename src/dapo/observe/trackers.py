@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dapo.config import Config
-from dapo.errors import ConfigError
+from dapo.errors import ConfigError, install
 from dapo.files import write_json
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def check_trackers(config: Config) -> None:
     for name in config.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
-                f"run.trackers: {name} needs the package {PACKAGES[name]}, which is not installed: pip install "
-                f"'dapo[{name}]', or leave it out"
+                f"run.trackers: {name} needs the package {PACKAGES[name]}, which is not installed: "
+                f"{install(name)}, or leave it out"
             )
 
 

@@ -123,11 +123,16 @@ def read_votes(root: Path) -> list[Vote]:
     """All votes of a run; a last line that was cut off while being written is left out.
 
     Raises:
-        UserError: another line is not a vote.
+        UserError: another line is not a vote, or the file cannot be read.
     """
     path = votes_path(root)
     votes = []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         try:
             votes.append(Vote.from_json(json.loads(line)))

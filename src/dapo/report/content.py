@@ -12,8 +12,8 @@ from dapo.cli.run_report import facts
 from dapo.cli.tables import number
 from dapo.config import flat
 from dapo.errors import UserError
-from dapo.observe.metrics import PHASES
-from dapo.observe.run_view import RunView
+from dapo.observe.metrics import PHASES, describe
+from dapo.observe.run_view import HACKING, OUTCOMES, RunView
 from dapo.progress import duration
 from dapo.report import figures
 from dapo.report.blocks import Answer, Block, Code, Plot, Rows, Section, Text
@@ -31,7 +31,7 @@ def sections_of(run: RunView) -> list[Section]:
         Section("Evaluation", _evaluation(run)),
         Section("Curves", _plot("learning", "metrics over the steps", figures.learning(run.metrics))),
         Section("Costs", _costs(run)),
-        Section("Dynamic sampling", _sampling(steps)),
+        Section("Dynamic sampling", _sampling(run, steps)),
         Section("Time", _time(steps)),
         Section("Alarms", _alarms(run)),
         Section("Samples", _samples(run)),
@@ -44,15 +44,17 @@ def sections_of(run: RunView) -> list[Section]:
 def _run(run: RunView) -> list[Block]:
     left_out = ("command", "checkpoints", "samples")
     rows = [[name, value] for name, value in facts(run) if name not in left_out]
-    data = run.config.get("data")
+    data = run.recipe.get("data")
     if isinstance(data, Mapping) and data.get("train"):
         rows.append(["trained on", _paths(data["train"])])
     evaluated = run.config.get("evaluation")
     if isinstance(evaluated, Mapping) and evaluated.get("data"):
         rows.append(["evaluated on", _paths(evaluated["data"])])
-    reward = run.config.get("reward")
-    if isinstance(reward, Mapping) and reward.get("kind"):
-        rows.append(["reward, kind", str(reward["kind"])])
+    reward = run.recipe.get("reward")
+    if isinstance(reward, Mapping):
+        reward = reward.get("kind")
+    if reward:
+        rows.append(["reward", str(reward)])
     return [Rows(["", ""], rows)]
 
 
@@ -73,7 +75,7 @@ def _evaluation(run: RunView) -> list[Block]:
     names += sorted({n for e in found for n in e if n.startswith(("eval/pass@", "eval/maj@", "eval/part/"))})
     names = [name for name in names if any(e.get(name) is not None for e in found)]
     shown = {found[0]["step"]: found[0]} | _best_of(run, found) | {found[-1]["step"]: found[-1]}
-    header = ["", *(name.removeprefix("eval/").replace("_", " ") for name in names)]
+    header = ["", *map(_column, names)]
     rows = [
         [_when(step, run), *(_with_interval(entry, name) for name in names)] for step, entry in sorted(shown.items())
     ]
@@ -81,6 +83,12 @@ def _evaluation(run: RunView) -> list[Block]:
     blocks += [Text(text) for text in _difference(found)]
     interval = "Intervals are of 95%: percentile bootstrap over the rows."
     return [*blocks, Text(f"On {found[-1]['eval/rows']:.0f} rows. {interval}")]
+
+
+def _column(name: str) -> str:
+    metric = describe(name)
+    unit = ", tokens" if metric is not None and metric.unit == "tokens" else ""  # shares show what they are
+    return name.removeprefix("eval/").replace("_", " ") + unit
 
 
 def _best_of(run: RunView, found: Sequence[Entry]) -> dict[int, Entry]:
@@ -158,15 +166,14 @@ def _gpu_text(whole: Costs) -> str:
     return f"{whole.gpu_seconds:,.1f}" + (f" ({whole.gpus} GPUs)" if whole.gpus else " (it had no GPU)")
 
 
-def _sampling(steps: Sequence[Entry]) -> list[Block]:
+def _sampling(run: RunView, steps: Sequence[Entry]) -> list[Block]:
     drawn, kept = total(steps, "groups/drawn"), total(steps, "groups/kept")
     if not drawn:
         return [Text("No group was drawn yet.")]
-    names = ("kept", "all_right", "all_wrong", "flat", "unscored", "surplus", "stale", "cancelled")
-    meanings = [(name, total(steps, f"groups/{name}")) for name in names]
     rows = [
-        [name.replace("_", " "), f"{count:,.0f}", f"{count / drawn:.1%}"] for name, count in meanings if count
-    ]  # carried ones are kept or stale later
+        [status.replace("_", " "), f"{count:,.0f}", f"{count / drawn:.1%}", OUTCOMES[status]]
+        for status, count in run.outcomes.items()
+    ]
     generated, wasted, loss = (total(steps, f"tokens/{name}") for name in ("generated", "wasted", "loss"))
     told = f"{drawn:,.0f} groups were drawn and {kept:,.0f} trained on"
     told += f": {drawn / kept:.2f} for each one kept. " if kept else ". "
@@ -176,7 +183,7 @@ def _sampling(steps: Sequence[Entry]) -> list[Block]:
         )
         told += f"the updates counted {loss:,.0f} in their loss."
     plot = _plot("sampling", "groups by what their samples were, and tokens, over the steps", figures.sampling(steps))
-    return [Text(told), Rows(["groups", "count", "of those drawn"], rows), *plot]
+    return [Text(told), Rows(["status", "groups", "of those drawn", ""], rows), *plot]
 
 
 def _time(steps: Sequence[Entry]) -> list[Block]:
@@ -194,9 +201,9 @@ def _time(steps: Sequence[Entry]) -> list[Block]:
 
 def _alarms(run: RunView) -> list[Block]:
     said = [*run.warnings(), *_alarms_again(run)]
-    hacking = [e["step"] for e in run.metrics if (e.get("monitor/alarms") or 0) > 0]
-    if hacking:
-        said.append(f"signs of reward hacking: in {len(hacking)} steps, last in step {hacking[-1]}")
+    for sign, steps in run.hacking.items():
+        seen = HACKING.get(sign, "; or ".join(HACKING.values()))
+        said.append(f"reward hacking? In {len(steps)} steps, last in step {steps[-1]}: {seen}")
     return [Rows(["what was seen"], [[text] for text in said])] if said else [Text("None.")]
 
 
@@ -248,7 +255,7 @@ def _answer(title: str, sample: Mapping[str, Any]) -> Answer:
 
 
 def _configuration(run: RunView) -> list[Block]:
-    rows = list(_changes(run.config))
+    rows = list(_changes(run.recipe))
     said = "Keys that are not at their default; the paper's values are the defaults."
     whole = run.folder.config.read_text(encoding="utf-8", errors="replace")
     return [Text(said), Rows(["key", "here", "default"], rows), Text("The whole recipe:"), Code(whole)]

@@ -120,6 +120,8 @@ def _running_mean(values: Any) -> Any:
 
 def _finish(place: Axes, title: str, legend: bool) -> None:
     place.set_title(title, fontsize=10, loc="left")
+    if place.dataLim.ymin >= 0 > place.get_ylim()[0]:  # a share or a length is never below 0
+        place.set_ylim(bottom=0)
     place.set_xlabel("step", fontsize=8)
     place.tick_params(labelsize=8)
     place.xaxis.set_major_locator(MaxNLocator(integer=True))

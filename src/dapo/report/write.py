@@ -9,6 +9,7 @@ import base64
 import html
 import io
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
@@ -43,8 +44,8 @@ thead th, thead + tbody td { overflow-wrap: break-word }
 th, td:first-child, figcaption { color: var(--soft); font-weight: 500 }
 pre { margin: .3rem 0; padding: .6rem .8rem; overflow: auto; max-height: 24rem; white-space: pre-wrap;
   overflow-wrap: anywhere; background: var(--box); border-radius: 6px; font-size: .85rem }
-figure { margin: .8rem 0 }
-figure img { width: 100%; background: #fff; border-radius: 6px }
+figure { margin: .8rem 0; overflow-x: auto }
+figure img { width: 100%; min-width: 44rem; background: #fff; border-radius: 6px }
 """.strip()
 
 
@@ -58,15 +59,18 @@ def write_report(title: str, sections: Sequence[Section], output: Path) -> list[
         UserError: the folder cannot be made or written to.
     """
     pages = [output / "report.html", output / "report.md"]
+    texts = [_printable(form(title, sections)) for form in (as_html, as_markdown)]
+    plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
+    files: dict[Path, str | bytes] = dict(zip(pages, texts, strict=True))
+    files |= {output / "plots" / f"{plot.name}.png": _image(plot.figure, "png") for plot in plots}
+    new = not output.exists()
     try:
         (output / "plots").mkdir(parents=True, exist_ok=True)
-        for section in sections:
-            for block in section.blocks:
-                if isinstance(block, Plot):
-                    write_atomic(output / "plots" / f"{block.name}.png", _image(block.figure, "png"))
-        write_atomic(pages[0], _printable(as_html(title, sections)))
-        write_atomic(pages[1], _printable(as_markdown(title, sections)))
+        for path, content in files.items():
+            write_atomic(path, content)
     except OSError as error:
+        if new:  # nothing but parts of this report is in it
+            shutil.rmtree(output, ignore_errors=True)
         raise UserError(f"--output: cannot write to {str(output)!r}: {error.strerror or error}") from None
     return pages
 

@@ -24,6 +24,8 @@ from dapo.errors import RewardError
 from dapo.records import Group, Reward, Sample
 from dapo.reward.contract import Scorer
 
+SIGNS = ("false right", "divergence", "length")
+"""The alarms."""
 _LENGTH_MOVED = 1.2
 """Factor by which the mean length must have changed for the length alarm."""
 _CHECKS_AT_ONCE = 256
@@ -133,6 +135,7 @@ class Monitor:
         said += [text for name, text in alarms.items() if name not in self._raised]
         self._seen = audit, set(alarms) | blind
         found: dict[str, float | None] = {"monitor/alarms": float(len(alarms))}
+        found |= {f"monitor/alarms/{name.replace(' ', '_')}": float(name in alarms) for name in SIGNS}
         if self._check is not None:
             found |= {
                 "monitor/reward": audit.reward,

@@ -8,6 +8,7 @@ from typing import Any
 from dapo.config import Config, build_config
 from dapo.errors import UserError
 from dapo.observe.alarms import FIRST, RULES, WINDOW, History, alarms_on
+from dapo.observe.run_view import HACKING
 
 
 def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -30,6 +31,25 @@ def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]
             found[name]["steps"].append(steps[end - 1]["step"])
             found[name]["seen"] = seen
     return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
+
+
+def hacking_history(steps: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+    """The signs of reward hacking, told in the same way.
+
+    Args:
+        steps: as :attr:`~dapo.observe.run_view.RunView.hacking` has them.
+    """
+    signs = HACKING | {"": "; or ".join(HACKING.values())} if "" in steps else HACKING
+    return [
+        {
+            "name": f"reward hacking: {sign.replace('_', ' ')}" if sign else "reward hacking",
+            "advice": "see reward against length in the view Hacking, and read samples that the check disputes",
+            "reads": [f"monitor/alarms/{sign}" if sign else "monitor/alarms"],
+            "steps": list(steps.get(sign, ())),
+            "seen": seen,
+        }
+        for sign, seen in signs.items()
+    ]
 
 
 def _recipe(config: Mapping[str, Any]) -> Config | None:

@@ -39,8 +39,12 @@ def names_in(entries: Sequence[Entry]) -> list[str]:
 
 
 def curve(entries: Sequence[Entry], name: str, points: int, x: str = "step") -> list[list[float]]:
-    """Points ``[x, mean, lowest, highest]`` of a metric, at most ``points`` of them, each of as many steps."""
-    pairs = [(entry[x], entry[name]) for entry in entries if _is_number(entry.get(x)) and _is_number(entry.get(name))]
+    """Points ``[x, mean, lowest, highest]`` of a metric, at most ``points`` of them, each of as many steps.
+
+    What was measured before training stands at 0, whatever ``x`` is.
+    """
+    places = [(0.0 if not entry.get("step") else entry.get(x), entry.get(name)) for entry in entries]
+    pairs = [pair for pair in places if all(map(_is_number, pair))]
     if not pairs:
         return []
     array = np.array(pairs, np.float64)

@@ -17,6 +17,7 @@ from dapo.files import holds_model
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import read_samples, samples_path
 from dapo.run_folder import RunFolder
+from dapo.ui.texts import sendable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Question:
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
-        return {"row": self.row, "prompt": self.text, "answer": self.answer}
+        return {"row": self.row, "prompt": sendable(self.text), "answer": self.answer and sendable(self.answer)}
 
 
 class Questions:

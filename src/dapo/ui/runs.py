@@ -32,7 +32,7 @@ class Run:
         self.name, self.folder = name, RunFolder(root)
         self._lock = threading.Lock()
         self._index_lock = threading.Lock()  # apart: a first index may take minutes, and the page goes on
-        self._read: tuple[tuple[Any, ...], RunView] | None = None
+        self._read: tuple[tuple[Any, ...], bool, RunView] | None = None
         self._index: SampleIndex | None = None
         self._indexed: tuple[Any, ...] = ()
 
@@ -43,12 +43,20 @@ class Run:
         Raises:
             UserError: a line of its metrics is spoilt, or it is a run no longer.
         """
+        return self._view(brief=False)
+
+    @property
+    def card(self) -> RunView:
+        """The same with some lines of the metrics only: a list of hundreds of runs is there at once."""
+        return self._view(brief=True)
+
+    def _view(self, brief: bool) -> RunView:
         folder = self.folder
         stamp = stamp_of(folder.config, folder.environment, folder.summary, folder.metrics)
         with self._lock:
-            if self._read is None or self._read[0] != stamp:
-                self._read = stamp, RunView.read(folder.root)
-            return replace(self._read[1])  # whether it still runs is asked anew
+            if self._read is None or self._read[0] != stamp or (self._read[1] and not brief):
+                self._read = stamp, brief, RunView.read(folder.root, brief)
+            return replace(self._read[2])  # whether it still runs is asked anew
 
     def samples(self) -> DuckDBPyConnection:
         """A connection with the view ``samples`` of all steps that are written, for this thread.

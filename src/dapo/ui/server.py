@@ -22,15 +22,16 @@ from dapo.config import flat
 from dapo.errors import UserError
 from dapo.observe.index import open_database
 from dapo.observe.metrics import METRICS
+from dapo.observe.run_view import OUTCOMES, RunView
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
 from dapo.ui import curves, playground, queries, votes
-from dapo.ui.alarm_history import alarm_history
+from dapo.ui.alarm_history import alarm_history, hacking_history
 from dapo.ui.answering import Answerer
 from dapo.ui.guard import Guard
 from dapo.ui.live import PERIOD, Full, Live, LiveResponse
 from dapo.ui.runs import NotHere, Run, Runs
-from dapo.ui.texts import summary_of, tokens_of
+from dapo.ui.texts import sendable, summary_of, tokens_of
 from dapo.ui.thinned import thinned
 
 STATIC = Path(__file__).parent / "static"
@@ -157,13 +158,14 @@ def _overview(runs: Runs) -> APIRouter:
     def ablation(names: Names) -> dict[str, Any]:
         """Final values against what is different in the recipes."""
         views = {name: runs.get(name).view for name in names}
-        keys = curves.ablation_keys([view.config for view in views.values()])
+        recipes = {name: view.recipe for name, view in views.items()}
+        keys = curves.ablation_keys(list(recipes.values()))
         metrics = ("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "time/elapsed")
         rows = [
             {
                 "run": name,
                 "steps": view.steps_done,
-                "config": {key: dict(flat(view.config)).get(key) for key in keys},
+                "config": {key: dict(flat(recipes[name])).get(key) for key in keys},
                 "final": {metric: curves.final(view.metrics, metric) for metric in metrics},
             }
             for name, view in views.items()
@@ -173,7 +175,7 @@ def _overview(runs: Runs) -> APIRouter:
     @router.get("/config")
     def config(names: Names) -> dict[str, Any]:
         """Every key of the recipes, and which keys differ."""
-        configs = [runs.get(name).view.config for name in names]
+        configs = [runs.get(name).view.recipe for name in names]
         tables = [dict(flat(one)) for one in configs]
         keys = dict.fromkeys(key for table in tables for key in table)
         values = {key: [table.get(key) for table in tables] for key in keys}
@@ -259,7 +261,8 @@ def _samples(runs: Runs) -> APIRouter:
         return {
             "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
             "difficulty": found["difficulty"],
-            "statuses": [row | {"why": STATUSES.get(row["status"], "")} for row in found["statuses"]],
+            "drawn": sum(e.get("groups/drawn") or 0 for e in view.metrics),
+            "statuses": _outcomes(view, found["statuses"]),
             "tenth": tenth,
         }
 
@@ -316,9 +319,8 @@ def _details(runs: Runs) -> APIRouter:
         """Alarms with the steps they were on in, and what else a person should know."""
         view = runs.get(name).view
         return {
-            "alarms": alarm_history(view.config, view.metrics),
+            "alarms": [*hacking_history(view.hacking), *alarm_history(view.config, view.metrics)],
             "warnings": view.warnings(),
-            "hacking": [e["step"] for e in view.metrics if (e.get("monitor/alarms") or 0) > 0],
             "steps": view.steps_done,
         }
 
@@ -338,7 +340,7 @@ def _details(runs: Runs) -> APIRouter:
 
 def _card(run: Run) -> dict[str, Any]:
     try:
-        view = run.view
+        view = run.card
         before, after = view.accuracies
         last = view.metrics[-1] if view.metrics else {}
         shown = {
@@ -369,6 +371,17 @@ def _card(run: Run) -> dict[str, Any]:
         return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
 
 
+def _outcomes(view: RunView, stored: Sequence[queries.Row]) -> list[dict[str, Any]]:
+    """What became of all groups, by the metrics; ``samples`` and ``tokens`` of those whose samples are stored."""
+    there = {row["status"]: row for row in stored}
+    found = []
+    for status, groups in sorted(view.outcomes.items(), key=lambda item: -item[1]):
+        row = there.get(status, {})
+        found.append({"status": status, "groups": groups, "why": OUTCOMES[status]})
+        found[-1] |= {name: row.get(name) for name in ("samples", "tokens")}
+    return found
+
+
 def _group_of(run: Run, step: int, draw: int) -> list[queries.Row]:
     """
     Raises:
@@ -390,8 +403,7 @@ def _line(run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
         line = read_line(run.folder.samples, row)
     except UserError:
         return {}
-    # lone surrogates, which data may hold, are no text that can be sent
-    return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in line.items()}
+    return {k: sendable(v) if isinstance(v, str) else v for k, v in line.items()}
 
 
 def _with_tokens(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

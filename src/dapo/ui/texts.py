@@ -86,6 +86,11 @@ def _number(value: Any) -> float | None:
     return round(number, 5) if np.isfinite(number) else None
 
 
+def sendable(text: str) -> str:
+    """Lone surrogates, which data may hold, are no text that can be sent: they become question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def summary_of(line: Mapping[str, Any], characters: int = 160) -> str:
     """The end of a prompt, which is what tells prompts with one beginning apart."""
     prompt = str(line.get("prompt") or "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapo.config import HttpReward, KServeReward, ServerReward
-from dapo.errors import RewardError
+from dapo.errors import RewardError, install
 from dapo.reward.contract import Scorer
 
 
@@ -24,5 +24,5 @@ def make_client(config: ServerReward | HttpReward | KServeReward) -> Scorer:
         return ServerScorer(config) if isinstance(config, ServerReward) else HttpScorer(config)
     except ImportError as error:
         raise RewardError(
-            f"reward.kind={config.kind} needs {error.name}, which is not installed: pip install 'dapo[{extra}]'"
+            f"reward.kind={config.kind} needs {error.name}, which is not installed: {install(extra)}"
         ) from None

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dapo.errors import RewardError
+from dapo.errors import RewardError, install
 from dapo.reward.code.program import Usage
 
 RULES = "E,F,W,B,C4,SIM,UP"
@@ -38,7 +38,7 @@ def find_ruff() -> str:
     beside = Path(sys.executable).with_name("ruff")
     found = str(beside) if beside.exists() else shutil.which("ruff")
     if found is None:
-        raise RewardError("the part `style` of the code reward needs ruff: pip install 'dapo[code]'")
+        raise RewardError(f"the part `style` of the code reward needs ruff: {install('code')}")
     return found
 
 

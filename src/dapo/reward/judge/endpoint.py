@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from dapo.config import JudgeReward
-from dapo.errors import RewardError
+from dapo.errors import RewardError, install
 from dapo.reward.client.faults import Fault
 from dapo.reward.client.pauses import Pauses, requested_pause
 from dapo.reward.client.secrecy import Secrets, shown
@@ -60,7 +60,7 @@ class Endpoint:
             from dapo.reward.client.connections import HttpConnections, token_in
         except ImportError as error:
             raise RewardError(
-                f"reward.kind=judge needs {error.name}, which is not installed: pip install 'dapo[remote]'"
+                f"reward.kind=judge needs {error.name}, which is not installed: {install('remote')}"
             ) from None
         self._config = config
         key = token_in(config.api_key_env, "reward.api_key_env")

@@ -17,7 +17,8 @@ const TABS = [
 ];
 const OF_SEVERAL = new Set(["overview", "config"]);
 const byId = (id) => document.getElementById(id);
-const state = { tab: "overview", runs: [], params: {}, list: [], mounted: null, events: null };
+// asked: the runs that the address names; runs: those of them that are there
+const state = { tab: "overview", asked: [], runs: [], params: {}, list: [], mounted: null, events: null };
 
 const api = {
   get: (path, params) => ask(address(path, params)),
@@ -44,8 +45,9 @@ function readAddress() {
   const [tab, query = ""] = location.hash.slice(1).split("?");
   const params = new URLSearchParams(query);
   state.tab = TABS.some(([id]) => id === tab) ? tab : "overview";
-  const wanted = params.getAll("run").filter((name) => api.info(name));
-  state.runs = wanted.length ? wanted : state.list.filter((run) => run.state !== "unreadable").slice(0, 1).map((run) => run.name);
+  state.asked = params.getAll("run");
+  if (!state.asked.length) state.asked = state.list.filter((run) => run.state !== "unreadable").slice(0, 1).map((run) => run.name);
+  state.runs = state.asked.filter((name) => api.info(name));
   params.delete("run");
   state.params = Object.fromEntries(params);
 }
@@ -98,12 +100,14 @@ async function drawView() {
   state.mounted?.close?.();
   state.mounted = null;
   const element = h("section", { class: `view ${state.tab}` });
-  if (!state.runs.length && state.problem) return fill(view, h("p", { class: "problem", role: "alert" }, state.problem));
+  const gone = state.asked.filter((name) => !api.info(name));
+  const problem = state.problem ?? (gone.length ? `There is no run ${gone.join(", ")} here. ${state.list.length ? "Choose one of the list." : ""}` : null);
+  if (!state.runs.length && problem) return fill(view, h("p", { class: "problem", role: "alert" }, problem));
   if (!state.runs.length) return fill(view, note("No run here yet. This page shows it as soon as there is one."));
   try {
     const module = await import(TABS.find(([id]) => id === state.tab)[2]);
     if (mine !== turn) return;
-    fill(view, state.runs.length > 1 && !OF_SEVERAL.has(state.tab) && note("Of ", h("b", {}, state.runs[0]), ": this view shows the first of the runs that are chosen."), element);
+    fill(view, gone.length > 0 && h("p", { class: "problem", role: "alert" }, problem), state.runs.length > 1 && !OF_SEVERAL.has(state.tab) && note("Of ", h("b", {}, state.runs[0]), ": this view shows the first of the runs that are chosen."), element);
     const mounted = await module.mount(element, api);
     if (mine === turn) state.mounted = mounted ?? null;
     else mounted?.close?.();
@@ -125,8 +129,12 @@ function heard(type, event) {
     news.clear();
     waiting = null;
     await loadRuns();
+    if (state.runs.some((name) => !state.problem && !api.info(name))) {  // deleted: say so, and not by another run
+      api.keep(state.params);
+      return start();
+    }
     drawRuns();
-    if (!state.mounted) return events.some((one) => one.type === "runs") && start();
+    if (!state.mounted || state.runs.length < state.asked.length) return events.some((one) => one.type === "runs") && start();
     for (const one of events) {
       try {
         await state.mounted?.refresh?.(one);
@@ -139,9 +147,12 @@ function heard(type, event) {
 
 function listen() {
   state.events?.close();
-  const source = (state.events = new EventSource(address("events", { run: state.runs })));
+  const source = (state.events = new EventSource(address("events", { run: state.asked })));
   const say = (text, kind) => { byId("live").textContent = text; byId("live").className = kind; };
-  source.addEventListener("hello", () => say("live", "on"));
+  source.addEventListener("hello", () => {
+    say("live", "on");
+    if (!state.runs.length || state.runs.length < state.asked.length) heard("runs", { data: "{}" });  // it may have come before
+  });
   source.onerror = () => {
     say("not connected", "off");  // a browser tries again by itself, unless it was refused: too many pages listen
     if (source.readyState === EventSource.CLOSED) setTimeout(() => source === state.events && listen(), 30_000);
@@ -162,8 +173,8 @@ async function start() {
   readAddress();
   drawTabs();
   drawRuns();
-  if (listened !== state.runs.join("\n")) {
-    listened = state.runs.join("\n");
+  if (listened !== state.asked.join("\n")) {
+    listened = state.asked.join("\n");
     listen();
   }
   await drawView();

@@ -205,7 +205,9 @@ export class StackChart extends Frame {
     if (!this.width) return;
     if (!this.rows.length) return this.empty();
     const sums = this.rows.map(([, ...values]) => values.reduce((a, b) => a + b, 0));
-    this.scale(this.places(), 0, this.share ? 1 : Math.max(...sums) * 1.04 || 1);
+    const at = this.places(), half = (from, to) => (at[to] - at[from]) / 2 || 0.5;
+    this.edges = [at[0] - half(0, Math.min(1, at.length - 1)), at.at(-1) + half(Math.max(at.length - 2, 0), at.length - 1)];
+    this.scale(this.edges, 0, this.share ? 1 : Math.max(...sums) * 1.04 || 1);
     const base = this.rows.map(() => 0), areas = [];
     this.parts.forEach((part, place) => {
       const top = this.rows.map((row, i) => base[i] + row[place + 1]);
@@ -218,7 +220,7 @@ export class StackChart extends Frame {
   // as steps, so that a column is as wide as what it stands for
   #area(top, base) {
     const xs = this.places().map(this.X);
-    const left = (i) => (i ? (xs[i - 1] + xs[i]) / 2 : xs[0]), right = (i) => (i < xs.length - 1 ? (xs[i] + xs[i + 1]) / 2 : xs[i] + (xs.length === 1 ? 20 : 0));
+    const left = (i) => (i ? (xs[i - 1] + xs[i]) / 2 : this.X(this.edges[0])), right = (i) => (i < xs.length - 1 ? (xs[i] + xs[i + 1]) / 2 : this.X(this.edges[1]));
     const f = (value) => this.Y(value).toFixed(1);
     const there = top.map((y, i) => `${i ? "L" : "M"}${left(i).toFixed(1)} ${f(y)}L${right(i).toFixed(1)} ${f(y)}`).join("");
     const back = base.map((y, i) => `L${right(i).toFixed(1)} ${f(y)}L${left(i).toFixed(1)} ${f(y)}`).reverse().join("");

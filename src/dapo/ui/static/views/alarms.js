@@ -6,10 +6,8 @@ export async function mount(element, api) {
   async function load() {
     const found = await api.get("alarms", { run: api.run });
     const raised = found.alarms.filter((alarm) => alarm.steps.length), calm = found.alarms.filter((alarm) => !alarm.steps.length);
-    const hacking = found.hacking.length && { name: "reward hacking", steps: found.hacking, seen: "one of three signs: the held-out check calls wrong what is rewarded, it does not rise with the reward, or reward and length go together", advice: "the view Hacking shows which: see reward against length there, and read samples that the check (monitor.check, if the run has one) disputes", reads: ["monitor/alarms"] };
-    const all = [...(hacking ? [hacking] : []), ...raised];
     fill(element,
-      panel(all.length ? `${all.length} of ${found.alarms.length + 1} alarms were on at some time` : null, all.length ? all.map((alarm) => draw(alarm, found.steps)) : note(`No alarm in ${found.steps} steps.`)),
+      panel(raised.length ? `${raised.length} of ${found.alarms.length} alarms were on at some time` : null, raised.length ? raised.map((alarm) => draw(alarm, found.steps)) : note(`No alarm in ${found.steps} steps.`)),
       found.warnings.length > 0 && panel("To know", h("ul", {}, found.warnings.map((text) => h("li", {}, text)))),
       panel("Watched, and calm", note(calm.map((alarm) => alarm.name).join(" · ") || "none")));
   }

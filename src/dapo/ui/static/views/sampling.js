@@ -33,10 +33,9 @@ export async function mount(element, api) {
     const span = found.tenth > 1 ? `${found.tenth} steps` : "step";
     fill(difficulty, bars("How many samples of a group were right", LABELS,
       [{ name: `first ${span}`, colour: "s4", values: share(found.difficulty.first) }, { name: `last ${span}`, colour: "s0", values: share(found.difficulty.last) }]));
-    const all = found.statuses.reduce((sum, row) => sum + row.groups, 0) || 1;
-    fill(statuses, table(["status", "groups", "share", "samples", "tokens", ""], found.statuses.map((row) => [
-      h("a", { href: "#", onclick: (event) => { event.preventDefault(); api.go("groups", { status: row.status }); } }, row.status.replaceAll("_", " ")),
-      number(row.groups), percent(row.groups / all), number(row.samples), number(row.tokens), h("span", { class: "muted" }, row.why)])));
+    fill(statuses, table(["status", "groups", "of those drawn", "samples", "tokens", ""], found.statuses.map((row) => [
+      row.samples === null ? row.status.replaceAll("_", " ") : h("a", { href: "#", onclick: (event) => { event.preventDefault(); api.go("groups", { status: row.status }); } }, row.status.replaceAll("_", " ")),
+      number(row.groups), percent(row.groups / (found.drawn || row.groups)), number(row.samples), number(row.tokens), h("span", { class: "muted" }, row.why)])));
   }
   await load();
   return { refresh: ({ type }) => (type === "samples" || type === "metrics" ? load() : undefined) };
