@@ -45,7 +45,8 @@ from dapo.inputs import (
 from dapo.keeping import CLOSE_SECONDS, Keeper, Role, RunState
 from dapo.model.loading import load_tokenizer, stop_token_ids
 from dapo.observe.alarms import Alarms
-from dapo.observe.index import BackgroundIndex, forget_steps
+from dapo.observe.index import forget_steps
+from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.limits import Limits
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.resources import make_recorder

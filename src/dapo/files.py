@@ -105,13 +105,26 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_line(value: Any) -> str:
-    """``value`` as one line of JSON, line end included."""
-    return _dump(value)
+    """``value`` as one line of JSON, line end included. What is in JSON's own types and finite takes the short way."""
+    try:
+        return _printable(_COMPACT.encode(value))
+    except (TypeError, ValueError):
+        return _dump(value)
 
 
 def _dump(value: Any, indent: int | None = None) -> str:
-    text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
-    # lone surrogates cannot be written as UTF-8: leave them escaped
+    return _printable(json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False))
+
+
+def _refused(value: Any) -> Any:
+    raise TypeError(type(value).__name__)
+
+
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_refused)
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates cannot be written as UTF-8: they stay escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8") + "\n"
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("duckdb")
 
 from dapo.errors import UserError
-from dapo.observe.index import BackgroundIndex, Manifest, SampleIndex, forget_steps
+from dapo.observe.index import Manifest, SampleIndex, forget_steps
 from dapo.observe.sample_rows import COLUMNS, read_line, rows_of
 from dapo.observe.samples import discard_samples, samples_path, tokens_path, write_samples
 from dapo.records import Group, Prompt, Reward, Sample
@@ -260,34 +260,6 @@ def test_of_two_writers_one_leaves_it_to_the_other(tmp_path: Path) -> None:
     with one._writing() as free:
         assert free and two.update() == 0
     assert two.update() == 1
-
-
-def test_training_is_told_once_if_the_index_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_step(tmp_path, 1)
-    said: list[str] = []
-    index = BackgroundIndex(tmp_path, said.append)
-    index.notify()
-    index.close()
-    assert SampleIndex(tmp_path).steps == [1] and not said
-
-    tries = threading.Semaphore(0)
-
-    def fails(self: SampleIndex) -> int:
-        tries.release()
-        raise OSError("no space")
-
-    monkeypatch.setattr("dapo.observe.index._PAUSE", 0.001)
-    with monkeypatch.context() as patch:
-        patch.setattr(SampleIndex, "update", fails)
-        index = BackgroundIndex(tmp_path, said.append)
-        for _ in range(3):
-            index.notify()
-            assert tries.acquire(timeout=30)
-    write_step(tmp_path, 2)  # the disk has room again
-    index.notify()
-    index.close()
-    assert SampleIndex(tmp_path).steps == [1, 2]
-    assert len(said) == 1 and "no space" in said[0]
 
 
 def test_what_duckdb_takes_is_bounded_and_nothing_is_written_where_the_program_runs(tmp_path: Path) -> None:

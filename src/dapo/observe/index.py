@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,10 +43,6 @@ _ROWS = 65_536
 """Rows that are brought in at once."""
 _MOST_ROWS = 1_000_000
 """A segment with more is left as it is."""
-_PAUSE = 5.0
-"""Seconds between two updates beside training: short steps come in several at once, which costs less."""
-_LONGEST_PAUSE = 600.0
-"""Seconds between two tries where updates fail: each reads again what is missing, in the process that trains."""
 _MEMORY, _SPILLED, _THREADS = "1GB", "8GB", 4
 """What DuckDB may take: memory, then disk for what does not fit into it, and threads at most. Left to itself it would
 take four fifths of the memory and all cores, and write into the working folder."""
@@ -308,51 +304,6 @@ class SampleIndex:
             if path.name not in known and (path.name in manifest.retired or now - path.stat().st_mtime > _GRACE):
                 path.unlink(missing_ok=True)
         return replace(manifest, retired=retired)
-
-
-class BackgroundIndex:
-    """Keeps the index of a run up to date in a thread of its own: training never waits for it."""
-
-    def __init__(self, run: Path, warn: Callable[[str], None]) -> None:
-        """
-        Args:
-            run: folder of the run.
-            warn: told once, from that thread, if the index cannot be written.
-        """
-        self._run, self._warn = run, warn
-        self._wake, self._end = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="sample-index", daemon=True)
-
-    def notify(self) -> None:
-        """A step has been written. Does nothing if DuckDB is not installed."""
-        if not self._thread.ident:
-            if not has_duckdb():
-                return
-            self._thread.start()
-        self._wake.set()
-
-    def close(self, patience: float = 10.0) -> None:
-        """Bring in what is still missing, within ``patience`` seconds."""
-        self._end.set()
-        self._wake.set()
-        if self._thread.ident:
-            self._thread.join(patience)
-
-    def _work(self) -> None:
-        index, pause, told, ended = SampleIndex(self._run, threads=1), _PAUSE, False, False
-        while not ended:
-            self._wake.wait()
-            self._wake.clear()
-            ended = self._end.is_set()
-            try:
-                index.update()
-                pause = _PAUSE
-            except Exception as error:  # what is derived must not end what it is derived from
-                if not told:
-                    self._warn(f"the index of samples is behind, and is tried again after later steps: {error}")
-                told, pause = True, min(2 * pause, _LONGEST_PAUSE)
-                index = SampleIndex(self._run, threads=1)  # an error may have left the database unfit for use
-            self._end.wait(pause)
 
 
 def forget_steps(samples: Path, after: int) -> None:

@@ -16,6 +16,7 @@ held-out check was asked ``check_correct`` and ``check_reward``, too.
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -284,14 +285,19 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
             "response": sample.text,
             "gold": group.prompt.answer,
             **_verdict(sample),
-            "shaped_reward": sample.shaped_reward,  # NaN, where there is none, becomes null
-            "advantage": sample.advantage,
+            "shaped_reward": _finite(sample.shaped_reward),
+            "advantage": _finite(sample.advantage),
             "in_loss": sample.in_loss and status == "kept",
             "length": sample.length,
             "finish_reason": sample.finish_reason,
             "versions": [int(sample.versions[0]), int(sample.versions[-1])] if sample.length else [],
             **_check(checks.get((group.draw, sample.index))),
         }
+
+
+def _finite(value: float) -> float | None:
+    """NaN where there is none."""
+    return float(value) if math.isfinite(value) else None
 
 
 def _check(found: Reward | None) -> dict[str, Any]:

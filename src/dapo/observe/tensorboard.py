@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import FileWriter
+from torch.utils.tensorboard import summary as summaries
 
 
 class TensorBoardTracker:
@@ -25,23 +28,31 @@ class TensorBoardTracker:
             keep_until: on resume, the last step that stays: TensorBoard drops what earlier files say of later steps.
                 Below 0: all steps.
         """
-        self._writer: Any = SummaryWriter(str(folder), purge_step=None if keep_until is None else keep_until + 1)
+        self._writer: Any = FileWriter(str(folder))
         if keep_until is None:
-            self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), 0)  # as code
-            self._writer.flush()
+            self._add_text("config", config.splitlines(), 0)
+        else:
+            self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), keep_until + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See :class:`~dapo.observe.trackers.Tracker`."""
+        values = []
         for name, value in metrics.items():
             number = value.item() if hasattr(value, "item") else value
             if isinstance(number, numbers.Real):
-                self._writer.add_scalar(name, float(number), step)
+                values.append(Summary.Value(tag=name, simple_value=float(number)))
+        if values:  # in one event: each in its own takes several times as long
+            self._writer.add_summary(Summary(value=values), step)
         self._writer.flush()
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """See :class:`~dapo.observe.trackers.Tracker`."""
-        lines = "\n".join(f"    {name}: {value}" for name, value in summary.items())
-        self._writer.add_text("summary", lines, int(summary.get("steps", 0)))
+        self._add_text("summary", [f"{name}: {value}" for name, value in summary.items()], int(summary.get("steps", 0)))
+
+    def _add_text(self, name: str, lines: Sequence[str], step: int) -> None:
+        """Lines as a block of code."""
+        make_text: Any = summaries.text
+        self._writer.add_summary(make_text(name, "\n".join(f"    {line}" for line in lines)), step)
         self._writer.flush()
 
     def close(self) -> None:
