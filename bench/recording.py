@@ -6,7 +6,7 @@ Everything: samples of every group with their tokens and the index over them, re
 often as by default), TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same
 deterministic run from the demo's warmed-up model, so step k has the same work on both sides; a run of one side follows
 one of the other. Compared is the wall time of a step from the end of the one before to its own end, evaluations left
-out: the median over the steps (the first two left out) of the fastest round's time.
+out: of each step the median over the rounds, of these the mean (the first two steps left out).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from dapo.config import load_config
@@ -86,9 +86,9 @@ def step_times(settings: Sequence[str]) -> list[float]:
 
 def compared(times: dict[str, list[list[float]]]) -> dict[str, float]:
     """Seconds of a step on both sides, and the share by which recording makes it longer."""
-    fastest = {side: [min(steps) for steps in zip(*rounds, strict=True)] for side, rounds in times.items()}
-    cost = median(on / off for on, off in zip(fastest["on"], fastest["off"], strict=True)) - 1
-    return {side: median(steps) for side, steps in fastest.items()} | {"cost": cost}
+    usual = {side: [median(steps) for steps in zip(*rounds, strict=True)] for side, rounds in times.items()}
+    found = {side: fmean(steps) for side, steps in usual.items()}
+    return found | {"cost": found["on"] / found["off"] - 1}
 
 
 if __name__ == "__main__":

@@ -131,24 +131,28 @@ def _measures(path: Path, rows: list[Row]) -> list[Row]:
     if arrays.lengths.tolist() != [row["length"] for row in rows]:
         return nothing
     changes = [a["draw"] != b["draw"] for a, b in pairwise(rows)]
-    groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)]
-    ends = np.cumsum(arrays.lengths)
-    per_token = arrays.logprobs, arrays.trainer_logprobs, arrays.entropy
-    return [
-        {
-            "prompt_length": int(arrays.prompt_lengths[group]) if group < len(arrays.prompt_lengths) else None,
-            **_token_means(*(values[end - length : end] for values in per_token)),
-        }
-        for group, length, end in zip(groups, arrays.lengths, ends, strict=True)
-    ]
+    groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)].tolist()
+    prompts = arrays.prompt_lengths.tolist()
+    gaps = np.abs(arrays.logprobs - arrays.trainer_logprobs)
+    columns = {
+        "prompt_length": [prompts[group] if group < len(prompts) else None for group in groups],
+        "logprob_engine": _means(arrays.logprobs, arrays.lengths),
+        "logprob_trainer": _means(arrays.trainer_logprobs, arrays.lengths),
+        "entropy": _means(arrays.entropy, arrays.lengths),
+        "gap_max": _each(np.maximum, gaps, arrays.lengths, 1),
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _token_means(engine: Any, trainer: Any, entropy: Any) -> Row:
-    gap = float(np.max(np.abs(engine - trainer), initial=-1.0))
-    means = {"logprob_engine": _mean(engine), "logprob_trainer": _mean(trainer), "entropy": _mean(entropy)}
-    return {**means, "gap_max": gap if 0 <= gap < math.inf else None}
+def _means(values: Any, lengths: Any) -> list[float | None]:
+    return _each(np.add, values.astype(np.float64), lengths, np.maximum(lengths, 1))
 
 
-def _mean(values: Any) -> float | None:
-    mean = float(values.sum(dtype=np.float64)) / len(values) if len(values) else math.nan
-    return mean if math.isfinite(mean) else None
+def _each(operation: np.ufunc, values: Any, lengths: Any, divisor: Any) -> list[float | None]:
+    """``operation`` over the tokens of each sample, divided; None for one without tokens, or if it is not finite."""
+    there = lengths > 0  # two samples that begin at one place would be taken for one token each
+    found = np.full(len(lengths), np.nan)
+    if there.any():
+        begins = (np.cumsum(lengths, dtype=np.int64) - lengths)[there]
+        found[there] = operation.reduceat(values, begins)
+    return [value if math.isfinite(value) else None for value in (found / divisor).tolist()]
