@@ -273,6 +273,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("training.groups_per_update", 4, {}, "updates"),
     ("training.epochs_per_rollout", 2, {}, "updates"),
     ("training.learning_rate", 1e-2, {}, "weights"),
+    ("training.final_learning_rate", 0.0, {"training.steps": 2}, "weights"),
     ("training.warmup_steps", 10, {}, "weights"),
     ("training.weight_decay", 100.0, {}, "weights"),
     ("training.betas", [0.0, 0.0], {}, "weights"),

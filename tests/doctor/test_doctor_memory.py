@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,23 @@ def test_what_offloading_and_checkpointing_save() -> None:
         config(model__compute_dtype="bfloat16", training__activation_checkpointing=True), shape, on_gpu=True
     )
     assert again.casts == plain.casts // 4
-    # five layers' worth against two, and the inputs of four in float32
-    assert again.activations == pytest.approx(plain.activations * 2 / 5 + 2048 * 4 * 4 * 256)
+    # four layers' worth against one, and the inputs of four in float32; one is at work either way
+    assert again.activations == pytest.approx(plain.activations / 4 + 2048 * 4 * 4 * 256)
+    assert again.at_work == plain.at_work == pytest.approx(plain.activations / 4)
+
+
+def test_on_a_gpu_the_head_and_the_layer_at_work_take_turns() -> None:
+    shape = random_model("qwen2", **SHAPE)
+    memory = predict_memory(config(model__compute_dtype="bfloat16"), shape, on_gpu=True)
+    passes = memory.casts + memory.activations
+    rollout = memory.cache + memory.decoding
+    for wider, narrower in ((memory.logits + 1, 0), (0, memory.logits + 1)):
+        one = replace(memory, logits=wider, at_work=narrower)
+        update = one.gradients + passes + max(wider, narrower)
+        assert one.total(on_gpu=True) == one.lasting + max(update, rollout)
+    adapted = config(model__compute_dtype="bfloat16", model__lora__rank=4)
+    frozen = predict_memory(adapted, trainable_shape(adapted.model, shape.config), on_gpu=True)
+    assert memory.logits - frozen.logits == 6 * shape.get_output_embeddings().weight.numel()
 
 
 def test_the_forecast_names_its_parts_or_says_why_there_is_none(

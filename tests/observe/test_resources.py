@@ -78,7 +78,8 @@ def test_the_machine_is_seen() -> None:
 def test_a_run_records_and_its_steps_have_the_means(tmp_path: Path) -> None:
     run(tmp_path / "run", {"run.resources_every_s": 0.01, "training.steps": 2})
     lines = [json.loads(line) for line in (tmp_path / "run" / "resources.jsonl").read_text().splitlines()]
-    assert len(lines) > 2 and all(line["role"] in ("engine+trainer", "reward") for line in lines)
+    roles = {line["role"] for line in lines}  # "other": what earlier tests of this process have left running
+    assert len(lines) > 2 and "engine+trainer" in roles <= {"engine+trainer", "reward", "other"}
     assert all(step["resources/cpu"] > 0 and step["resources/memory"] > 50e6 for step in steps_of(tmp_path / "run"))
 
 
