@@ -116,11 +116,7 @@ def _dump(value: Any, indent: int | None = None) -> str:
     return _printable(json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False))
 
 
-def _refused(value: Any) -> Any:
-    raise TypeError(type(value).__name__)
-
-
-_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=_refused)
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def _printable(text: str) -> str:

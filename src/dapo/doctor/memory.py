@@ -150,7 +150,7 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
         casts=0 if width == 4 else _casts(config, shape),
         cache=cache,
         activations=int(tokens * _kept(config, shape, on_gpu)),
-        logits=6 * chunk + 6 * _trained_head(shape) if narrow else 12 * chunk,
+        logits=6 * chunk + 6 * _trained_in(shape.get_output_embeddings(), shape) if narrow else 12 * chunk,
         decoding=8 * text.vocab_size * rows,
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
         streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
@@ -186,9 +186,7 @@ def _pairs(text: Any) -> int:
 def _casts(config: Config, shape: Any) -> int:
     """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
     layers = decoder_layers(shape)
-    trained = {id(parameter) for parameter in changing_parameters(shape).values()}
-    numbers: int = sum(p.numel() for p in layers.parameters() if id(p) in trained)
-    return 2 * numbers // (len(layers) if config.training.activation_checkpointing else 1)
+    return 2 * _trained_in(layers, shape) // (len(layers) if config.training.activation_checkpointing else 1)
 
 
 def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
@@ -216,11 +214,10 @@ def _residual(config: Config, shape: Any) -> int:
     return _width(config) if has_adapter(shape) else 4
 
 
-def _trained_head(shape: Any) -> int:
-    """Parameters of the output head, 0 if it is frozen."""
-    head = shape.get_output_embeddings()
+def _trained_in(part: Any, shape: Any) -> int:
+    """How many of the parameters of a part of the model are trained."""
     trained = {id(parameter) for parameter in changing_parameters(shape).values()}
-    return sum(p.numel() for p in head.parameters() if id(p) in trained) if head is not None else 0
+    return sum(p.numel() for p in part.parameters() if id(p) in trained)
 
 
 def predicted_from(config: Config) -> str:

@@ -163,16 +163,7 @@ def _packed_attention_backward(
 
 @_packed_attention_backward.register_fake
 def _(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    saved: torch.Tensor,
-    number: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def like(x: torch.Tensor) -> torch.Tensor:
         batch, heads, tokens, dim = x.shape

@@ -46,9 +46,9 @@ class BackgroundIndex:
         if not has_duckdb():
             return
         self._behind = True
-        if self._process is None and time.monotonic() - self._begun < _PAUSE:
-            return
         if self._process is None:
+            if time.monotonic() - self._begun < _PAUSE:
+                return
             self._process = self._start()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended: close() says so
