@@ -42,6 +42,7 @@ JUDGED_ROWS, SPLIT_SEED = 512, 0
 SETTINGS: dict[str, dict[str, Any]] = {
     "lr3e-6": {"training.learning_rate": 3e-6},
     "lr5e-6-falling": {"training.learning_rate": 5e-6, "training.final_learning_rate": 0.0},
+    "lr7e-6-falling": {"training.learning_rate": 7e-6, "training.final_learning_rate": 0.0},
     "lr1e-5-falling": {"training.learning_rate": 1e-5, "training.final_learning_rate": 0.0},
 }
 """The second sweep of docs/results.md; the first had 12 steps at constant 1e-5 and 2e-5, with 128 and 64 prompts."""
