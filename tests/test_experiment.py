@@ -829,6 +829,24 @@ def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop() -> None:
     assert events == ["work is done", "cancelled"]
 
 
+def test_all_updates_of_a_run_are_made_by_one_thread_which_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is at work: a GPU's matrix products keep memory for each thread that they were called from."""
+    threads: list[threading.Thread] = []
+    plain = Trainer.update
+
+    def update(self: Trainer, *args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return plain(self, *args)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    run(tmp_path, {"training.steps": 3, "run.save_every": 1, "evaluation.every": 1})
+    assert len(threads) >= 3 and len(set(threads)) == 1 and threads[0] is not threading.main_thread()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
+
+
 def test_a_scorer_is_closed_even_if_the_engine_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -100,6 +101,10 @@ class Experiment:
         self.device = device_of(config)
         self._closing = contextlib.AsyncExitStack()
         self._closing.enter_context(determinism(config, self.device))
+        # one thread for all updates: cuBLAS keeps 32 MiB for each thread that ever multiplied matrices
+        training = ThreadPoolExecutor(1, "dapo-training")
+        self._closing.callback(training.shutdown, wait=False)
+        self._compute = partial(in_thread, pool=training)
         model = policy_model(config, inputs, self.device)
         self.fingerprint = fingerprint(
             config, model, self.tokenizer, self.source.fingerprint, self.heldout, inputs.reward
@@ -154,15 +159,15 @@ class Experiment:
             await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
             if work.batch is None:
                 self._waits_for("the batch to be prepared", step, "prepare")
-                work.batch = await in_thread(self.preparer.batch, work.fill.groups, self.trainer.version)
+                work.batch = await self._compute(self.preparer.batch, work.fill.groups, self.trainer.version)
                 clock.lap("prepare")
             updates = self.preparer.updates(work.batch.packed, done=len(work.reports))
             count = self.preparer.count(work.batch.packed)
             objective = unless(self._out_of_time, self.preparer.objective)
-            while update := await in_thread(next, updates, None):
+            while update := await self._compute(next, updates, None):
                 done = len(work.reports)
                 self._waits_for(f"update {done + 1} of {count}", step, "update", done, count)
-                await in_thread(work.apply, self.trainer, update, objective)
+                await self._compute(work.apply, self.trainer, update, objective)
                 give_back_memory()
                 clock.lap("update")
             self._waits_for("the weights to be handed to the engine", step, "sync")
@@ -255,7 +260,7 @@ class Experiment:
         self.trainer.faults = FaultFolder(folder.faults, self.template.decode)
         self.stopping.run = folder.root
         self.index = BackgroundIndex(folder.root, self.listener.warning)
-        self._closing.push_async_callback(in_thread, self.index.close)
+        self._closing.push_async_callback(partial(in_thread, self.index.close))
         latest, kept = None, None
         if resumed is not None:
             check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, self.config.runtime.deterministic)

@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Clock:
@@ -50,12 +51,16 @@ class Clock:
         return sum(self.laps.values()) + time.perf_counter() - self._last
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolExecutor | None = None) -> T:
     """Run ``function`` in a thread. Nothing can stop a thread, so a cancellation takes effect only once it has ended.
 
     Otherwise weights could be written to disk while an update is still changing them.
+
+    Args:
+        function: what to run; ``args`` are its arguments.
+        pool: of threads to take one of; without, any.
     """
-    work = asyncio.create_task(asyncio.to_thread(function, *args, **kwargs))
+    work = asyncio.get_running_loop().run_in_executor(pool, function, *args)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -158,6 +158,23 @@ def test_damaged_weights_are_told_from_bad_samples(trainer, batch):
     assert f"not finite is {LAYER}.up_proj;" in said
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("large", [1, 2000, 2**62])
+def test_weights_of_any_size_are_looked_at_before_they_go_anywhere(
+    trainer, value: float, large: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("dapo.training.trainer._LARGE", large)
+    for name, parameter in trainer._parameters.items():
+        flat, place = parameter.detach().view(-1), parameter.numel() // 2
+        before = float(flat[place])
+        flat[place] = value
+        with pytest.raises(NumericalError, match=f"weights of {name} are not finite"):
+            trainer.check_finite()
+        flat[place] = before
+    flat[:] = torch.finfo(torch.float32).max  # they add up to more than a float holds, and each of them is one
+    trainer.check_finite()
+
+
 def test_masked_tokens_may_hold_anything_and_nothing_is_kept(trainer, tmp_path):
     bad = make_sample([6, 7], logprobs=[math.nan, math.nan], advantage=math.nan, in_loss=False)
     batch = pack([make_group(0, [1], [make_sample([4, 5]), bad])])

@@ -34,6 +34,8 @@ from dapo.training.policy import Policy
 from dapo.training.totals import PhaseClock, Totals
 
 NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
+_LARGE = 2**20
+"""Numbers of a tensor that are worth a kernel of their own when all weights are looked at."""
 
 
 class TokenRecord(Protocol):
@@ -274,8 +276,13 @@ class Trainer:
                 "training.offload_optimizer they change part by part), so they are of no use. What to try: go on from "
                 "the last checkpoint with more free memory, on the device and in the host"
             )
-        norms = torch._foreach_norm(list(self._parameters.values()))  # one pass over them, at the memory's speed
-        if bool(torch.stack(norms).isfinite().all()):  # one look at the device
+        weights = list(self._parameters.values())
+        # At the memory's speed: a large tensor by itself, all small ones in one pass, and one look at the device. A
+        # sum is not finite if a number in it is not; should finite ones add up to more than a float, all are looked at.
+        sums = [p.sum() for p in weights if p.numel() >= _LARGE]
+        if small := [p for p in weights if p.numel() < _LARGE]:
+            sums += torch._foreach_norm(small)
+        if bool(torch.stack(sums).isfinite().all()):
             return
         bad = next((name for name, p in self._parameters.items() if not p.isfinite().all()), None)
         if bad is not None:
