@@ -3,11 +3,11 @@
 usage: python bench/trl_learning.py --minutes 10 --setting SETTING --data FOLDER --model FOLDER --out RUN
            [--peer-path SITE] [--lr 1e-5] [--prompts 128] [--seed 1] [--every 1]
 
-TRL's GRPOTrainer trains for so many minutes on the rows, prompts, reward, learning rate, warm-up, batch, clipping and
-overlong punishment of ``recipes/gsm8k-1gpu.yaml``; dynamic sampling it does not have. Once a minute (``--every``) the
-weights go into vLLM, which answers all rows of the evaluation greedily; our own code scores the answers and makes the
-numbers. Minutes are those of training: evaluations, and the start, are left out, as they are in ours. What comes out is
-a folder with metrics.jsonl and card.json, as ``gsm8k.py report`` reads them.
+TRL's GRPOTrainer trains for so many minutes on the rows, prompts, reward, warm-up, batch, clipping and overlong
+punishment of ``recipes/gsm8k-1gpu.yaml``, at a constant rate (``--lr``); dynamic sampling it does not have. Once a
+minute (``--every``) the weights go into vLLM, which answers all rows of the evaluation greedily; our own code scores
+the answers and makes the numbers. Minutes are those of training: evaluations, and the start, are left out, as they are
+in ours. What comes out is a folder with metrics.jsonl and card.json, as ``gsm8k.py report`` reads them.
 
 Settings: see ``trl_side.py``. TRL and vLLM have to be importable, or in ``--peer-path``. Needs a GPU.
 """
