@@ -135,6 +135,7 @@ class Trainer:
         self.faults: FaultFolder | None = None
         self._config = config
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._published = changing_parameters(model)
         self._optimizer = (OffloadedAdamW if config.offload_optimizer else torch.optim.AdamW)(
             self._parameters.values(),
             lr=config.learning_rate,
@@ -260,7 +261,7 @@ class Trainer:
         if self._unpublished:
             self.version += 1
             self._unpublished = False
-        return self.version, ((name, p.detach()) for name, p in changing_parameters(self.policy.model).items())
+        return self.version, ((name, p.detach()) for name, p in self._published.items())
 
     @torch.no_grad()
     def check_finite(self) -> None:
