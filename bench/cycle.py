@@ -41,7 +41,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from rollout_work import SHAPES, Shape  # noqa: E402
-from trl_side import Task, named  # noqa: E402
+from trl_side import Task, setting_name  # noqa: E402
 
 from rollout import Outcome, odd, positive, run_script, run_side  # noqa: E402  (modules beside this one)
 
@@ -83,16 +83,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-cycles", type=odd, default=1, help="of TRL's that count")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe")
     parser.add_argument("--peer-path", type=Path, help="folder that TRL and vLLM are installed in")
-    parser.add_argument("--search", nargs="+", default=["defaults"], metavar="SETTING")
-    parser.add_argument("--best", metavar="SETTING", help="to compare with, in place of the fastest one searched")
+    parser.add_argument("--search", nargs="+", default=["defaults"], type=setting_name, metavar="SETTING")
+    parser.add_argument(
+        "--best", type=setting_name, metavar="SETTING", help="to compare with, in place of the fastest one searched"
+    )
     parser.add_argument("--keep", action="store_true", help="use sides of the same work that FOLDER holds")
     parser.add_argument("--patience", type=float, default=560, help="seconds that a side may take")
     options = parser.parse_args(arguments)
-    for setting in [*options.search, *([options.best] if options.best else [])]:
-        try:
-            named(setting)
-        except ValueError as error:
-            parser.error(str(error))
     if options.prompts % options.updates:
         parser.error(f"--prompts {options.prompts} cannot be cut into {options.updates} updates of whole groups")
     if (options.model is None) != (options.rows is None):
