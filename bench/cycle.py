@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -41,12 +42,13 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from rollout_work import SHAPES, Shape  # noqa: E402
-from trl_side import Task, named  # noqa: E402
+from trl_side import Task, setting_name  # noqa: E402
 
 from rollout import Outcome, odd, positive, run_script, run_side  # noqa: E402  (modules beside this one)
 
 KNOWN_SECONDS = 97.0
 """A cycle of TRL 1.16 with vLLM 0.25.1 on an NVIDIA H100 80GB: 0.5B model, 128 x 16, 4 updates, up to 768 tokens."""
+SEARCHED = "settings.json"
 console = Console(width=160)
 
 
@@ -83,16 +85,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-cycles", type=odd, default=1, help="of TRL's that count")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe")
     parser.add_argument("--peer-path", type=Path, help="folder that TRL and vLLM are installed in")
-    parser.add_argument("--search", nargs="+", default=["defaults"], metavar="SETTING")
-    parser.add_argument("--best", metavar="SETTING", help="to compare with, in place of the fastest one searched")
+    parser.add_argument("--search", nargs="+", default=["defaults"], type=setting_name, metavar="SETTING")
+    parser.add_argument(
+        "--best", type=setting_name, metavar="SETTING", help="to compare with, in place of the fastest one searched"
+    )
     parser.add_argument("--keep", action="store_true", help="use sides of the same work that FOLDER holds")
     parser.add_argument("--patience", type=float, default=560, help="seconds that a side may take")
     options = parser.parse_args(arguments)
-    for setting in [*options.search, *([options.best] if options.best else [])]:
-        try:
-            named(setting)
-        except ValueError as error:
-            parser.error(str(error))
     if options.prompts % options.updates:
         parser.error(f"--prompts {options.prompts} cannot be cut into {options.updates} updates of whole groups")
     if (options.model is None) != (options.rows is None):
@@ -130,8 +129,6 @@ def ours(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def our_side(options: argparse.Namespace, name: str, **keys: Any) -> dict[str, Any]:
     """Ours, with keys of the recipe beside those of ``--set``."""
-    import yaml
-
     values = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in options.set)}
     job = common(options, options.cycles) | {
         "side": "ours",
@@ -167,21 +164,24 @@ def run(options: argparse.Namespace, name: str, job: dict[str, Any], *places: An
 
 def search(options: argparse.Namespace) -> list[dict[str, Any]]:
     """TRL in each setting of ``--search``; times go into settings.json, to those of earlier searches."""
-    memory = options.out / "settings.json"
-    known: dict[str, float] = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else {}
-    sides = []
+    known, sides = searched(options.out), []
     for setting in options.search:
         sides.append(trl(options, setting))
         if sides[-1]["seconds"]:
             known[setting] = sides[-1]["seconds"]
-            memory.write_text(json.dumps(known, indent=1), encoding="utf-8")
+            (options.out / SEARCHED).write_text(json.dumps(known, indent=1), encoding="utf-8")
     return sides
+
+
+def searched(folder: Path) -> dict[str, float]:
+    """Seconds of TRL's settings that were searched in a folder."""
+    file = folder / SEARCHED
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Ours, with the engine's log-probs and with its own, and TRL at its best."""
-    memory = options.out / "settings.json"
-    known: dict[str, float] = json.loads(memory.read_text(encoding="utf-8")) if memory.is_file() else {}
+    known = searched(options.out)
     best = options.best or (min(known, key=lambda name: known[name]) if known else None)
     sides = ours(options)
     recomputed = our_side(options, "ours-recompute", **{"algorithm.proximal": "recompute"})

@@ -15,7 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rollout_work import Report, drawn_lengths
+from gsm8k import read_rows
+from rollout_work import INSTRUCTION, Report, drawn_lengths
 from sides import mark, timed, verdict
 from trl_side import REWARD_WORKERS, MathReward, Task, conversation, make_trainer, named, punishment
 
@@ -38,8 +39,7 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, str]]:
     count = job["task"].prompts * (job["warmup"] + job["cycles"])
     if job["rows"] is None:
         return [{"prompt": f"{i} + {i + 1} =", "answer": str(2 * i + 1)} for i in range(count)]
-    with Path(job["rows"]).open(encoding="utf-8") as lines:  # str.splitlines would also cut inside of strings
-        rows = [{"prompt": row["prompt"], "answer": row["answer"]} for row in map(json.loads, lines)]
+    rows = list(read_rows(Path(job["rows"])))
     random.Random(0).shuffle(rows)
     return (rows * -(-count // len(rows)))[:count]
 
@@ -55,7 +55,7 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
         "model.path": task.model,
         "model.compute_dtype": "bfloat16" if job["device"] == "cuda" else "float32",
         "data.template": "chat" if job["rows"] else "plain",
-        "data.instruction": conversation({"prompt": "", "answer": ""})["prompt"][0]["content"] if job["rows"] else "",
+        "data.instruction": INSTRUCTION if job["rows"] else "",
         "data.shuffle": False,
         "data.max_prompt_length": task.longest_prompt,
         "rollout.prompts_per_step": task.prompts,

@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from rollout_work import SHAPES  # noqa: E402
-from trl_side import named  # noqa: E402
+from trl_side import setting_name  # noqa: E402
 
 from rollout import Outcome, odd, positive, run_script  # noqa: E402  (modules beside this one)
 
@@ -72,16 +72,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=positive, default=2)
     parser.add_argument("--repeats", type=odd, default=5)
     parser.add_argument("--set", nargs="+", default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
-    parser.add_argument("--settings", nargs="+", default=["defaults", "nockpt+micro32"], help="of TRL")
+    parser.add_argument(
+        "--settings", nargs="+", default=["defaults", "nockpt+micro32"], type=setting_name, help="of TRL"
+    )
     parser.add_argument("--size", nargs="+", default=["1.5b", "7b"], choices=sorted(SHAPES))
     parser.add_argument("--peer-path", type=Path, help="folder that TRL is installed in")
     parser.add_argument("--patience", type=float, default=560, help="seconds that a part may take")
     options = parser.parse_args(arguments)
-    for setting in options.settings:
-        try:
-            named(setting)
-        except ValueError as error:
-            parser.error(str(error))
     sizes = (4, 8, 4096) if options.command == "sizes" else (32, 16, 768)
     for name, size in zip(("groups", "samples", "limit"), sizes, strict=True):
         setattr(options, name, getattr(options, name) or size)

@@ -27,7 +27,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from trl_side import MathReward, Task, conversation, named  # noqa: E402  (modules beside this one)
+from gsm8k import read_rows  # noqa: E402
+from trl_side import MathReward, Task, conversation, named, setting_name  # noqa: E402  (modules beside this one)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,7 +50,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, required=True, help="of training")
-    parser.add_argument("--setting", default="defaults")
+    parser.add_argument("--setting", default="defaults", type=setting_name)
     parser.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--peer-path", type=Path)
@@ -60,11 +61,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=float, default=1.0, help="minutes between evaluations")
     options = parser.parse_args(arguments)
-    try:
-        setting = named(options.setting)
-    except ValueError as error:
-        parser.error(str(error))
-    if setting.trainer.get("vllm_enable_sleep_mode"):  # only TRL's own generate() wakes its cache
+    if named(options.setting).trainer.get("vllm_enable_sleep_mode"):  # only TRL's own generate() wakes its cache
         parser.error(f"--setting {options.setting}: the evaluations need vLLM awake; leave sleep out")
     for name in ("train", "test"):
         if not (options.data / f"{name}.jsonl").is_file():
@@ -83,12 +80,6 @@ def task_of(options: argparse.Namespace) -> Task:
     )
 
 
-def read(file: Path) -> list[dict[str, str]]:
-    """Rows with prompt and answer."""
-    with file.open(encoding="utf-8") as lines:  # str.splitlines would also cut at U+2028 inside of a string
-        return [json.loads(line) for line in lines]
-
-
 def train(options: argparse.Namespace) -> None:
     """Train until the minutes are over, evaluating in between."""
     from rollout_ours import measure_limits
@@ -99,7 +90,7 @@ def train(options: argparse.Namespace) -> None:
     (options.out / "card.json").write_text(json.dumps(asdict(measure_limits("cuda"))), encoding="utf-8")
     task, reward, started = task_of(options), MathReward(), time.perf_counter()
     curve = Log(options.out / "metrics.jsonl", started)
-    heldout = read(options.data / "test.jsonl")
+    heldout = list(read_rows(options.data / "test.jsonl"))
 
     class Minutes(TrainerCallback):  # type: ignore[misc]
         """Counts the time of training, and stops it for evaluations."""
@@ -124,7 +115,7 @@ def train(options: argparse.Namespace) -> None:
             control.should_training_stop = over
             self.since = time.perf_counter()
 
-    rows = [conversation(row) for row in read(options.data / "train.jsonl")]
+    rows = [conversation(row) for row in read_rows(options.data / "train.jsonl")]
     trainer = make_trainer(
         task, named(options.setting), rows, [reward, punishment(task)], [Minutes()], 1_000_000, options.out
     )

@@ -9,6 +9,7 @@ Transformers' default, ``sdpa``, in all of them: no other one was tried.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from rollout_work import INSTRUCTION
+
 REWARD_WORKERS = 4
 """Processes of the math reward, on both sides."""
-INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,15 @@ def named(name: str) -> Setting:
     return whole
 
 
+def setting_name(text: str) -> str:
+    """An argument of a command line that names a setting."""
+    try:
+        named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What is trained on: sizes of a rollout, the limit of a response and of its punished end, and the optimizer."""
@@ -85,9 +96,9 @@ class Task:
         return self.prompts * self.samples
 
 
-def conversation(row: dict[str, str], instruction: str = INSTRUCTION) -> dict[str, Any]:
+def conversation(row: dict[str, str]) -> dict[str, Any]:
     """A row as TRL wants it."""
-    return {"prompt": [{"role": "user", "content": row["prompt"] + instruction}], "answer": row["answer"]}
+    return {"prompt": [{"role": "user", "content": row["prompt"] + INSTRUCTION}], "answer": row["answer"]}
 
 
 def grpo_settings(task: Task, setting: Setting, steps: int, folder: Path) -> dict[str, Any]:

@@ -443,15 +443,17 @@ def test_warnings() -> None:
     config = build_config(
         {
             "model": {"path": "m"},
-            "training": {"groups_per_update": 512},
+            "training": {"groups_per_update": 512, "minutes": 10, "final_learning_rate": 0.0},
             "algorithm": {"kl": {"mode": "loss", "estimator": "k1"}},
             "evaluation": {"every": 5},
+            "runtime": {"deterministic": True},
         }
     )
-    one, two, three = warnings_for(config)
+    one, two, three, four = warnings_for(config)
     assert "one update per rollout step" in one
     assert "evaluation.every" in two
-    assert "k1" in three
+    assert "follows the clock" in three
+    assert "k1" in four
 
 
 # --- the tree itself ----------------------------------------------------------------------------------------------

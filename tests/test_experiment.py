@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo
 import yaml
 from typer.testing import CliRunner
 
@@ -795,6 +796,36 @@ def test_a_run_inside_of_a_running_event_loop(tmp_path: Path) -> None:
         return run(tmp_path / "run")
 
     assert asyncio.run(notebook())["updates"] == 2
+
+
+@pytest.mark.parametrize("in_notebook", [False, True])
+def test_settings_of_the_compiler_hold_in_the_threads_that_compile(
+    in_notebook: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch keeps them in context variables (those of 2.13 at least), which a plain thread begins without."""
+    limits: dict[str, set[int]] = {"update": set(), "step": set()}
+
+    def noted(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            limits[name].add(dynamo.recompile_limit)
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(Trainer, "update")
+    noted(Decoder, "step")
+
+    async def notebook() -> None:
+        run(tmp_path / "run")
+
+    with dynamo.patch(recompile_limit=77):
+        if in_notebook:
+            asyncio.run(notebook())
+        else:
+            run(tmp_path / "run")
+    assert limits == {"update": {77}, "step": {77}}
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_stopped(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -77,7 +78,7 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
         return asyncio.run(run())
     outer = asyncio.current_task()
     with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
-        running = thread.submit(asyncio.run, run())
+        running = thread.submit(contextvars.copy_context().run, asyncio.run, run())
         try:
             while not wait([running], timeout=0.5).done:
                 if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task

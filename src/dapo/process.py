@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import math
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, TypeVarTuple
@@ -60,7 +62,9 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolEx
         function: what to run; ``args`` are its arguments.
         pool: of threads to take one of; without, any.
     """
-    work = asyncio.get_running_loop().run_in_executor(pool, function, *args)
+    # in the context of now, as asyncio.to_thread does: settings of torch.compile are part of it
+    there = partial(contextvars.copy_context().run, function, *args)
+    work = asyncio.get_running_loop().run_in_executor(pool, there)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

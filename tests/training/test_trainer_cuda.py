@@ -151,9 +151,8 @@ def test_sharing_prompts_does_not_change_the_gradient() -> None:
     shared = gradient(trainer, batch, inputs)
     apart = alone(batch)
     assert len(apart.shared_prompts().kept) > 1.25 * len(batch.shared_prompts().kept)
-    assert (
-        distance(gradient(trainer, apart, inputs), shared) < 0.02
-    )  # in bfloat16; in float32 it is exact: test_packing
+    # in bfloat16; float32 is compared with a plain reference in test_packing_properties
+    assert distance(gradient(trainer, apart, inputs), shared) < 0.02
 
 
 def test_nothing_is_compiled_again_and_memory_does_not_grow() -> None:

@@ -118,6 +118,12 @@ def warnings_for(config: Config) -> list[str]:
         found.append(
             "runtime.deterministic: a reward model's last bits depend on what else is in its batch; so will the run's"
         )
+    training = config.training
+    if config.runtime.deterministic and training.final_learning_rate is not None and training.minutes is not None:
+        found.append(
+            "runtime.deterministic: with training.minutes the rate that falls to training.final_learning_rate follows "
+            "the clock, so no two runs are the same; use training.steps alone"
+        )
     kl = config.algorithm.kl
     if kl.mode == "loss" and kl.estimator == "k1":
         found.append("algorithm.kl: k1 in the loss has a gradient of zero mean; use k2 or k3")

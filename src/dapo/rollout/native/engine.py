@@ -10,6 +10,7 @@ with an :class:`EngineError` if the decoder fails, or with :meth:`NativeEngine.c
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import threading
 from collections import deque
@@ -250,8 +251,10 @@ class NativeEngine:
             if self._closing:
                 raise EngineError("the engine is closed")
             if self._thread is None:
-                # a daemon, so that a crashed run never hangs on its way out
-                self._thread = threading.Thread(target=self._run, name="dapo-engine", daemon=True)
+                # A daemon, so that a crashed run never hangs on its way out. In the context of now: settings of
+                # torch.compile are part of it.
+                run = contextvars.copy_context().run
+                self._thread = threading.Thread(target=run, args=(self._run,), name="dapo-engine", daemon=True)
                 self._thread.start()
             self._commands.append((command, future))
             self._changed.notify()
