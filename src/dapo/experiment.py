@@ -144,6 +144,8 @@ class Experiment:
         while self.at.step is not None or not (self.at.budget.used_up or self.best.converged):
             step = self.at.steps_done
             self.trainer.begin_step(step, self.at.budget.spent)
+            if self.at.step and self.at.step.reports:  # resumed inside of it: a step has one rate
+                self.trainer.set_learning_rate(self.at.step.reports[0].learning_rate)
             if self.at.step is None:  # otherwise it was resumed inside of this step
                 self._waits_for("the rollout", step, "rollout")
                 clock.lap("rest")
