@@ -22,6 +22,7 @@ from dapo.buffer import ExperienceBuffer
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
 from dapo.doctor.examination import brief
+from dapo.doctor.memory import shortage_explained
 from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
@@ -208,7 +209,8 @@ class Experiment:
         await self._open_folder()
         self.at.seconds.lap("start")
         try:
-            await self.train()
+            with shortage_explained(self.config, self.trainer.policy.model):
+                await self.train()
         except BaseException as error:
             note = await self._rescue(error)
             if isinstance(error, UserError):

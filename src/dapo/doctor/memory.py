@@ -35,6 +35,7 @@ the layers go backward. The larger ones count.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,23 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     yield Finding(
         "machine", "memory", "fail" if needed > free else "warn", text, _smaller(config, memory, needed - free, on_gpu)
     )
+
+
+@contextmanager
+def shortage_explained(config: Config, model: Any) -> Iterator[None]:
+    """Inside, memory that runs out is no fault of the program: what was asked for, and settings that take less.
+
+    Raises:
+        UserError: it ran out.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # which torch's own kind is too, and what it raises for the host's memory is not
+        if not any(said in str(error) for said in ("out of memory", "can't allocate memory")):
+            raise
+        on_gpu = next(model.parameters()).is_cuda
+        less = _smaller(config, predict_memory(config, model, on_gpu), 0, on_gpu)
+        raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}") from None
 
 
 def _smaller(config: Config, memory: Memory, excess: int, on_gpu: bool) -> str:
