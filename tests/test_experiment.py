@@ -833,7 +833,8 @@ def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_stopped(
         run(tmp_path / "run", {"algorithm.filter_groups.max_num_gen_batches": 1}, reward=lambda response: False)
 
 
-def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop() -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop(times: int) -> None:
     events: list[str] = []
     begun = threading.Event()
 
@@ -845,7 +846,10 @@ def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop() -> None:
     async def main() -> None:
         task = asyncio.create_task(in_thread(work))
         await asyncio.to_thread(begun.wait)
-        task.cancel()
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
         events.append("cancelled")
