@@ -173,12 +173,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from rollout_ours import measure_limits
 
     from dapo.config import load_config
+    from dapo.inputs import device_of
     from dapo.launch import run_experiment
     from dapo.progress import make_listener
     from dapo.recipes import recipe_path
 
     config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
-    limits = measure_limits("cpu" if config.runtime.device == "cpu" else "cuda")
+    limits = measure_limits(device_of(config).type)
     listener = make_listener()
     try:
         summary = run_experiment(config, listener)

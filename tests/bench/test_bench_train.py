@@ -175,6 +175,22 @@ def test_a_comparison_is_void_where_the_peer_is_slower_than_known(tmp_path: Path
     assert "500,000 to 600,000" in cycle.void_reasons(options, [side("ours", 12.0, 500_000), *fine[1:]])[0]
 
 
+@pytest.mark.parametrize("bench", [cycle, train])
+@pytest.mark.parametrize("text", ["training.steps", "=3", "training.betas=[1"])
+def test_a_key_without_a_value_is_refused_before_anything_runs(
+    bench: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(["ours", "--out", str(tmp_path), "--set", "training.steps=2", text])
+    assert f"--set: {text}: " in capsys.readouterr().err
+
+
+def test_a_side_that_was_ended_in_the_middle_of_a_line_is_known_up_to_it(tmp_path: Path) -> None:
+    assert rollout.read_records(tmp_path / "none.jsonl") == []
+    (tmp_path / "side.jsonl").write_text('{"kind": "cycle"}\n{"kind": "mem')
+    assert rollout.read_records(tmp_path / "side.jsonl") == [{"kind": "cycle"}]
+
+
 def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, text in (
         (["compare"], "compare needs --model and --rows"),
@@ -313,7 +329,10 @@ def test_a_half_written_line_costs_no_report_and_any_name_can_be_drawn(tmp_path:
     assert run.name in "".join(ElementTree.parse(tmp_path / "curves.svg").getroot().itertext())
 
 
-def test_a_wrong_setting_of_a_run_is_said_in_a_line() -> None:
+def test_a_wrong_setting_of_a_run_or_no_gpu_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"^error: runtime.device: cuda, but "):
+        gsm8k.main(["run", "--split", "judge"])
     with pytest.raises(SystemExit, match=r"^error: .*did you mean training.learning_rate"):
         gsm8k.main(["run", "--split", "judge", "training.learning_rte=1"])
 
