@@ -343,6 +343,14 @@ def test_a_peer_that_sleeps_between_rollouts_is_not_evaluated(capsys: pytest.Cap
     assert "leave sleep out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--minutes", "--every", "--lr"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_a_curve_that_would_never_end_is_not_begun(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        trl_learning.parse(["--minutes", "1", "--model", "m", option, value])
+    assert f"{option} {float(value)}: must be a number above 0" in capsys.readouterr().err
+
+
 def test_minutes_are_those_between_evaluations_on_both_sides(tmp_path: Path) -> None:
     ours = [
         {"time/training": 0.0},
