@@ -44,7 +44,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES, Shape  # noqa: E402
 from trl_side import Task, setting_name  # noqa: E402
 
-from rollout import Outcome, odd, positive, run_script, run_side  # noqa: E402  (modules beside this one)
+from rollout import Outcome, assignment, odd, positive, read_records, run_script, run_side  # noqa: E402  (modules beside this one)
 
 KNOWN_SECONDS = 97.0
 """A cycle of TRL 1.16 with vLLM 0.25.1 on an NVIDIA H100 80GB: 0.5B model, 128 x 16, 4 updates, up to 768 tokens."""
@@ -83,7 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=positive, default=1, help="cycles that do not count")
     parser.add_argument("--cycles", type=odd, default=5, help="of ours that count")
     parser.add_argument("--peer-cycles", type=odd, default=1, help="of TRL's that count")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe")
+    parser.add_argument("--set", nargs="+", type=assignment, default=[], metavar="KEY=VALUE", help="keys of our recipe")
     parser.add_argument("--peer-path", type=Path, help="folder that TRL and vLLM are installed in")
     parser.add_argument("--search", nargs="+", default=["defaults"], type=setting_name, metavar="SETTING")
     parser.add_argument(
@@ -152,8 +152,8 @@ def trl(options: argparse.Namespace, setting: str) -> dict[str, Any]:
 def run(options: argparse.Namespace, name: str, job: dict[str, Any], *places: Any) -> Outcome:
     """A side in a process of its own, or as an earlier one left it."""
     report, stored = options.out / f"{name}.jsonl", options.out / f"{name}.job.json"
-    if options.keep and report.is_file() and stored.is_file():
-        records = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+    if options.keep and stored.is_file():
+        records = read_records(report)
         earlier = json.loads(stored.read_text(encoding="utf-8"))
         done = any(record["kind"] == "memory" for record in records)  # the last thing that a side says
         if done and {**earlier, "report": None} == {**json.loads(json.dumps(job)), "report": None}:

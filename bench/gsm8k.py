@@ -24,17 +24,22 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 from rich.console import Console
 from rich.table import Table
+
+from dapo.data.rows import BadRow, Keys, check_row, listed
+from dapo.data.text import open_text
+from dapo.errors import DataError, UserError
+from dapo.observe.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -52,7 +57,10 @@ console = Console(width=140)
 def main(arguments: list[str] | None = None) -> Any:
     """Do what the command line says."""
     options = parse(arguments)
-    return {"data": data, "run": run, "report": report}[options.command](options)
+    try:
+        return {"data": data, "run": run, "report": report}[options.command](options)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -84,10 +92,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def data(options: argparse.Namespace) -> dict[str, int]:
     """Write the four files; returns their numbers of rows."""
-    test = list(read_rows(options.test))
+    test = read_rows(options.test)
     seen = {_same(row["prompt"]) for row in test}
     train = [row for row in read_rows(options.train) if _same(row["prompt"]) not in seen]
     rest, judge = split(train)
+    if not judge:
+        raise DataError(
+            f"{options.train}: holds {len(train)} problems that are not in {options.test}; at least 2 are needed"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     files = {"train": train, "test": test, "rest": rest, "judge": judge}
     for name, rows in files.items():
@@ -105,21 +117,33 @@ def split(rows: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[di
     return [row for row in rows if _same(row["prompt"]) not in seen], judge
 
 
-def read_rows(file: Path) -> Iterator[dict[str, str]]:
+def read_rows(file: Path) -> list[dict[str, str]]:
     """``prompt`` and ``answer`` of each row.
 
     Raises:
-        SystemExit: a row has neither layout.
+        DataError: the file cannot be read, or rows have neither layout; names them.
     """
-    with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            row = json.loads(line)
-            prompt, answer = row.get("prompt", row.get("question")), str(row.get("answer", ""))
-            if "question" in row:
-                answer = answer.rpartition("####")[2].strip().replace(",", "")
-            if not prompt or not answer:
-                raise SystemExit(f"{file}, line {number}: neither prompt and answer nor question and '#### answer'")
-            yield {"prompt": prompt, "answer": answer}
+    table, rows, faults = open_text(file, str(file)), [], []
+    for number in range(len(table)):
+        try:
+            rows.append(_problem(table.raw(number)))
+        except BadRow as fault:
+            faults.append(f"{table.place(number)}: {fault}")
+    if faults:
+        raise DataError(listed(faults))
+    return rows
+
+
+def _problem(raw: Any) -> dict[str, str]:
+    published = isinstance(raw, Mapping) and "question" in raw
+    row = check_row(raw, Keys("question" if published else "prompt"), "")
+    answer = str(row.answer)
+    if published:
+        _, mark, answer = answer.rpartition("####")
+        answer = answer.strip().replace(",", "")
+        if not mark or not answer:
+            raise BadRow("the solution of a question has to end with '#### 72' or the like")
+    return {"prompt": row.text, "answer": answer}
 
 
 def _same(prompt: str) -> str:
@@ -149,12 +173,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from rollout_ours import measure_limits
 
     from dapo.config import load_config
+    from dapo.inputs import device_of
     from dapo.launch import run_experiment
     from dapo.progress import make_listener
     from dapo.recipes import recipe_path
 
     config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
-    limits = measure_limits("cpu" if config.runtime.device == "cpu" else "cuda")
+    limits = measure_limits(device_of(config).type)
     listener = make_listener()
     try:
         summary = run_experiment(config, listener)
@@ -196,31 +221,45 @@ class Curve:
     card: dict[str, Any]
 
     def at(self, minute: float) -> Point:
-        """The last evaluation up to a minute of training."""
-        return [point for point in self.points if point.minutes <= minute + 1e-9][-1]
+        """The last evaluation up to a minute of training.
+
+        Raises:
+            DataError: there is none.
+        """
+        found = [point for point in self.points if point.minutes <= minute + 1e-9]
+        if not found:
+            first = f"{self.points[0].minutes:g}"
+            raise DataError(f"{self.name}: the first evaluation is at minute {first}; use --minute {first} or later")
+        return found[-1]
 
 
 def read_curve(folder: Path) -> Curve:
     """The curve in a run folder's metrics.jsonl.
 
     Raises:
-        SystemExit: there is none.
+        UserError: there is none, or a line or the card cannot be read.
     """
-    file, points, steps, elapsed, spent = folder / "metrics.jsonl", [], 0, None, 0.0
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    for entry in map(json.loads, lines):
+    points, steps, elapsed, spent = [], 0, None, 0.0
+    for entry in read_metrics(folder / "metrics.jsonl"):
         steps, elapsed = entry["step"], entry.get("time/elapsed", elapsed)
         # TRL's side counts in time/training what passes between evaluations; ours leaves files out there
-        spent += entry.get("time/wall", 0.0) - entry.get("time/evaluation", 0.0)
+        spent += (entry.get("time/wall") or 0.0) - (entry.get("time/evaluation") or 0.0)
         if entry.get("eval/accuracy") is not None:
             names = ("no_answer", "lenient", "truncated", "response_length", "accuracy_low", "accuracy_high")
             values = (entry.get(f"eval/{name}") for name in names)
-            seconds = spent if "time/wall" in entry else entry.get("time/training", 0.0)
+            seconds = spent if "time/wall" in entry else entry.get("time/training") or 0.0
             points.append(Point(steps, seconds / 60, entry["eval/accuracy"], *values))
     if not points:
-        raise SystemExit(f"{folder}: no evaluation in metrics.jsonl")
-    card = folder / "card.json"
-    return Curve(folder.name, tuple(points), steps, elapsed, json.loads(card.read_text()) if card.is_file() else {})
+        raise DataError(f"{folder}: no evaluation in metrics.jsonl")
+    return Curve(folder.resolve().name, tuple(points), steps, elapsed, _card(folder / "card.json"))
+
+
+def _card(file: Path) -> dict[str, Any]:
+    """What was measured of the card; nothing if that was not."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}; take it away to do without") from None
 
 
 def report(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -284,7 +323,7 @@ def drawn(curves: Sequence[Curve]) -> str:
 
     def text(at: str, words: str, anchor: str, colour: str = "#333") -> str:
         x, y = at.split(",")
-        return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
 
     parts = [f'<polyline fill="none" stroke="#333" points="{place(0, top)} {place(0, 0)} {place(last, 0)}"/>']
     for i in range(int(top * 10) + 1):

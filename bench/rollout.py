@@ -40,6 +40,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -137,6 +138,24 @@ def odd(text: str) -> int:
     if number % 2 == 0:
         raise argparse.ArgumentTypeError(f"{text}: must be odd, so that one of them is the median")
     return number
+
+
+def assignment(text: str) -> str:
+    """An option that is ``KEY=VALUE``, the value in YAML."""
+    key, equals, value = text.partition("=")
+    try:
+        yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {value} is no value: {str(error).splitlines()[0]}") from None
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text}: expected KEY=VALUE, such as training.learning_rate=1e-6")
+    return text
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """What a side has said so far, line by line; of one that was ended in the middle of a line, those before it."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 # --- the work ---------------------------------------------------------------------------------------------------------
@@ -251,7 +270,7 @@ def run_script(
             start_new_session=True,
         )
         code = _wait(process, options.patience)
-    records = [json.loads(line) for line in files["jsonl"].read_text().splitlines()] if files["jsonl"].exists() else []
+    records = read_records(files["jsonl"])
     error = None
     if code != 0:
         how = f"not done after {options.patience:g} s" if code is None else f"ended with code {code}"

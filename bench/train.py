@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES  # noqa: E402
 from trl_side import setting_name  # noqa: E402
 
-from rollout import Outcome, odd, positive, run_script  # noqa: E402  (modules beside this one)
+from rollout import Outcome, assignment, odd, positive, run_script  # noqa: E402  (modules beside this one)
 
 LONGEST_PROMPT = 64
 """Tokens of the made-up prompts of ``sizes``, at most."""
@@ -71,7 +71,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-tokens", type=positive, help="of a forward pass of ours; 32768, or full for sizes")
     parser.add_argument("--warmup", type=positive, default=2)
     parser.add_argument("--repeats", type=odd, default=5)
-    parser.add_argument("--set", nargs="+", default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
+    parser.add_argument(
+        "--set", nargs="+", type=assignment, default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe"
+    )
     parser.add_argument(
         "--settings", nargs="+", default=["defaults", "nockpt+micro32"], type=setting_name, help="of TRL"
     )

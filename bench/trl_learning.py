@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -63,6 +64,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if named(options.setting).trainer.get("vllm_enable_sleep_mode"):  # only TRL's own generate() wakes its cache
         parser.error(f"--setting {options.setting}: the evaluations need vLLM awake; leave sleep out")
+    for name in ("minutes", "every", "lr", "prompts"):
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name} {getattr(options, name)}: must be a number above 0")
     for name in ("train", "test"):
         if not (options.data / f"{name}.jsonl").is_file():
             parser.error(f"--data {options.data}: has no {name}.jsonl; python bench/gsm8k.py data makes it")

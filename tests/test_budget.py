@@ -14,6 +14,7 @@ from dapo.errors import RewardError
 from dapo.experiment import Clock
 from dapo.inputs import Inputs
 from dapo.launch import run_experiment
+from dapo.replay.stored import read_step
 from dapo.run_folder import RunFolder
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model
 
@@ -55,6 +56,22 @@ def test_the_rate_falls_over_the_steps_of_a_run_and_over_its_minutes(tmp_path: P
     run(tmp_path / "minutes", falling | {"training.steps": 100, "training.minutes": 120.0})
     rates = [entry["lr"] for entry in steps_of(tmp_path / "minutes")]
     assert rates == pytest.approx([1e-3, (1 - 2000 / 7200) * 1e-3, (1 - 4000 / 7200) * 1e-3], rel=1e-2)
+
+
+def test_a_step_has_one_rate_whatever_length_its_run_is_given_inside_of_it(tmp_path: Path) -> None:
+    class Interrupts(Recorder):
+        def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+            if phase == "update" and done == 1 and len(steps_of(root)) == 1:
+                raise KeyboardInterrupt
+
+    root = tmp_path / "run"
+    falling = {"training.learning_rate": 1e-3, "training.final_learning_rate": 0.0, "training.steps": 4}
+    with pytest.raises(KeyboardInterrupt):
+        run(root, falling, Interrupts())
+    run(root, falling | {"training.steps": 8}, resume=RunFolder(root))
+    rates = [entry["lr"] for entry in steps_of(root)]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.75e-3, 0.625e-3, 0.5e-3, 0.375e-3, 0.25e-3, 0.125e-3])
+    assert [report["learning_rate"] for report in read_step(RunFolder(root), 2).reports] == [rates[1]] * 2
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from dapo.cli import app
 from dapo.config import Config, all_keys, build_config
-from dapo.errors import ConfigError, DataError, ModelError, NumericalError, RewardError, StarvedError
+from dapo.errors import ConfigError, DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
 from dapo.experiment import Experiment
 from dapo.files import json_line
 from dapo.inputs import Inputs
@@ -481,6 +481,31 @@ def test_a_run_folder_in_place_of_a_model_is_told_where_its_model_is(tmp_path: P
         run(tmp_path / "run", {"model.path": str(tmp_path / "first")}, model=None, tokenizer=None)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+@pytest.mark.parametrize("where", ["dapo.training.trainer.Trainer.update", "dapo.prepare.Preparer.batch"])
+def test_memory_that_runs_out_is_explained_and_the_run_goes_on_with_less(
+    where: str, error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    changes = {"training.tokens_per_micro_batch": 64, "runtime.deterministic": False}
+    with monkeypatch.context() as patch, pytest.raises(UserError) as found:
+        patch.setattr(where, fails)
+        run(tmp_path, changes)
+    said = str(found.value)
+    assert said.startswith(f"memory ran out: {error}\nWhat takes less: training.tokens_per_micro_batch=32 ")
+    assert f"to go on: dapo train --resume {tmp_path}" in said
+    less = changes | {"training.tokens_per_micro_batch": 32}
+    assert run(tmp_path, less, resume=RunFolder(tmp_path))["updates"] == 2
+
+
 def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
@@ -839,7 +864,8 @@ def test_a_checkpoint_that_cannot_be_written_does_not_hide_why_the_run_stopped(
         run(tmp_path / "run", {"algorithm.filter_groups.max_num_gen_batches": 1}, reward=lambda response: False)
 
 
-def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop() -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop(times: int) -> None:
     events: list[str] = []
     begun = threading.Event()
 
@@ -851,7 +877,10 @@ def test_a_cancellation_waits_for_the_thread_that_it_cannot_stop() -> None:
     async def main() -> None:
         task = asyncio.create_task(in_thread(work))
         await asyncio.to_thread(begun.wait)
-        task.cancel()
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
         events.append("cancelled")

@@ -37,6 +37,9 @@ def install(extra: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says: where its first line only announces it, the next one too."""
+    """What an error of another library says: where its first line only announces it, the next one too. That a name is
+    not known some say with the name alone."""
+    if isinstance(error, KeyError):
+        return f"{error} is not known"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

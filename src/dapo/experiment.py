@@ -22,6 +22,7 @@ from dapo.buffer import ExperienceBuffer
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
 from dapo.doctor.examination import brief
+from dapo.doctor.memory import shortage_explained
 from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
@@ -144,6 +145,8 @@ class Experiment:
         while self.at.step is not None or not (self.at.budget.used_up or self.best.converged):
             step = self.at.steps_done
             self.trainer.begin_step(step, self.at.budget.spent)
+            if self.at.step and self.at.step.reports:  # resumed inside of it: a step has one rate
+                self.trainer.set_learning_rate(self.at.step.reports[0].learning_rate)
             if self.at.step is None:  # otherwise it was resumed inside of this step
                 self._waits_for("the rollout", step, "rollout")
                 clock.lap("rest")
@@ -206,7 +209,8 @@ class Experiment:
         await self._open_folder()
         self.at.seconds.lap("start")
         try:
-            await self.train()
+            with shortage_explained(self.config, self.trainer.policy.model):
+                await self.train()
         except BaseException as error:
             note = await self._rescue(error)
             if isinstance(error, UserError):

@@ -68,7 +68,9 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolEx
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        while not work.done():
+            with contextlib.suppress(asyncio.CancelledError):  # a second Ctrl-C stops no thread either
+                await asyncio.wait([work])
         if not work.cancelled():
             work.exception()  # taken note of: the cancellation matters more
         raise

@@ -5,12 +5,14 @@ The sides run in this process here, TRL's without vLLM.
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -173,6 +175,22 @@ def test_a_comparison_is_void_where_the_peer_is_slower_than_known(tmp_path: Path
     assert "500,000 to 600,000" in cycle.void_reasons(options, [side("ours", 12.0, 500_000), *fine[1:]])[0]
 
 
+@pytest.mark.parametrize("bench", [cycle, train])
+@pytest.mark.parametrize("text", ["training.steps", "=3", "training.betas=[1"])
+def test_a_key_without_a_value_is_refused_before_anything_runs(
+    bench: Any, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(["ours", "--out", str(tmp_path), "--set", "training.steps=2", text])
+    assert f"--set: {text}: " in capsys.readouterr().err
+
+
+def test_a_side_that_was_ended_in_the_middle_of_a_line_is_known_up_to_it(tmp_path: Path) -> None:
+    assert rollout.read_records(tmp_path / "none.jsonl") == []
+    (tmp_path / "side.jsonl").write_text('{"kind": "cycle"}\n{"kind": "mem')
+    assert rollout.read_records(tmp_path / "side.jsonl") == [{"kind": "cycle"}]
+
+
 def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, text in (
         (["compare"], "compare needs --model and --rows"),
@@ -247,14 +265,90 @@ def test_the_value_at_a_minute_is_the_last_one_before_it(tmp_path: Path, capsys:
     assert "45.0%" in capsys.readouterr().out
     assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 4
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == 2
-    with pytest.raises(SystemExit, match="no evaluation"):
-        gsm8k.read_curve(tmp_path)
+
+
+ROW = '{"prompt": "p", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no rows"),
+        (ROW, "holds 1 problems"),
+        (ROW + '{"prompt": "q"}\n[1]\n', r"a.jsonl:2: no key 'answer'.*\n.*a.jsonl:3: expected an object"),
+        (ROW + '{"prompt": "q", "answer": null}\n', "'answer' is null"),
+        (ROW + '{"question": "q", "answer": "seven"}\n', "has to end with '#### 72'"),
+        (ROW + '{"question": "q", "answ', "a.jsonl:2: not valid JSON"),
+    ],
+)
+def test_rows_without_a_problem_are_named_and_not_learned_from(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "b.jsonl").write_text(ROW.replace('"p"', '"of the test"'))
+    files = ["--train", str(tmp_path / "a.jsonl"), "--test", str(tmp_path / "b.jsonl"), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match=f"(?s)^error: .*{says}"):
+        gsm8k.main(["data", *files])
+    assert not (tmp_path / "rest.jsonl").exists()
+
+
+def test_rows_of_any_line_ends_blank_lines_and_compressed_are_read(tmp_path: Path) -> None:
+    text = '\ufeff{"question": "a\u2028b?", "answer": "#### 1,000"}\r\n\r\n' + ROW
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    found = gsm8k.read_rows(tmp_path / "a.jsonl.gz")
+    assert found == [{"prompt": "a\u2028b?", "answer": "1000"}, {"prompt": "p", "answer": "1"}]
+
+
+POINT = '{"step": 2, "eval/accuracy": 0.5, "time/training": 60.0}\n'
+
+
+@pytest.mark.parametrize(
+    ("metrics", "card", "says"),
+    [
+        (None, "{}", "metrics.jsonl: cannot be read"),
+        ("", "{}", "no evaluation in metrics.jsonl"),
+        (POINT[:20], "{}", "no evaluation in metrics.jsonl"),
+        ("[]\n" + POINT, "{}", "metrics.jsonl:1: not a line of metrics"),
+        (POINT, '{"device', "card.json: cannot be read"),
+        (POINT, "[1]", "card.json: cannot be read"),
+        (POINT.replace("60.0", "660.0"), "{}", "the first evaluation is at minute 11; use --minute 11"),
+    ],
+)
+def test_a_run_without_a_curve_is_named(metrics: str | None, card: str, says: str, tmp_path: Path) -> None:
+    if metrics is not None:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    (tmp_path / "card.json").write_text(card)
+    with pytest.raises(SystemExit, match=f"^error: .*{says}"):
+        gsm8k.main(["report", str(tmp_path)])
+
+
+def test_a_half_written_line_costs_no_report_and_any_name_can_be_drawn(tmp_path: Path) -> None:
+    run = tmp_path / "lr<1e-5 & more"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(POINT + POINT[:30])
+    (found,) = gsm8k.main(["report", str(run), "--out", str(tmp_path)])
+    assert found["after"]["accuracy"] == 0.5
+    assert run.name in "".join(ElementTree.parse(tmp_path / "curves.svg").getroot().itertext())
+
+
+def test_a_wrong_setting_of_a_run_or_no_gpu_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"^error: runtime.device: cuda, but "):
+        gsm8k.main(["run", "--split", "judge"])
+    with pytest.raises(SystemExit, match=r"^error: .*did you mean training.learning_rate"):
+        gsm8k.main(["run", "--split", "judge", "training.learning_rte=1"])
 
 
 def test_a_peer_that_sleeps_between_rollouts_is_not_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         trl_learning.parse(["--minutes", "1", "--model", "m", "--setting", "nockpt+sleep"])
     assert "leave sleep out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--minutes", "--every", "--lr"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_a_curve_that_would_never_end_is_not_begun(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        trl_learning.parse(["--minutes", "1", "--model", "m", option, value])
+    assert f"{option} {float(value)}: must be a number above 0" in capsys.readouterr().err
 
 
 def test_minutes_are_those_between_evaluations_on_both_sides(tmp_path: Path) -> None:

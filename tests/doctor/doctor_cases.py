@@ -442,6 +442,16 @@ MISTAKES: dict[str, Mistake] = {
         lambda f: edit_json(f / "model/config.json", max_position_embeddings=24),
         "max_prompt_length=",
     ),
+    "a config that describes no model": Mistake(
+        "adapter", "fail", lambda f: edit_json(f / "model/config.json", num_attention_heads=0), "describes none"
+    ),
+    "a config with a text for a number": Mistake(
+        "model",
+        "fail",
+        lambda f: edit_json(f / "model/config.json", num_attention_heads="4"),
+        "expected int, got str",
+        also=frozenset({"tokenizer"}),
+    ),
     "weights that are no numbers": Mistake(
         "weights", "fail", _weights(lambda t: t["model.norm.weight"].fill_(float("nan"))), "NaN"
     ),

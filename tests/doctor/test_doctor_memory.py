@@ -14,6 +14,8 @@ import pytest
 from dapo.config import Config, build_config, nested
 from dapo.doctor import memory
 from dapo.doctor.memory import GIB, Memory, predict_memory, predicted_from
+from dapo.errors import ModelError
+from dapo.model.loading import load_model
 from dapo.training.lora import trainable_shape
 from helpers import random_model
 
@@ -179,6 +181,35 @@ def test_the_forecast_names_its_parts_or_says_why_there_is_none(
     assert "not predicted: model architecture 'bert'" in predicted_from(config(model__path=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_attention_heads": 0}, "division"),
+        ({"num_key_value_heads": "2"}, "expected int, got str"),
+        ({"hidden_size": -32}, "negative dimension"),
+        ({"hidden_act": "nope"}, "'nope' is not known"),
+        ({"pad_token_id": 9999}, "Padding_idx"),
+        ({"rope_parameters": 3}, "rope_parameters"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_said_wherever_it_is_read(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    random_model("qwen2").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    told = predicted_from(config(model__path=str(tmp_path)))
+    assert told.startswith(f"not predicted: model {tmp_path}: ") and says in told and "\n" not in told
+    with pytest.raises(ModelError, match=says):
+        load_model(tmp_path)
+
+
+def test_a_model_of_no_size_is_no_list_of_nothing(tmp_path: Path) -> None:
+    random_model("qwen2").save_pretrained(tmp_path)
+    told = predicted_from(config(model__path=str(tmp_path), training__tokens_per_micro_batch=128))
+    assert told.endswith(" of RAM (each part less than 0.01 GiB)"), told
+
+
 def test_the_forecast_does_not_wait_for_a_hub_that_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
@@ -187,6 +218,8 @@ def test_the_forecast_does_not_wait_for_a_hub_that_is_out_of_reach(monkeypatch: 
         raise OSError("not in the cache")
 
     monkeypatch.setattr("dapo.model.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("dapo.model.loading.hub_answers", lambda: False)
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
-    assert predicted_from(config(model__path="owner/name")) == "not predicted: not in the cache"
+    told = predicted_from(config(model__path="owner/name"))
+    assert told.startswith("not predicted: model owner/name: neither a folder nor in the cache of downloads")
     assert asked["local_files_only"]

@@ -38,6 +38,7 @@ BAD = [
     (float("nan"), "expected a finite number, got float nan"),
     (float("inf"), "got float inf"),
     (10**400, "expected a finite number"),
+    (2e30, r"expected a finite number of at most 1e\+30, got float 2e\+30"),
     ([1.0], r"got list \[1.0\]; it is called for one response at a time"),
     ([0.5] * 7, "one response at a time"),
     (np.ones(9), "one response at a time"),

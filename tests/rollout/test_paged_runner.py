@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.errors import ModelError
+from dapo.errors import ModelError, UserError
 from dapo.model.loading import copy_model, load_model
 from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request, Sampling
@@ -154,6 +154,20 @@ def test_sleep_gives_the_pool_back_and_waking_changes_nothing() -> None:
     again = run(decoder, asked)
     assert decoder._runner.pool.address.data_ptr() == address  # type: ignore[attr-defined]
     assert all(again[key].token_ids.tolist() == before[key].token_ids.tolist() for key in before)
+
+
+def test_a_pool_that_finds_no_memory_when_it_wakes_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = paged(random_model("qwen2"))
+    decoder.sleep()
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"give rollout\.cache_gib a smaller value"):
+        patch.setattr("dapo.rollout.native.paged.runner.torch.empty", full)
+        patch.setattr("torch.cuda.mem_get_info", lambda device: (2**30, 2**36))
+        decoder.wake()
+    decoder.wake()  # once there is
 
 
 def test_warming_up_touches_no_page_of_a_sequence() -> None:

@@ -110,6 +110,17 @@ def warnings_for(config: Config) -> list[str]:
         found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
     if config.evaluation.patience and not (config.evaluation.every and config.evaluation.data):
         found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
+    training = config.training
+    if training.final_learning_rate is not None and training.final_learning_rate > training.learning_rate:
+        found.append(
+            f"training.final_learning_rate={training.final_learning_rate:g} is above training.learning_rate="
+            f"{training.learning_rate:g}: the rate rises over the run"
+        )
+    if config.runtime.deterministic and training.minutes is not None and training.final_learning_rate is not None:
+        found.append(
+            "runtime.deterministic: over training.minutes the clock may decide how far the rate has fallen to "
+            "training.final_learning_rate, so no two runs will be the same; training.minutes=null makes them so"
+        )
     low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
     if high < low:
         found.append(f"algorithm.clip_ratio_high={high} is below clip_ratio_low={low}: the opposite of Clip-Higher")

@@ -35,6 +35,7 @@ the layers go backward. The larger ones count.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,12 @@ import torch
 from dapo.config import Config
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
-from dapo.errors import UserError
+from dapo.errors import UserError, first_line
 from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
-from dapo.model.hub import from_where
-from dapo.model.loading import check_supported
+from dapo.model.loading import check_supported, read_config
 from dapo.training.lora import trainable_shape
 from dapo.training.offload import GROUP_NUMBERS
 
@@ -100,7 +100,8 @@ class Memory:
         """The parts in GiB, those below a hundredth left out."""
         parts = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "host"}
         text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
-        return f"{text} GiB" + (f"; in the host's memory {gib(self.host)}" if self.host else "")
+        text = f"{text} GiB" if text else "each part less than 0.01 GiB"
+        return text + (f"; in the host's memory {gib(self.host)}" if self.host else "")
 
 
 def parameters_of(shape: Any) -> int:
@@ -186,7 +187,7 @@ def _pairs(text: Any) -> int:
 def _casts(config: Config, shape: Any) -> int:
     """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
     layers = decoder_layers(shape)
-    return 2 * _trained_in(layers, shape) // (len(layers) if config.training.activation_checkpointing else 1)
+    return 2 * _trained_in(layers, shape) // (max(1, len(layers)) if config.training.activation_checkpointing else 1)
 
 
 def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
@@ -223,17 +224,15 @@ def _trained_in(part: Any, shape: Any) -> int:
 def predicted_from(config: Config) -> str:
     """The prediction in words, from the config of a model and without its weights; or why there is none."""
     import torch
-    from transformers import AutoConfig
 
     name = config.model.path
     try:
         adapter = find_adapter(name)
-        base = adapter.base if adapter else name
-        found = AutoConfig.from_pretrained(base, trust_remote_code=config.model.trust_remote_code, **from_where(base))
+        found = read_config(adapter.base if adapter else name, config.model.trust_remote_code)
         check_supported(found)
         shape = trainable_shape(config.model, found)
-    except (UserError, OSError, ValueError, KeyError) as error:
-        return f"not predicted: {next(iter(str(error).splitlines()), type(error).__name__)}"
+    except UserError as error:
+        return f"not predicted: {first_line(error)}"
     asked = config.runtime.device  # of a GPU that is asked for it is told where there is none, too
     on_gpu = asked == "cuda" or (asked == "auto" and torch.cuda.is_available())
     memory = predict_memory(config, shape, on_gpu)
@@ -290,6 +289,23 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     yield Finding(
         "machine", "memory", "fail" if needed > free else "warn", text, _smaller(config, memory, needed - free, on_gpu)
     )
+
+
+@contextmanager
+def shortage_explained(config: Config, model: Any) -> Iterator[None]:
+    """Inside, memory that runs out is no fault of the program: what was asked for, and settings that take less.
+
+    Raises:
+        UserError: it ran out.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # which torch's own kind is too, and what it raises for the host's memory is not
+        if not any(said in str(error) for said in ("out of memory", "can't allocate memory")):
+            raise
+        on_gpu = next(model.parameters()).is_cuda
+        less = _smaller(config, predict_memory(config, model, on_gpu), 0, on_gpu)
+        raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}") from None
 
 
 def _smaller(config: Config, memory: Memory, excess: int, on_gpu: bool) -> str:

@@ -20,7 +20,7 @@ from dapo.inputs import (
 )
 from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import from_where, hub_answers, is_name
-from dapo.model.loading import check_supported, context_limit, load_tokenizer, stop_token_ids
+from dapo.model.loading import check_supported, context_limit, load_tokenizer, read_config, stop_token_ids
 from dapo.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 
@@ -67,8 +67,6 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
 
 def check_architecture(patient: Patient) -> Iterator[Finding]:
     """Whether the architecture is one that is computed right here. Reads config.json, and no weights."""
-    from transformers import AutoConfig
-
     config = patient.config
     name = config.model.path
     absent = _absent(patient, "model", name, "config.json")
@@ -86,9 +84,9 @@ def check_architecture(patient: Patient) -> Iterator[Finding]:
         if absent:
             yield absent
             return
-        found = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code, **from_where(name))
-    except (ModelError, OSError, ValueError, KeyError) as error:
-        yield Finding("model", "model", "fail", f"model.path: {name}: {first_line(error)}", fix)
+        found = read_config(name, config.model.trust_remote_code)
+    except ModelError as error:
+        yield Finding("model", "model", "fail", f"model.path: {first_line(error)}", fix)
         return
     try:
         check_supported(found)

@@ -95,13 +95,9 @@ def _cast(model: Any, dtype: torch.dtype, adapter_dtype: torch.dtype | None = No
 
 
 def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, device: torch.device | str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    where = from_where(path)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(_explain("model", path, error)) from None
+    config = read_config(path, trust_remote_code)
     check_supported(config)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -110,7 +106,7 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **where,
+            **from_where(path),
             **_straight_to(device),
         )
     except torch.OutOfMemoryError:
@@ -127,6 +123,21 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
     if has_adapter(model):  # Transformers puts on one that it finds on the hub, of any kind
         raise ModelError(f"model {path}: is an adapter on the hub; download it and name its folder")
     return model
+
+
+def read_config(path: str, trust_remote_code: bool = False) -> Any:
+    """Transformers' config of the model at ``path``, of whatever architecture.
+
+    Raises:
+        ModelError: not found, not readable, or a value in it is none that the architecture knows.
+    """
+    from transformers import AutoConfig
+
+    where = from_where(path)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **where)
+    except Exception as error:  # a value of the wrong kind raises whatever looks at it first
+        raise ModelError(_explain("model", path, error)) from None
 
 
 def _too_large(what: str, model: Any, dtype: torch.dtype, device: torch.device | str | None) -> ModelError:

@@ -116,7 +116,7 @@ def _number(value: Any, name: str, expected: str) -> float:
     except OverflowError:  # an integer beyond the range of floats
         number = math.inf
     if not abs(number) <= LARGEST:
-        _broken(name, expected, value)
+        _broken(name, f"{expected} of at most {LARGEST:g}" if math.isfinite(number) else expected, value)
     return number
 
 

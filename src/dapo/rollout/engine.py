@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from dapo.errors import NumericalError
+from dapo.errors import NumericalError, UserError
 from dapo.records import Sample
 
 if TYPE_CHECKING:
@@ -105,6 +105,10 @@ class Engine(Protocol):
 
 class EngineError(RuntimeError):
     """An engine could not serve a request; the message says which and why."""
+
+
+class NoMemoryError(EngineError, UserError):
+    """The device's memory does not suffice; the message says which setting to lower."""
 
 
 class NotFiniteError(EngineError, NumericalError):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dapo.config.sections import ModelConfig
-from dapo.errors import ConfigError, ModelError
+from dapo.errors import ConfigError, ModelError, first_line
 from dapo.model.adapters import Adapter, find_adapter, has_adapter, new_adapter, put_on
 from dapo.model.loading import load_model
 
@@ -74,7 +74,10 @@ def trainable_shape(config: ModelConfig, model_config: Any) -> Any:
 
     adapter = find_adapter(config.path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
+        try:
+            model = AutoModelForCausalLM.from_config(model_config)
+        except Exception as error:  # sizes that do not fit together raise whatever is made of them first
+            raise ModelError(f"model {config.path}: config.json describes none: {first_line(error)}") from None
         if adapter is None:
             return begin_adapter(model, config, 0)
         _check_same(adapter, config)

@@ -18,7 +18,7 @@ import torch
 from dapo.model.attention import AttentionSpec
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.packed import PackedAttention
-from dapo.rollout.engine import EngineError
+from dapo.rollout.engine import EngineError, NoMemoryError
 from dapo.rollout.native.paged.attention import Pool, attend, choose_splits, copy_pages, store
 from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
 from dapo.rollout.native.paged.draw import draw, top_logprobs
@@ -135,7 +135,7 @@ class DeviceRunner:
     def wake(self) -> None:
         """
         Raises:
-            EngineError: the memory is not free; says how much is.
+            NoMemoryError: the memory is not free; says how much is.
         """
         if self.pool.attached:
             return
@@ -144,7 +144,7 @@ class DeviceRunner:
             self.pool.attach(torch.empty(shape.sizes, dtype=shape.dtype, device=device))
         except torch.OutOfMemoryError:
             free = torch.cuda.mem_get_info(device)[0]
-            raise EngineError(
+            raise NoMemoryError(
                 f"the cache needs {shape.bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB of {device} are free: give "
                 "rollout.cache_gib a smaller value"
             ) from None
