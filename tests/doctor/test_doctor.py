@@ -105,6 +105,13 @@ def test_at_least_25_mistakes_are_planted() -> None:
 # --- what depends on the machine ----------------------------------------------------------------------------------
 
 
+def test_minutes_bound_the_samples_that_a_disk_has_to_hold() -> None:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "training": {"steps": 1000}}
+    whole = settings._samples_bytes(build_config(tree))
+    tree["training"]["minutes"] = 10
+    assert settings._samples_bytes(build_config(tree)) == 600 * 10**6 * 22 < whole / 10
+
+
 def test_a_disk_that_is_too_small(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10**5))
     found = complaints(doctor(code=1))

@@ -1,7 +1,7 @@
 """Main memory for the snapshot of a checkpoint, which is written while the training goes on: on a GPU run, too.
 
-12 bytes a parameter that is trained (float32 weights and Adam's two moments), beside all else that a run on a CPU takes,
-and on a GPU beside the moments that training.offload_optimizer keeps there.
+12 bytes a parameter that is trained (float32 weights and Adam's two moments), beside all else that a run on a CPU
+takes, and on a GPU beside the moments that training.offload_optimizer keeps there.
 """
 
 from __future__ import annotations
