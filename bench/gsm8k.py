@@ -52,30 +52,30 @@ console = Console(width=140)
 def main(arguments: list[str] | None = None) -> Any:
     """Do what the command line says."""
     options = parse(arguments)
-    return {"data": data, "run": run, "report": report}[options.command](options)
+    return {"data": data, "run": checked_run, "report": report}[options.command](options)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("data")
-    one.add_argument("--train", type=Path, required=True)
-    one.add_argument("--test", type=Path, required=True)
-    one.add_argument("--out", type=Path, default=Path("runs/gsm8k-data"))
-    one = commands.add_parser("run")
+    one = commands.add_parser("data", help="make the recipe's files of rows")
+    one.add_argument("--train", type=Path, required=True, help="GSM8K's train.jsonl, plain or .gz")
+    one.add_argument("--test", type=Path, required=True, help="its test.jsonl")
+    one.add_argument("--out", type=Path, default=Path("runs/gsm8k-data"), help="folder for them (runs/gsm8k-data)")
+    one = commands.add_parser("run", help="train, as the recipe or a setting of the sweep says")
     one.add_argument("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
-    one.add_argument("--split", choices=["judge", "test"], required=True)
+    one.add_argument("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
     one.add_argument("--minutes", type=float, help="of rollout steps; by default as the recipe says")
     one.add_argument("--seed", type=int, default=1)
     one.add_argument("--model", help="folder, in place of the recipe's")
-    one.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"))
-    one.add_argument("--out", type=Path, default=Path("runs"))
-    one.add_argument("overrides", nargs="*", help="section.key=value")
-    one = commands.add_parser("report")
-    one.add_argument("runs", nargs="+", type=Path)
-    one.add_argument("--minute", type=float, default=10.0)
-    one.add_argument("--out", type=Path)
+    one.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"), help="what data wrote (runs/gsm8k-data)")
+    one.add_argument("--out", type=Path, default=Path("runs"), help="folder that the run folder will lie in (runs)")
+    one.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, such as evaluation.every=3")
+    one = commands.add_parser("report", help="a table of the curves of runs")
+    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    one.add_argument("--minute", type=float, default=10.0, help="of training, at which they are compared (10)")
+    one.add_argument("--out", type=Path, help="folder for curves.csv, curves.json and curves.svg")
     return parser.parse_args(arguments)
 
 
@@ -109,11 +109,16 @@ def read_rows(file: Path) -> Iterator[dict[str, str]]:
     """``prompt`` and ``answer`` of each row.
 
     Raises:
-        SystemExit: a row has neither layout.
+        SystemExit: there is no such file, or a row has neither layout.
     """
+    if not file.is_file():
+        raise SystemExit(f"{file}: no such file; GSM8K's are in github.com/openai/grade-school-math")
     with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SystemExit(f"{file}, line {number}: is not JSON: {error}") from None
             prompt, answer = row.get("prompt", row.get("question")), str(row.get("answer", ""))
             if "question" in row:
                 answer = answer.rpartition("####")[2].strip().replace(",", "")
@@ -144,17 +149,28 @@ def overrides(options: argparse.Namespace) -> list[str]:
     return [*(f"{key}={value}" for key, value in values.items()), *options.overrides]
 
 
+def checked_run(options: argparse.Namespace) -> dict[str, Any]:
+    """:func:`run`, with mistakes of the user's told without a traceback."""
+    from dapo.errors import UserError
+
+    try:
+        return run(options)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train; the run folder's summary."""
     from rollout_ours import measure_limits
 
     from dapo.config import load_config
+    from dapo.inputs import device_of
     from dapo.launch import run_experiment
     from dapo.progress import make_listener
     from dapo.recipes import recipe_path
 
     config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
-    limits = measure_limits("cpu" if config.runtime.device == "cpu" else "cuda")
+    limits = measure_limits(device_of(config).type)
     listener = make_listener()
     try:
         summary = run_experiment(config, listener)
@@ -196,8 +212,8 @@ class Curve:
     card: dict[str, Any]
 
     def at(self, minute: float) -> Point:
-        """The last evaluation up to a minute of training."""
-        return [point for point in self.points if point.minutes <= minute + 1e-9][-1]
+        """The last evaluation up to a minute of training, or else the first one."""
+        return [point for point in self.points if point.minutes <= minute + 1e-9 or point is self.points[0]][-1]
 
 
 def read_curve(folder: Path) -> Curve:
@@ -229,7 +245,7 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = [summary(curve, options.minute) for curve in curves]
     table = Table(title=f"greedy accuracy before and at minute {options.minute:g} of training")
     for head in ("run", "before", "after", "95%", "at minute", "steps", "no answer", "any format", "cut", "TFLOP/s"):
-        table.add_column(head, justify="left" if head == "run" else "right")
+        table.add_column(head, justify="left" if head == "run" else "right", overflow="fold")
     for one in found:
         before, after = one["before"], one["after"]
         table.add_row(
@@ -240,7 +256,7 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
             f"{after['minutes']:.2f}",
             str(after["step"]),
             *(f"{_share(before[key])} → {_share(after[key])}" for key in ("no_answer", "lenient", "truncated")),
-            f"{one['card'].get('operations_per_second', 0) / 1e12:.0f}",
+            f"{one['card']['operations_per_second'] / 1e12:.0f}" if one["card"] else "-",
         )
     console.print(table)
     for curve in curves:

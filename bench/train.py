@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES  # noqa: E402
 from trl_side import named  # noqa: E402
 
-from rollout import Outcome, odd, positive, run_script  # noqa: E402  (modules beside this one)
+from rollout import Outcome, odd, positive, require_gpu, run_script  # noqa: E402  (modules beside this one)
 
 LONGEST_PROMPT = 64
 """Tokens of the made-up prompts of ``sizes``, at most."""
@@ -52,6 +52,7 @@ console = Console(width=150)
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run a command, print its table, and write and return what is behind it (``FOLDER/COMMAND.json``)."""
     options = parse(arguments)
+    require_gpu(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     found = {"ours": ours, "trl": trl, "sizes": sizes}[options.command](options)
     (options.out / f"{options.command}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
