@@ -443,13 +443,14 @@ def test_warnings() -> None:
     config = build_config(
         {
             "model": {"path": "m"},
-            "training": {"groups_per_update": 512},
+            "training": {"groups_per_update": 512, "learning_rate": 1e-6, "final_learning_rate": 1e-5},
             "algorithm": {"kl": {"mode": "loss", "estimator": "k1"}},
             "evaluation": {"every": 5},
         }
     )
-    one, two, three = warnings_for(config)
+    one, rises, two, three = warnings_for(config)
     assert "one update per rollout step" in one
+    assert "final_learning_rate=1e-05 is above training.learning_rate=1e-06" in rises
     assert "evaluation.every" in two
     assert "k1" in three
 

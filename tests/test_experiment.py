@@ -573,7 +573,7 @@ def test_only_flat_groups_stop_the_run_with_the_histogram_and_a_checkpoint_failu
     assert "16 all wrong, 0 mixed, 0 all right" in message
     assert "What may help: easier prompts" in message and "rollout.samples_per_prompt (now 4)" in message
     saved = last_checkpoint(root)
-    assert f"their state is in {saved}" in message
+    assert f"the state is in {saved}" in message
     loads_whole(saved / "model")
     load_tensors(saved / "optimizer")
     summary = yaml.safe_load(RunFolder(root).summary.read_text())
@@ -653,7 +653,7 @@ def test_updates_that_are_not_finite_end_the_run_with_a_checkpoint(
 ) -> None:
     """Entry 96: after k in a row. The weights saved are the last good ones."""
     spoil_updates(monkeypatch, lambda n: n >= 2)
-    with pytest.raises(NumericalError, match=r"2 updates in a row (.|\n)*1 steps were done") as error:
+    with pytest.raises(NumericalError, match=r"2 updates in a row (.|\n)*1 step was done") as error:
         run(tmp_path / "run", {"training.steps": 5, "training.max_skipped_updates": 2})
     saved = last_checkpoint(tmp_path / "run")
     assert str(saved) in str(error.value)
@@ -721,7 +721,7 @@ def check_rescued(root: Path, reason: str, listener: Recorder) -> None:
     load_tensors(saved / "optimizer")
     summary = yaml.safe_load(RunFolder(root).summary.read_text())
     assert summary["steps"] == len(steps_of(root)) == 1 and reason in summary["stopped"]
-    assert any(f"1 steps were done; their state is in {saved}" in w for w in listener.warnings)
+    assert any(f"1 step was done; the state is in {saved}" in w for w in listener.warnings)
     assert not [t for t in threading.enumerate() if t.name == "dapo-engine" and t.is_alive()]
 
 

@@ -331,6 +331,8 @@ class Experiment:
         self.at.seconds.lap("rl")
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
+        count = self.at.steps_done
+        done = "1 step was done" if count == 1 else f"{count} steps were done"
         if self.stopping.signal is not None:
             reason += f" by {self.stopping.signal.name}"
         with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
@@ -341,11 +343,8 @@ class Experiment:
                 self._summarise(reason)
         except Exception as fault:
             before = f"; the last checkpoint is {self.stopping.saved}" if self.stopping.saved else ""
-            return f"{self.at.steps_done} steps were done; their state could not be saved: {fault}{before}"
-        return (
-            f"{self.at.steps_done} steps were done; their state is in {self.stopping.saved}; to go on: dapo train "
-            f"--resume {self.folder.root}"
-        )
+            return f"{done}; the state could not be saved: {fault}{before}"
+        return f"{done}; the state is in {self.stopping.saved}; to go on: dapo train --resume {self.folder.root}"
 
     def _out_of_time(self) -> bool:
         """Whether a signal leaves no more time than a checkpoint takes."""

@@ -106,6 +106,9 @@ def warnings_for(config: Config) -> list[str]:
             "one update per rollout step: the ratio stays 1 and clipping does nothing; the paper makes 16 (smaller "
             "training.groups_per_update, or more training.epochs_per_rollout)"
         )
+    rate, final = config.training.learning_rate, config.training.final_learning_rate
+    if final is not None and final > rate:
+        found.append(f"training.final_learning_rate={final:g} is above training.learning_rate={rate:g}: the rate rises")
     if config.evaluation.every and not config.evaluation.data:
         found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
     if config.evaluation.patience and not (config.evaluation.every and config.evaluation.data):
