@@ -401,6 +401,16 @@ def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    listener = Recorder()
+    with pytest.raises(ConfigError, match="runtime.device: cuda, but"):
+        run(tmp_path / "run", {"runtime.device": "cuda"}, listener)
+    assert listener.phases == []
+
+
 def test_an_empty_file_and_a_missing_one_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     files = [str(tmp_path / "empty.jsonl"), str(tmp_path / "gone.jsonl")]

@@ -89,6 +89,7 @@ class Experiment:
         check_trackers(config)
         for warning in warnings_for(config):
             listener.warning(warning)
+        self.device = device_of(config)
         listener.phase("loading tokenizer and data")
         self.tokenizer = inputs.tokenizer or load_tokenizer(
             config.model.tokenizer or config.model.path, config.model.trust_remote_code
@@ -98,7 +99,6 @@ class Experiment:
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
-        self.device = device_of(config)
         self._closing = contextlib.AsyncExitStack()
         self._closing.enter_context(determinism(config, self.device))
         # one thread for all updates: cuBLAS keeps 32 MiB for each thread that ever multiplied matrices
