@@ -73,11 +73,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=positive, default=2)
     parser.add_argument("--repeats", type=odd, default=5)
     parser.add_argument("--set", nargs="+", default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe")
-    parser.add_argument("--settings", nargs="+", default=["defaults", "nockpt+micro32"], help="of TRL")
+    parser.add_argument("--settings", nargs="+", help="of TRL; defaults and nockpt+micro32")
     parser.add_argument("--size", nargs="+", default=["1.5b", "7b"], choices=sorted(SHAPES))
     parser.add_argument("--peer-path", type=Path, help="folder that TRL is installed in")
     parser.add_argument("--patience", type=float, default=560, help="seconds that a part may take")
     options = parser.parse_args(arguments)
+    options.settings = options.settings or ["defaults", "nockpt+micro4" if options.tiny else "nockpt+micro32"]
     for setting in options.settings:
         try:
             named(setting)

@@ -406,7 +406,7 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     listener = Recorder()
-    with pytest.raises(ConfigError, match="runtime.device: cuda, but"):
+    with pytest.raises(ConfigError, match=r"runtime\.device: cuda, but"):
         run(tmp_path / "run", {"runtime.device": "cuda"}, listener)
     assert listener.phases == []
 

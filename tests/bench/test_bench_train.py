@@ -85,6 +85,7 @@ def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> No
 def test_the_peer_trains_on_the_same_tokens_without_its_rollout(tmp_path: Path) -> None:
     found = train.main(["trl", "--out", str(tmp_path), "--tiny", "--settings", "nockpt+micro4"])
     (side,) = found["sides"]
+    assert train.parse(["trl", "--out", "x", "--tiny"]).settings == ["defaults", side["setting"]]
     assert side["micro_batches"] == 2 and len(side["updates"]) == 2
     made = train_work.make_sequences(2, 4, SHAPES["tiny"].vocabulary, 48)
     padded = train_sides.padded(made, "cpu")
