@@ -44,7 +44,16 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES, Shape  # noqa: E402
 from trl_side import Task, setting_name  # noqa: E402
 
-from rollout import Outcome, assignment, odd, positive, read_records, run_script, run_side  # noqa: E402  (modules beside this one)
+from rollout import (  # noqa: E402  (modules beside this one)
+    Outcome,
+    assignment,
+    odd,
+    positive,
+    read_records,
+    require_gpu,
+    run_script,
+    run_side,
+)
 
 KNOWN_SECONDS = 97.0
 """A cycle of TRL 1.16 with vLLM 0.25.1 on an NVIDIA H100 80GB: 0.5B model, 128 x 16, 4 updates, up to 768 tokens."""
@@ -55,6 +64,7 @@ console = Console(width=160)
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run a command, print its table, and write and return what is behind it (``FOLDER/COMMAND.json``)."""
     options = parse(arguments)
+    require_gpu(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     limits = run_side(options, "limits", {"job": "limits", "device": options.device}).limits
     sides = {"ours": ours, "search": search, "compare": compare}[options.command](options)

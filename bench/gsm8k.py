@@ -67,23 +67,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("data")
-    one.add_argument("--train", type=Path, required=True)
-    one.add_argument("--test", type=Path, required=True)
-    one.add_argument("--out", type=Path, default=Path("runs/gsm8k-data"))
-    one = commands.add_parser("run")
+    one = commands.add_parser("data", help="make the recipe's files of rows")
+    one.add_argument("--train", type=Path, required=True, help="GSM8K's train.jsonl, plain or .gz")
+    one.add_argument("--test", type=Path, required=True, help="its test.jsonl")
+    one.add_argument("--out", type=Path, default=Path("runs/gsm8k-data"), help="folder for them (runs/gsm8k-data)")
+    one = commands.add_parser("run", help="train, as the recipe or a setting of the sweep says")
     one.add_argument("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
-    one.add_argument("--split", choices=["judge", "test"], required=True)
+    one.add_argument("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
     one.add_argument("--minutes", type=float, help="of rollout steps; by default as the recipe says")
     one.add_argument("--seed", type=int, default=1)
     one.add_argument("--model", help="folder, in place of the recipe's")
-    one.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"))
-    one.add_argument("--out", type=Path, default=Path("runs"))
-    one.add_argument("overrides", nargs="*", help="section.key=value")
-    one = commands.add_parser("report")
-    one.add_argument("runs", nargs="+", type=Path)
-    one.add_argument("--minute", type=float, default=10.0)
-    one.add_argument("--out", type=Path)
+    one.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"), help="what data wrote (runs/gsm8k-data)")
+    one.add_argument("--out", type=Path, default=Path("runs"), help="folder that the run folder will lie in (runs)")
+    one.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, such as evaluation.every=3")
+    one = commands.add_parser("report", help="a table of the curves of runs")
+    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    one.add_argument("--minute", type=float, default=10.0, help="of training, at which they are compared (10)")
+    one.add_argument("--out", type=Path, help="folder for curves.csv, curves.json and curves.svg")
     return parser.parse_args(arguments)
 
 
@@ -268,7 +268,7 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = [summary(curve, options.minute) for curve in curves]
     table = Table(title=f"greedy accuracy before and at minute {options.minute:g} of training")
     for head in ("run", "before", "after", "95%", "at minute", "steps", "no answer", "any format", "cut", "TFLOP/s"):
-        table.add_column(head, justify="left" if head == "run" else "right")
+        table.add_column(head, justify="left" if head == "run" else "right", overflow="fold")
     for one in found:
         before, after = one["before"], one["after"]
         table.add_row(
@@ -279,7 +279,7 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
             f"{after['minutes']:.2f}",
             str(after["step"]),
             *(f"{_share(before[key])} → {_share(after[key])}" for key in ("no_answer", "lenient", "truncated")),
-            f"{one['card'].get('operations_per_second', 0) / 1e12:.0f}",
+            f"{one['card']['operations_per_second'] / 1e12:.0f}" if one["card"] else "-",
         )
     console.print(table)
     for curve in curves:

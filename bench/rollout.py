@@ -69,6 +69,7 @@ console = Console(width=160)
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run a command, print its table, and write and return what is behind it (``FOLDER/COMMAND.json``)."""
     options = parse(arguments)
+    require_gpu(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     found = COMMANDS[options.command](options)
     (options.out / f"{options.command}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -130,6 +131,19 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return number
+
+
+def require_gpu(device: str) -> None:
+    """
+    Raises:
+        SystemExit: ``device`` is one that this PyTorch does not see.
+    """
+    if device != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(f"no GPU is seen by PyTorch {torch.__version__}; --help says what runs on a CPU")
 
 
 def odd(text: str) -> int:

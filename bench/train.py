@@ -42,7 +42,7 @@ sys.path.insert(0, str(HERE))
 from rollout_work import SHAPES  # noqa: E402
 from trl_side import setting_name  # noqa: E402
 
-from rollout import Outcome, assignment, odd, positive, run_script  # noqa: E402  (modules beside this one)
+from rollout import Outcome, assignment, odd, positive, require_gpu, run_script  # noqa: E402  (modules beside this one)
 
 LONGEST_PROMPT = 64
 """Tokens of the made-up prompts of ``sizes``, at most."""
@@ -52,6 +52,7 @@ console = Console(width=150)
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run a command, print its table, and write and return what is behind it (``FOLDER/COMMAND.json``)."""
     options = parse(arguments)
+    require_gpu(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
     found = {"ours": ours, "trl": trl, "sizes": sizes}[options.command](options)
     (options.out / f"{options.command}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -74,13 +75,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--set", nargs="+", type=assignment, default=[], metavar="[SIZE:]KEY=VALUE", help="keys of our recipe"
     )
-    parser.add_argument(
-        "--settings", nargs="+", default=["defaults", "nockpt+micro32"], type=setting_name, help="of TRL"
-    )
+    parser.add_argument("--settings", nargs="+", type=setting_name, help="of TRL; defaults and nockpt+micro32")
     parser.add_argument("--size", nargs="+", default=["1.5b", "7b"], choices=sorted(SHAPES))
     parser.add_argument("--peer-path", type=Path, help="folder that TRL is installed in")
     parser.add_argument("--patience", type=float, default=560, help="seconds that a part may take")
     options = parser.parse_args(arguments)
+    options.settings = options.settings or ["defaults", "nockpt+micro4" if options.tiny else "nockpt+micro32"]
     sizes = (4, 8, 4096) if options.command == "sizes" else (32, 16, 768)
     for name, size in zip(("groups", "samples", "limit"), sizes, strict=True):
         setattr(options, name, getattr(options, name) or size)

@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"})
     import torch
 
-    assert torch.cuda.is_available(), "TRL with colocated vLLM needs a GPU"
+    if not torch.cuda.is_available():
+        raise SystemExit(f"TRL with colocated vLLM needs a GPU, and PyTorch {torch.__version__} sees none")
     train(options)
 
 

@@ -402,6 +402,16 @@ def test_data_that_cannot_be_trained_on_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    listener = Recorder()
+    with pytest.raises(ConfigError, match=r"runtime\.device: cuda, but"):
+        run(tmp_path / "run", {"runtime.device": "cuda"}, listener)
+    assert listener.phases == []
+
+
 def test_an_empty_file_and_a_missing_one_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     files = [str(tmp_path / "empty.jsonl"), str(tmp_path / "gone.jsonl")]
@@ -599,7 +609,7 @@ def test_only_flat_groups_stop_the_run_with_the_histogram_and_a_checkpoint_failu
     assert "16 all wrong, 0 mixed, 0 all right" in message
     assert "What may help: easier prompts" in message and "rollout.samples_per_prompt (now 4)" in message
     saved = last_checkpoint(root)
-    assert f"their state is in {saved}" in message
+    assert f"the state is in {saved}" in message
     loads_whole(saved / "model")
     load_tensors(saved / "optimizer")
     summary = yaml.safe_load(RunFolder(root).summary.read_text())
@@ -679,7 +689,7 @@ def test_updates_that_are_not_finite_end_the_run_with_a_checkpoint(
 ) -> None:
     """Entry 96: after k in a row. The weights saved are the last good ones."""
     spoil_updates(monkeypatch, lambda n: n >= 2)
-    with pytest.raises(NumericalError, match=r"2 updates in a row (.|\n)*1 steps were done") as error:
+    with pytest.raises(NumericalError, match=r"2 updates in a row (.|\n)*1 step was done") as error:
         run(tmp_path / "run", {"training.steps": 5, "training.max_skipped_updates": 2})
     saved = last_checkpoint(tmp_path / "run")
     assert str(saved) in str(error.value)
@@ -747,7 +757,7 @@ def check_rescued(root: Path, reason: str, listener: Recorder) -> None:
     load_tensors(saved / "optimizer")
     summary = yaml.safe_load(RunFolder(root).summary.read_text())
     assert summary["steps"] == len(steps_of(root)) == 1 and reason in summary["stopped"]
-    assert any(f"1 steps were done; their state is in {saved}" in w for w in listener.warnings)
+    assert any(f"1 step was done; the state is in {saved}" in w for w in listener.warnings)
     assert not [t for t in threading.enumerate() if t.name == "dapo-engine" and t.is_alive()]
 
 

@@ -258,6 +258,8 @@ def test_evaluations_are_counted(tmp_path: Any, steps: int, every: int, evaluati
     }
     plan = plan_of(build_config(tree))
     assert plan["evaluations"] == evaluations
+    timed = plan_of(build_config(tree | {"training": {"steps": steps, "minutes": 1}}))
+    assert timed["evaluations, at most"] == evaluations and "updates in all, at most" in timed
     assert plan["evaluation"] == "3 rows x 4 samples, temperature 0"
     tree["evaluation"]["rows"] = 2  # type: ignore[index]
     assert plan_of(build_config(tree))["evaluation"] == "2 rows x 4 samples, temperature 0"

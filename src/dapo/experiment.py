@@ -90,6 +90,7 @@ class Experiment:
         check_trackers(config)
         for warning in warnings_for(config):
             listener.warning(warning)
+        self.device = device_of(config)
         listener.phase("loading tokenizer and data")
         self.tokenizer = inputs.tokenizer or load_tokenizer(
             config.model.tokenizer or config.model.path, config.model.trust_remote_code
@@ -99,7 +100,6 @@ class Experiment:
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         listener.phase("loading the model")
-        self.device = device_of(config)
         self._closing = contextlib.AsyncExitStack()
         self._closing.enter_context(determinism(config, self.device))
         # one thread for all updates: cuBLAS keeps 32 MiB for each thread that ever multiplied matrices
@@ -335,6 +335,8 @@ class Experiment:
         self.at.seconds.lap("rl")
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
+        count = self.at.steps_done
+        done = "1 step was done" if count == 1 else f"{count} steps were done"
         if self.stopping.signal is not None:
             reason += f" by {self.stopping.signal.name}"
         with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
@@ -345,11 +347,8 @@ class Experiment:
                 self._summarise(reason)
         except Exception as fault:
             before = f"; the last checkpoint is {self.stopping.saved}" if self.stopping.saved else ""
-            return f"{self.at.steps_done} steps were done; their state could not be saved: {fault}{before}"
-        return (
-            f"{self.at.steps_done} steps were done; their state is in {self.stopping.saved}; to go on: dapo train "
-            f"--resume {self.folder.root}"
-        )
+            return f"{done}; the state could not be saved: {fault}{before}"
+        return f"{done}; the state is in {self.stopping.saved}; to go on: dapo train --resume {self.folder.root}"
 
     def _out_of_time(self) -> bool:
         """Whether a signal leaves no more time than a checkpoint takes."""

@@ -22,6 +22,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = config.data.max_prompt_length + rollout.max_response_length
     rounds = filters.max_num_gen_batches if filters.enable else 1
+    most = "" if training.minutes is None else ", at most"  # the minutes may be over first
     plan: dict[str, int | str] = {
         "steps": training.steps,
         "prompts per step": rollout.prompts_per_step,
@@ -31,7 +32,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
         "updates per step": config.updates_per_step,
         "groups per update": training.groups_per_update,
         "samples per update": training.groups_per_update * rollout.samples_per_prompt,
-        "updates in all": config.updates_per_step * training.steps,
+        f"updates in all{most}": config.updates_per_step * training.steps,
         "tokens per sample, at most": longest,
         "tokens per step, at most": samples * longest,
         "tokens per micro-batch, at most": training.tokens_per_micro_batch,
@@ -47,7 +48,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
         per_row = f"{evaluation.samples_per_prompt} sample{'s' if evaluation.samples_per_prompt > 1 else ''}"
         plan["evaluation"] = f"{_shown(rows, evaluation.rows)} rows x {per_row}, temperature {evaluation.temperature:g}"
         between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
-        plan["evaluations"] = between + (2 if training.steps else 1)
+        plan[f"evaluations{most}"] = between + (2 if training.steps else 1)
     else:
         plan["evaluation"] = "none"
     return plan

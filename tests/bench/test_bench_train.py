@@ -87,6 +87,7 @@ def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> No
 def test_the_peer_trains_on_the_same_tokens_without_its_rollout(tmp_path: Path) -> None:
     found = train.main(["trl", "--out", str(tmp_path), "--tiny", "--settings", "nockpt+micro4"])
     (side,) = found["sides"]
+    assert train.parse(["trl", "--out", "x", "--tiny"]).settings == ["defaults", side["setting"]]
     assert side["micro_batches"] == 2 and len(side["updates"]) == 2
     made = train_work.make_sequences(2, 4, SHAPES["tiny"].vocabulary, 48)
     padded = train_sides.padded(made, "cpu")
@@ -250,6 +251,33 @@ def test_each_setting_of_the_sweep_is_a_valid_recipe(setting: str) -> None:
     assert f"`{setting}`" in (BENCH.parent / "docs/results.md").read_text()  # declared before it was run
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["data", "--train", "gone.jsonl", "--test", "gone.jsonl"], "gone.jsonl: no such file"),
+        (["data", "--train", "bad.jsonl", "--test", "bad.jsonl"], "bad.jsonl, line 2: is not JSON"),
+        (["run", "--split", "test", "training.foo=1"], "error: .*training.foo: unknown key"),
+        (["run", "--split", "test"], "error: runtime.device: cuda, but"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    Path("bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt"\n')
+    with pytest.raises(SystemExit, match=told):
+        gsm8k.main(arguments)
+
+
+def test_without_a_gpu_nothing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for bench in (train, cycle, rollout):
+        with pytest.raises(SystemExit, match="no GPU is seen"):
+            bench.main(["ours", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_value_at_a_minute_is_the_last_one_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -262,6 +290,7 @@ def test_the_value_at_a_minute_is_the_last_one_before_it(tmp_path: Path, capsys:
     (found,) = gsm8k.main(["report", str(run), "--minute", "15", "--out", str(tmp_path)])
     assert found["before"]["accuracy"] == 0.28
     assert (found["after"]["accuracy"], found["after"]["step"]) == (0.45, 3)
+    assert gsm8k.read_curve(run).at(-1).step == 0
     assert "45.0%" in capsys.readouterr().out
     assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 4
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == 2

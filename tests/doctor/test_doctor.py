@@ -31,6 +31,7 @@ from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import Doubt
+from dapo.training.lora import trainable_shape
 from dapo.training.policy import Policy
 
 
@@ -102,6 +103,13 @@ def test_at_least_25_mistakes_are_planted() -> None:
 
 
 # --- what depends on the machine ----------------------------------------------------------------------------------
+
+
+def test_minutes_bound_the_samples_that_a_disk_has_to_hold() -> None:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "training": {"steps": 1000}}
+    whole = settings._samples_bytes(build_config(tree))
+    tree["training"]["minutes"] = 10
+    assert settings._samples_bytes(build_config(tree)) == 600 * 10**6 * 22 < whole / 10
 
 
 def test_a_disk_that_is_too_small(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +281,27 @@ def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pyte
     for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
         monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
         assert [one.status for one in host.check_snapshot(patient)] == [status]
+
+
+def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
+    case: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("recipe.yaml", ["model.path=./model", "training.offload_optimizer=true"])
+    patient = Patient(config, shape=load_model("./model"), device=torch.device("cuda"))
+    every = memory.trained_of(patient.shape)
+
+    def statuses(*free: int) -> list[str]:
+        found = []
+        for bytes_ in free:
+            monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
+            found += [one.status for one in host.check_snapshot(patient)]
+        return found
+
+    assert statuses(20 * every, 20 * every - 1) == ["pass", "fail"]
+    patient.config = load_config("recipe.yaml", ["model.path=./model", "model.lora.rank=1"])
+    patient.shape = trainable_shape(patient.config.model, patient.shape.config)
+    adapter = memory.trained_of(patient.shape)
+    assert adapter < every / 4 and statuses(12 * adapter, 12 * adapter - 1) == ["pass", "fail"]
 
 
 def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

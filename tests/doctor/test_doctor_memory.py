@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dapo.config import Config, build_config, nested
 from dapo.doctor import memory
@@ -148,6 +149,26 @@ def test_what_offloading_and_checkpointing_save() -> None:
     # four layers' worth against one, and the inputs of four in float32; one is at work either way
     assert again.activations == pytest.approx(plain.activations / 4 + 2048 * 4 * 4 * 256)
     assert again.at_work == plain.at_work == pytest.approx(plain.activations / 4)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+def test_what_is_proposed_where_memory_is_short_is_enough(on_gpu: bool, share: float) -> None:
+    shape, given = random_model("qwen2", **SHAPE), config()
+    free = share * predict_memory(given, shape, on_gpu).total(on_gpu)
+    fix = memory.smaller(given, shape, free, on_gpu)
+    settings = [item.split("=") for item in fix.split()]
+    changed = config(**{key.replace(".", "__"): yaml.safe_load(value) for key, value in settings})
+    assert settings and predict_memory(changed, shape, on_gpu).total(on_gpu) <= 0.85 * free
+
+
+def test_where_no_setting_is_enough_it_says_what_is() -> None:
+    given = config()
+    shape = random_model("qwen2", **SHAPE)
+    assert memory.smaller(given, shape, 1e6, True).startswith("model.lora.rank=16, ")
+    adapted = config(model__lora__rank=4)
+    fix = memory.smaller(adapted, trainable_shape(adapted.model, shape.config), 1e6, True)
+    assert fix.startswith("a smaller model, or ") and "training.activation_checkpointing=true" in fix
 
 
 def test_on_a_gpu_the_head_and_the_layer_at_work_take_turns() -> None:

@@ -186,6 +186,7 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     else:  # as comments, so that the whole is YAML
         print(config_yaml(config) + "\n".join(f"# {note}" for note in notes))
     _require_files(config, recipe)
+    _require_model(config)
     _try_template(config)
 
 
@@ -199,6 +200,18 @@ def _require_files(config: Config, recipe: Path) -> None:
     missing = missing_files(config)
     if missing:
         raise DataError("\n".join([*missing, *filter(None, [remedy(recipe)])]))
+
+
+def _require_model(config: Config) -> None:
+    """
+    Raises:
+        ModelError: its folder, or that of its tokenizer, does not exist.
+    """
+    from dapo.model.hub import require_folder
+
+    require_folder("model.path:", config.model.path)
+    if config.model.tokenizer is not None:
+        require_folder("model.tokenizer:", config.model.tokenizer)
 
 
 def _try_template(config: Config) -> None:

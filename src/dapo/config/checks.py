@@ -118,8 +118,8 @@ def warnings_for(config: Config) -> list[str]:
         )
     if config.runtime.deterministic and training.minutes is not None and training.final_learning_rate is not None:
         found.append(
-            "runtime.deterministic: over training.minutes the clock may decide how far the rate has fallen to "
-            "training.final_learning_rate, so no two runs will be the same; training.minutes=null makes them so"
+            "runtime.deterministic: with training.minutes the rate that falls to training.final_learning_rate follows "
+            "the clock, so no two runs are the same; use training.steps alone"
         )
     low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
     if high < low:
@@ -128,12 +128,6 @@ def warnings_for(config: Config) -> list[str]:
     if config.runtime.deterministic and any(reward.kind == "model" for reward in rewards):
         found.append(
             "runtime.deterministic: a reward model's last bits depend on what else is in its batch; so will the run's"
-        )
-    training = config.training
-    if config.runtime.deterministic and training.final_learning_rate is not None and training.minutes is not None:
-        found.append(
-            "runtime.deterministic: with training.minutes the rate that falls to training.final_learning_rate follows "
-            "the clock, so no two runs are the same; use training.steps alone"
         )
     kl = config.algorithm.kl
     if kl.mode == "loss" and kl.estimator == "k1":

@@ -65,13 +65,13 @@ def _refusal(path: Sequence[str]) -> str | None:
 
 
 def _without_tags(path: list[str]) -> tuple[list[str], str | None]:
-    """The keys of a path into which pydantic put the kind of each reward after the key that holds it (and a mark before
-    a bad key), and the kind of the reward that the last key stands in."""
+    """The keys of a path into which pydantic put the kind of each reward after the key that holds it, a mark before a
+    bad key and each type that a value may have, and the kind of the reward that the last key stands in."""
     keys: list[str] = []
     kinds: list[str | None] = []  # of the section that each key stands in
     kind = None
     for name in path:
-        if name == "[key]":
+        if name in ("[key]", "bool", "constrained-float"):
             continue
         if keys and keys[-1] in ("reward", "check") and name in REWARD_KINDS and kind is None:
             kind = name

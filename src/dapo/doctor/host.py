@@ -1,6 +1,7 @@
 """Main memory for the snapshot of a checkpoint, which is written while the training goes on: on a GPU run, too.
 
-12 bytes a parameter (float32 weights and Adam's two moments), beside all else that a run on a CPU takes.
+12 bytes a parameter that is trained (float32 weights and Adam's two moments), beside all else that a run on a CPU
+takes, and on a GPU beside the moments that training.offload_optimizer keeps there.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dapo.doctor.finding import Finding
-from dapo.doctor.memory import checkpoint_bytes, free_memory, gib, parameters_of, predict_memory
+from dapo.doctor.memory import checkpoint_bytes, free_memory, gib, predict_memory, trained_of
 from dapo.doctor.patient import Patient
 
 
@@ -16,16 +17,16 @@ def check_snapshot(patient: Patient) -> Iterator[Finding]:
     """Whether there is room for it. Nothing is said where the run itself does not fit, which has been told."""
     shape, config = patient.need(patient.shape, "model"), patient.config
     on_gpu = patient.need(patient.device, "device").type == "cuda"
-    snapshot = checkpoint_bytes(parameters_of(shape))
-    needed, free = snapshot, free_memory()
+    snapshot = checkpoint_bytes(trained_of(shape))
+    memory, free = predict_memory(config, shape, on_gpu), free_memory()
+    needed = snapshot + memory.host
     if not on_gpu:
         patient.need(patient.fits, "memory")
-        memory = predict_memory(config, shape)
         needed += memory.total(on_gpu=False)
         if free is not None and patient.model is not None:
             free += memory.weights  # they are loaded already
     text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
-    text += "" if on_gpu else f", {gib(needed)} with the run itself"
+    text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"
     if free is None:
         yield Finding("machine", "snapshot", "pass", f"{text}; how much RAM is free cannot be told here")
         return

@@ -59,6 +59,8 @@ _HOLES = 1.25
 """Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
 _TIGHT = 0.85
 """Share of the free memory from which on it may become tight."""
+_SHORT = 0.8
+"""Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,12 @@ class Memory:
         parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
         return int(_HOLES * (parts + max(self.logits, self.decoding)))
 
-    def told(self) -> str:
+    def told(self, on_gpu: bool) -> str:
         """The parts in GiB, those below a hundredth left out."""
-        parts = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "host"}
+        parts = {part.name.replace("_", " "): getattr(self, part.name) for part in fields(self) if part.name != "host"}
         text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
         text = f"{text} GiB" if text else "each part less than 0.01 GiB"
+        text += ", of which rollout and update take turns" if on_gpu else ""
         return text + (f"; in the host's memory {gib(self.host)}" if self.host else "")
 
 
@@ -236,7 +239,7 @@ def predicted_from(config: Config) -> str:
     asked = config.runtime.device  # of a GPU that is asked for it is told where there is none, too
     on_gpu = asked == "cuda" or (asked == "auto" and torch.cuda.is_available())
     memory = predict_memory(config, shape, on_gpu)
-    return f"{gib(memory.total(on_gpu))} of {'GPU memory' if on_gpu else 'RAM'} ({memory.told()})"
+    return f"{gib(memory.total(on_gpu))} of {'GPU memory' if on_gpu else 'RAM'} ({memory.told(on_gpu)})"
 
 
 def gib(size: float) -> str:
@@ -277,7 +280,7 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     if free is not None and patient.model is not None:
         free += memory.weights  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
-    text = f"{gib(needed)} predicted ({memory.told()})" if needed >= GIB / 10 else f"{gib(needed)} predicted"
+    text = f"{gib(needed)} predicted ({memory.told(on_gpu)})" if needed >= GIB / 10 else f"{gib(needed)} predicted"
     patient.fits = True if free is None or needed <= free else None
     if free is None:
         yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
@@ -286,9 +289,7 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     if needed <= _TIGHT * free:
         yield Finding("machine", "memory", "pass", text)
         return
-    yield Finding(
-        "machine", "memory", "fail" if needed > free else "warn", text, _smaller(config, memory, needed - free, on_gpu)
-    )
+    yield Finding("machine", "memory", "fail" if needed > free else "warn", text, smaller(config, shape, free, on_gpu))
 
 
 @contextmanager
@@ -304,27 +305,46 @@ def shortage_explained(config: Config, model: Any) -> Iterator[None]:
         if not any(said in str(error) for said in ("out of memory", "can't allocate memory")):
             raise
         on_gpu = next(model.parameters()).is_cuda
-        less = _smaller(config, predict_memory(config, model, on_gpu), 0, on_gpu)
+        less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
         raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}") from None
 
 
-def _smaller(config: Config, memory: Memory, excess: int, on_gpu: bool) -> str:
-    """Keys with values that take less."""
+def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
+    """Keys with values with which it fits with ease; or, if no setting is enough, what is."""
+
+    def total(config: Config) -> int:
+        return predict_memory(config, shape, on_gpu).total(on_gpu)
+
+    found: dict[str, Any] = {}
+    least = total(config)
+    for key, value in 2 * list(_cheaper(config, on_gpu)):  # twice, as what is second largest at first counts later
+        section, name = key.split(".")
+        other = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        if total(other) < least:
+            config, least = other, total(other)
+            found[key] = value
+        if least <= _TIGHT * free:
+            break
+    told = " ".join(f"{key}={str(value).lower()}" for key, value in found.items())
+    if least <= _TIGHT * free:
+        return told
+    adapter = "" if has_adapter(shape) else "model.lora.rank=16, which trains an adapter only, or "
+    return f"{adapter}a smaller model, or {gib(least / _TIGHT)} free{f' and {told}' if told else ''}"
+
+
+def _cheaper(config: Config, on_gpu: bool) -> Iterator[tuple[str, Any]]:
+    """Keys and values that take less memory, what costs least of all first."""
     rollout, training = config.rollout, config.training
-    longest = _longest(config)
-    fixed = memory.lasting + memory.gradients
-    found = []
-    if memory.activations > memory.cache and training.tokens_per_micro_batch > longest:
-        share = 1 - max(excess, 0) / memory.activations
-        found.append(
-            f"training.tokens_per_micro_batch={max(longest, int(training.tokens_per_micro_batch * share / 2))}"
-        )
-    if memory.cache > fixed / 4 and rollout.max_concurrent_samples > 1:
-        found.append(f"rollout.max_concurrent_samples={max(1, rollout.max_concurrent_samples // 4)}")
-    if memory.activations > fixed / 4 and not training.activation_checkpointing:
-        found.append("training.activation_checkpointing=true")
-    if memory.adam > fixed / 4 and on_gpu and not training.offload_optimizer:
-        found.append("training.offload_optimizer=true")
-    if config.model.compute_dtype == "float32":
-        found.append("model.compute_dtype=bfloat16")
-    return " ".join(found) or "a smaller model, or a machine with " + gib(1.2 * fixed) + " free"
+    narrow = [("model.compute_dtype", "bfloat16")] if config.model.compute_dtype == "float32" else []
+    yield from narrow if on_gpu else []
+    tokens = training.tokens_per_micro_batch
+    while tokens > _longest(config):
+        tokens = max(_longest(config), tokens // 2)
+        yield "training.tokens_per_micro_batch", tokens
+    for part in (4, 16):
+        yield "rollout.max_concurrent_samples", max(1, rollout.max_concurrent_samples // part)
+    if not training.activation_checkpointing:
+        yield "training.activation_checkpointing", True
+    if on_gpu and not training.offload_optimizer:
+        yield "training.offload_optimizer", True
+    yield from [] if on_gpu else narrow
