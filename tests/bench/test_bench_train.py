@@ -255,7 +255,7 @@ def test_each_setting_of_the_sweep_is_a_valid_recipe(setting: str) -> None:
     ("arguments", "told"),
     [
         (["data", "--train", "gone.jsonl", "--test", "gone.jsonl"], "gone.jsonl: no such file"),
-        (["data", "--train", "bad.jsonl", "--test", "bad.jsonl"], "bad.jsonl, line 2: is not JSON"),
+        (["data", "--train", "bad.jsonl", "--test", "bad.jsonl"], "error: bad.jsonl:2: not valid JSON"),
         (["run", "--split", "test", "training.foo=1"], "error: .*training.foo: unknown key"),
         (["run", "--split", "test"], "error: runtime.device: cuda, but"),
     ],
@@ -290,7 +290,6 @@ def test_the_value_at_a_minute_is_the_last_one_before_it(tmp_path: Path, capsys:
     (found,) = gsm8k.main(["report", str(run), "--minute", "15", "--out", str(tmp_path)])
     assert found["before"]["accuracy"] == 0.28
     assert (found["after"]["accuracy"], found["after"]["step"]) == (0.45, 3)
-    assert gsm8k.read_curve(run).at(-1).step == 0
     assert "45.0%" in capsys.readouterr().out
     assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + 4
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == 2
