@@ -474,9 +474,9 @@ INSIDE = [
     Fault(
         "no memory is left in an update",
         limited,
-        (ERROR, OURS),
+        (ERROR,),
         Kept.RESUMED,
-        ("memory", "dapo train --resume"),
+        ("memory ran out", "What takes less: ", "dapo train --resume"),
         seconds=15,
     ),
     Fault("the clock jumps ten years ahead", struck("metrics", "clock", lines=3, target="3.2e8"), (0,), Kept.DONE),

@@ -301,8 +301,9 @@ def shortage_explained(config: Config, model: Any) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # which torch's own kind is too, and what it raises for the host's memory is not
-        if not any(said in str(error) for said in ("out of memory", "can't allocate memory")):
+    except (RuntimeError, MemoryError) as error:  # torch raises plain RuntimeErrors for the host's memory
+        said = str(error)
+        if not isinstance(error, MemoryError) and not ("out of memory" in said or "can't allocate memory" in said):
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
