@@ -74,7 +74,7 @@ def test_curves_move_while_a_run_trains(page: Any, tmp_path: Path) -> None:
             go_on.release(8)
             sync_api.expect(line).not_to_have_attribute("d", before, timeout=WAIT)
             page.wait_for_selector(".run.finished")
-            assert "4 / 4" in page.locator(".tiles").inner_text()
+            sync_api.expect(page.locator(".tiles")).to_contain_text("4 / 4", timeout=WAIT)  # drawn after the list
         finally:
             go_on.release(8)
             training.join(60)
