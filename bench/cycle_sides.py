@@ -39,7 +39,7 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, str]]:
     count = job["task"].prompts * (job["warmup"] + job["cycles"])
     if job["rows"] is None:
         return [{"prompt": f"{i} + {i + 1} =", "answer": str(2 * i + 1)} for i in range(count)]
-    rows = list(read_rows(Path(job["rows"])))
+    rows = read_rows(Path(job["rows"]))
     random.Random(0).shuffle(rows)
     return (rows * -(-count // len(rows)))[:count]
 

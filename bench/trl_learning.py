@@ -95,7 +95,7 @@ def train(options: argparse.Namespace) -> None:
     (options.out / "card.json").write_text(json.dumps(asdict(measure_limits("cuda"))), encoding="utf-8")
     task, reward, started = task_of(options), MathReward(), time.perf_counter()
     curve = Log(options.out / "metrics.jsonl", started)
-    heldout = list(read_rows(options.data / "test.jsonl"))
+    heldout = read_rows(options.data / "test.jsonl")
 
     class Minutes(TrainerCallback):  # type: ignore[misc]
         """Counts the time of training, and stops it for evaluations."""

@@ -226,8 +226,6 @@ def _trained_in(part: Any, shape: Any) -> int:
 
 def predicted_from(config: Config) -> str:
     """The prediction in words, from the config of a model and without its weights; or why there is none."""
-    import torch
-
     name = config.model.path
     try:
         adapter = find_adapter(name)
@@ -321,8 +319,8 @@ def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
     for key, value in 2 * list(_cheaper(config, on_gpu)):  # twice, as what is second largest at first counts later
         section, name = key.split(".")
         other = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
-        if total(other) < least:
-            config, least = other, total(other)
+        if (size := total(other)) < least:
+            config, least = other, size
             found[key] = value
         if least <= _TIGHT * free:
             break
