@@ -338,7 +338,9 @@ def drawn(curves: Sequence[Curve]) -> str:
         parts.append(text(place(last, top * (0.08 + 0.06 * number)), curve.name, "end", colour))
     body = "\n".join(parts)
     size = f'width="{_WIDTH}" height="{_HEIGHT}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
+    paper = '<rect width="100%" height="100%" fill="#fff"/>'  # the words are dark, and so may the page be
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return f"{head}\n{paper}\n{body}\n</svg>\n"
 
 
 def _share(value: float | None) -> str:
