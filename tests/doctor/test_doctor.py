@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,15 @@ def test_memory_that_is_too_small_is_told_before_the_weights_are_loaded(
     assert set(complaints(findings)) == {"memory"}
     assert "weights" not in {one["name"] for one in findings}
     assert any(one["name"] == "not-checked" and "weights" in one["found"] for one in findings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_memory_of_a_gpu_that_is_elsewhere_is_predicted(case: Path) -> None:
+    findings = doctor("runtime.device=cuda", code=2)
+    assert set(complaints(findings)) == {"device"}
+    told = {one["name"]: one for one in findings}
+    assert told["memory"]["status"] == "skip"
+    assert re.search(r"\d MiB predicted; there is no GPU here", told["memory"]["found"])
 
 
 def test_a_sandbox_that_is_not_there(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

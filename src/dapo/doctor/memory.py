@@ -271,14 +271,18 @@ def _left_in_containers() -> Iterator[int]:
 def check_memory(patient: Patient) -> Iterator[Finding]:
     """What the run will take of the device it runs on, and whether that is free."""
     shape, config = patient.need(patient.shape, "model"), patient.config
-    on_gpu = patient.need(patient.device, "device").type == "cuda"
+    elsewhere = patient.device is None and config.runtime.device == "cuda"  # a recipe for another machine
+    on_gpu = elsewhere or patient.need(patient.device, "device").type == "cuda"
     memory = predict_memory(config, shape, on_gpu)
     needed = memory.total(on_gpu)
+    text = f"{gib(needed)} predicted ({memory.told(on_gpu)})" if needed >= GIB / 10 else f"{gib(needed)} predicted"
+    if elsewhere:
+        yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
+        return
     free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
     if free is not None and patient.model is not None:
         free += memory.weights  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
-    text = f"{gib(needed)} predicted ({memory.told(on_gpu)})" if needed >= GIB / 10 else f"{gib(needed)} predicted"
     patient.fits = True if free is None or needed <= free else None
     if free is None:
         yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
