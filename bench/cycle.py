@@ -38,6 +38,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from dapo.files import write_json
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
@@ -179,7 +181,7 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
         sides.append(trl(options, setting))
         if sides[-1]["seconds"]:
             known[setting] = sides[-1]["seconds"]
-            (options.out / SEARCHED).write_text(json.dumps(known, indent=1), encoding="utf-8")
+            write_json(options.out / SEARCHED, known)
     return sides
 
 

@@ -64,6 +64,22 @@ def test_a_longer_run_has_a_process_that_ends_with_it(tmp_path: Path, monkeypatc
     assert process.poll() == 0 and SampleIndex(tmp_path).steps == [1, 2, 3] and not said
 
 
+def test_the_process_finds_what_only_this_program_has_put_on_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexing, "_PAUSE", 0.0)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/duckdb.py").write_text("raise RuntimeError('the one of this program')")
+    said: list[str] = []
+    index = BackgroundIndex(tmp_path, said.append)
+    write_step(tmp_path, 1)
+    monkeypatch.setattr(indexing, "has_duckdb", lambda: True)
+    monkeypatch.syspath_prepend(tmp_path / "here")
+    index.notify()
+    index.close()
+    assert len(said) == 1 and "the one of this program" in said[0]
+
+
 def test_the_process_does_not_outlive_a_run_that_was_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from dapo.observe import indexing; indexing._PAUSE = 0.0\n"

@@ -76,6 +76,7 @@ class BackgroundIndex:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # a notebook may have changed it
             start_new_session=True,  # Ctrl-C is for the training, which tells it by closing the pipe
         )
         self._listener = threading.Thread(target=self._listen, args=(process,), name="sample-index", daemon=True)
