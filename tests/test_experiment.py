@@ -36,6 +36,7 @@ from dapo.observe.run_view import RunView
 from dapo.observe.samples import read_samples
 from dapo.observe.step import WATCHED
 from dapo.process import in_thread
+from dapo.resume import check_resumable
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
 from dapo.run_folder import RunFolder
@@ -518,6 +519,22 @@ def test_memory_that_runs_out_is_explained_and_the_run_goes_on_with_less(
     assert f"to go on: dapo train --resume {tmp_path}" in said
     changes[key] = int(less[1])
     assert run(tmp_path, changes, resume=RunFolder(tmp_path))["updates"] == 2
+
+
+def test_what_takes_less_and_a_run_cannot_go_on_with_is_said_to_be_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    changes = {"training.tokens_per_micro_batch": 64, "runtime.deterministic": True}
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"What takes less: ") as found:
+        patch.setattr("dapo.training.trainer.Trainer.update", fails)
+        run(tmp_path, changes)
+    less = re.search(r"(training\.tokens_per_micro_batch)=(\d+).*\(.*\1.*: for a new run", str(found.value))
+    assert less is not None
+    with pytest.raises(ConfigError, match=less[1]):
+        check_resumable(RunFolder(tmp_path), config_for(tmp_path, changes | {less[1]: int(less[2])}))
 
 
 def test_a_damaged_weight_file_is_named(tmp_path: Path) -> None:

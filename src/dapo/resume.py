@@ -118,8 +118,13 @@ def _with_new_keys(stored: Any) -> Any:
 
 def _refused(stored: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     deterministic = bool(new["runtime"]["deterministic"])
-    allowed = (*MAY_CHANGE, *BY_CONTENT, *(() if deterministic else MAY_CHANGE_UNLESS_DETERMINISTIC))
     for line in differences(stored, new):
-        key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", line.partition(":")[0])
-        if not any(key == name or key.startswith(f"{name}.") for name in allowed):
+        if not may_change(line.partition(":")[0], deterministic):
             yield line
+
+
+def may_change(key: str, deterministic: bool) -> bool:
+    """Whether a run may go on with another value of ``key``."""
+    allowed = (*MAY_CHANGE, *BY_CONTENT, *(() if deterministic else MAY_CHANGE_UNLESS_DETERMINISTIC))
+    key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", key)
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)

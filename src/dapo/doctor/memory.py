@@ -51,6 +51,7 @@ from dapo.model.attention import WRITTEN_OUT_TOKENS
 from dapo.model.compiling import decoder_layers
 from dapo.model.head import chunk_rows
 from dapo.model.loading import check_supported, read_config
+from dapo.resume import may_change
 from dapo.training.lora import trainable_shape
 from dapo.training.offload import GROUP_NUMBERS
 
@@ -309,7 +310,10 @@ def shortage_explained(config: Config, model: Any) -> Iterator[None]:
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
-        raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}") from None
+        deterministic = config.runtime.deterministic
+        fixed = {key for key, _ in _cheaper(config, on_gpu) if f"{key}=" in less and not may_change(key, deterministic)}
+        note = f" ({', '.join(sorted(fixed))}: for a new run, this one cannot go on with another)" if fixed else ""
+        raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}{note}") from None
 
 
 def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
