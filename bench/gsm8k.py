@@ -39,6 +39,7 @@ from rich.table import Table
 from dapo.data.rows import BadRow, Keys, check_row, listed
 from dapo.data.text import open_text
 from dapo.errors import DataError, UserError
+from dapo.evaluation.benchmarks import GSM8K
 from dapo.observe.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -135,14 +136,11 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def _problem(raw: Any) -> dict[str, str]:
-    published = isinstance(raw, Mapping) and "question" in raw
-    row = check_row(raw, Keys("question" if published else "prompt"), "")
-    answer = str(row.answer)
-    if published:
-        _, mark, answer = answer.rpartition("####")
-        answer = answer.strip().replace(",", "")
-        if not mark or not answer:
-            raise BadRow("the solution of a question has to end with '#### 72' or the like")
+    published = isinstance(raw, Mapping) and GSM8K.prompt_key in raw
+    row = check_row(raw, Keys(GSM8K.prompt_key if published else "prompt"), "")
+    answer = GSM8K.answer(row.answer or "") if published else row.answer
+    if answer is None:
+        raise BadRow("the solution of a question has to end with '#### 72' or the like")
     return {"prompt": row.text, "answer": answer}
 
 

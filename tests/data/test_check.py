@@ -155,6 +155,28 @@ def test_a_recipe_gives_files_keys_tokenizer_and_reward(tmp_path, files):
     assert json.loads((tmp_path / "o.json").read_text())["train"][0]["lengths"]["histogram"][0] == [2, 3, 1]
 
 
+def test_answers_that_are_whole_solutions_are_warned_of(tmp_path):
+    """As a training would, which needs the reward for it: that of the recipe, or else the default."""
+    solved = [{"question": f"What is {k}+{k}?", "answer": f"That is {2 * k}.\n#### {2 * k}"} for k in range(300)]
+    file = write(tmp_path, "{", *map(json.dumps, solved))
+    out = tmp_path / "o.json"
+    done = run(file, "data.prompt_key=question", "--json", out)
+    assert done.exit_code == 2 and "0 conflicting" not in done.output  # for the first line
+    said = f"{file}: 199 of 199 answers are whole solutions, such as row 2: 'That is 0.\\n#### 0'; reward.kind=math"
+    assert f"warning: {said}" in done.output and 'row["answer"].rpartition("####")[2].strip()' in done.output
+    assert json.loads(out.read_text())["answers"][0].startswith(said)
+    bare = write(tmp_path, *rows("What is 1+1?", "What is 2+2?", answers=["2", "4"]), name="bare.jsonl")
+    done = run(bare, "--eval", file, "data.answer_key=answer", "--json", out)
+    assert "warning" not in done.output and json.loads(out.read_text())["answers"] == []  # no row of it can be read
+    fine = write(tmp_path, *map(json.dumps, solved), name="fine.jsonl")
+    assert run(fine, "--strict", "data.prompt_key=question").exit_code == 0
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {path: x}\nreward: {kind: function, function: x.y:z}\n")
+    char_tokenizer(chat_template=CHAT).save_pretrained(tmp_path / "tokenizer")
+    done = run(fine, "--recipe", recipe, "data.prompt_key=question", "--tokenizer", tmp_path / "tokenizer")
+    assert done.exit_code == 0 and "whole solutions" not in done.output
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -280,6 +280,15 @@ MISTAKES: dict[str, Mistake] = {
         ),
         "data.answer_key",
     ),
+    "whole solutions as answers to evaluate on": Mistake(
+        "answers",
+        "warn",
+        lambda f: (
+            write_rows(f, [{**r, "answer": f"We add. #### {r['answer']}"} for r in rows(6, 8)], "heldout.jsonl"),
+            write_recipe(f, {"reward": {"kind": "exact"}}),
+        ),
+        "evaluation.data: 20 of 20 answers are whole solutions",
+    ),
     "prompts that hold their answer": Mistake(
         "answer-shown",
         "warn",

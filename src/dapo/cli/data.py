@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -81,8 +82,9 @@ def check(
 ) -> None:
     """Read every row of FILES: bad rows, missing answers, duplicates, lengths, overlap with evaluation files.
 
-    Bad rows are exit code 2; overlap and conflicting answers are warnings, unless --strict is given. Results are kept,
-    so that a second check of the same files takes no time.
+    Bad rows are exit code 2; overlap and conflicting answers are warnings, unless --strict is given. Answers that are
+    whole solutions, or the same in all rows looked at, are warnings. Results are kept, so that a second check of the
+    same files takes no time.
     """
     with errors_for_people(debug):
         from dapo.data.check import check_data
@@ -104,10 +106,11 @@ def check(
             )
         finally:
             progress.close()
-        for line in report_lines(found, config):
+        doubts = [line for item in (*train, *evaluation) for line in _answers(config, item)]
+        for line in report_lines(found, config, doubts):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
         if output is not None:
-            _write(output, found)
+            _write(output, found, doubts)
         if found.bad or (strict and found.doubts):
             raise typer.Exit(2)
 
@@ -178,13 +181,31 @@ def _measure(config: Config, tokenizer: str | None, recipe: Path | None, templat
     return Measure(load, [str(name), unnamed, said, [file_identity(file) for file in files]])
 
 
-def _write(output: Path, found: CheckReport) -> None:
+def _answers(config: Config, item: DataItem) -> list[str]:
+    """What a training would warn of in a file's answers, from a look at some of the rows that can be read."""
+    from dapo.data.files import open_table
+    from dapo.data.parts import Part, Rows, keys_of
+    from dapo.data.rows import BadRow
+    from dapo.doctor.answers import LOOKED_AT, doubts_about
+    from dapo.records import Prompt
+
+    rows = Rows([Part(open_table(item), keys_of(item, config.data, answer_required=False), item.path)])
+    looked_at = min(len(rows), LOOKED_AT)
+    prompts = []
+    for number in (k * len(rows) // looked_at for k in range(looked_at)):  # from all over the file
+        with contextlib.suppress(BadRow):  # it has been told of
+            row = rows[number]
+            prompts.append(Prompt(number, row.text, (), row.answer))
+    return doubts_about(config, item, prompts)
+
+
+def _write(output: Path, found: CheckReport, doubts: Sequence[str]) -> None:
     from dapo.files import write_json
     from dapo.redaction import redact_command
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, {"command": redact_command(sys.argv), **found.as_json()})
+        write_json(output, {"command": redact_command(sys.argv), **found.as_json(), "answers": doubts})
     except OSError as error:
         raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
 
@@ -192,8 +213,8 @@ def _write(output: Path, found: CheckReport) -> None:
 # --- what is said -------------------------------------------------------------------------------------------------
 
 
-def report_lines(found: CheckReport, config: Config) -> Iterator[str]:
-    """The report, line by line."""
+def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ()) -> Iterator[str]:
+    """The report, line by line; ``doubts``: about the answers."""
     short = _short(found)
     for title, reports in (("Files to train on", found.train), ("Files to evaluate on", found.evaluation)):
         if reports:
@@ -211,6 +232,7 @@ def report_lines(found: CheckReport, config: Config) -> Iterator[str]:
         yield from (f"  {line}" for line in found.conflicts)
         yield ""
     yield from _overlap(found, short)
+    yield from (f"warning: {line}" for line in doubts)
     yield _verdict(found)
 
 

@@ -119,7 +119,7 @@ def evaluate(
                 places.write(told, results)
                 return told
 
-            results, told = evaluate_files(config, listener, write)
+            results, told = evaluate_files(config, listener, write, preset.published if preset else None)
         finally:
             listener.close()
         _show(Terminal(), results, told)

@@ -9,8 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dapo.config import CodeReward, Config, ExactReward
+from dapo.config.sections import DataItem
+from dapo.data.parts import keys_of
 from dapo.doctor.finding import Finding
 from dapo.records import Prompt
+from dapo.terminal import visible
+
+LOOKED_AT = 200
+"""Rows that are looked at for what takes a look at each of them."""
 
 _MARKER = re.compile(r"#+\s*|<answer>\s*")
 """What data sets put in front of a final answer, and neither reward takes off a reference."""
@@ -48,6 +54,20 @@ def named(prompts: Sequence[Prompt]) -> str:
     shown = ", ".join(str(prompt.row + 1) for prompt in prompts[:5])
     more = f" and {len(prompts) - 5:,} more" if len(prompts) > 5 else ""
     return f"{'row' if len(prompts) == 1 else 'rows'} {shown}{more}"
+
+
+def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Some of the prompts, from all over them."""
+    total = len(prompts)
+    return [prompts[k * total // count] for k in range(count)] if total > count else list(prompts)
+
+
+def doubts_about(config: Config, item: DataItem, prompts: Sequence[Prompt]) -> list[str]:
+    """What :func:`check_content` has to say of one file's rows, each in a line that names the file."""
+    keys = keys_of(item, config.data, answer_required=False)
+    data = config.data.model_copy(update={"prompt_key": keys.prompt, "answer_key": keys.answer})
+    found = check_content(config.model_copy(update={"data": data}), spread_prompts(prompts, LOOKED_AT))
+    return [visible(f"{item.path}: {one.found}; to do: {one.fix}") for one in found]
 
 
 def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:

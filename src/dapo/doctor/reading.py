@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from dapo.doctor.answers import spread_prompts
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.doctor.rewards import forms_of
-from dapo.doctor.rows import spread_prompts
 from dapo.inputs import set_threads
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.packing import PackedBatch, pack

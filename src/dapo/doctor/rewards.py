@@ -16,10 +16,9 @@ from typing import Any
 
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
 from dapo.config.reward import RemoteReward, plain_rewards
-from dapo.doctor.answers import marker_of, strip_marker
+from dapo.doctor.answers import marker_of, spread_prompts, strip_marker
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
-from dapo.doctor.rows import spread_prompts
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.build import make_scorer

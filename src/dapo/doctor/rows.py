@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,14 @@ from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.doctor.answers import check_content, check_given_away, check_room, check_stops
+from dapo.doctor.answers import (
+    LOOKED_AT,
+    check_content,
+    check_given_away,
+    check_room,
+    check_stops,
+    spread_prompts,
+)
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import DataError
@@ -22,8 +29,6 @@ from dapo.model.loading import context_limit
 from dapo.records import Prompt
 from dapo.reward.build import needs_answer
 
-LOOKED_AT = 200
-"""Rows that are looked at for what takes a look at each of them."""
 READ = 5000
 """Rows whose text alone is looked at."""
 MANY_EPOCHS = 30
@@ -225,12 +230,6 @@ def _epochs(config: Config, rows: int) -> Iterator[Finding]:
         )
 
 
-def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Some of the prompts, from all over them."""
-    total = len(prompts)
-    return [prompts[k * total // count] for k in range(count)] if total > count else list(prompts)
-
-
 def check_sample(patient: Patient) -> Iterator[Finding]:
     """A prompt as the model will see it, and what is odd about its tokens."""
     source = patient.need(patient.source, "tokenized data")
@@ -294,6 +293,9 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
         )
     yield from _written_before(config, prompts)
     yield from check_content(config, prompts)
+    if not patient.own_reward:  # of which is not known what it compares with
+        for finding in check_content(config, spread_prompts(patient.heldout, LOOKED_AT)):
+            yield replace(finding, found=f"evaluation.data: {finding.found}")
     yield from check_stops(config, prompts)
     positions = None if patient.shape is None else context_limit(patient.shape)
     yield from check_room(config, prompts, tokenizer, positions)

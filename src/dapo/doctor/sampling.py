@@ -14,10 +14,10 @@ import torch
 
 from dapo.algorithm.admission import Verdict, judge
 from dapo.config import Config
+from dapo.doctor.answers import spread_prompts
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import NotAtHand, Patient
 from dapo.doctor.rewards import impatient, scores
-from dapo.doctor.rows import spread_prompts
 from dapo.inputs import cache_bytes, set_threads
 from dapo.model.loading import copy_model, stop_token_ids
 from dapo.records import Group, Prompt, Reward, Sample

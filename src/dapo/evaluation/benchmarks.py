@@ -1,7 +1,8 @@
 """Presets for public benchmarks: what goes with the problems, where the answer stands, and how one samples.
 
-A preset is a layer of the config and nothing else, so each of its keys can be overridden. It names no data: the
-files are the user's. Add a benchmark by adding an entry.
+A preset is a layer of the config, so each of its keys can be overridden; and, where no key could say how, a way to read
+rows as the benchmark's authors publish them. It names no data: the files are the user's. Add a benchmark by adding an
+entry.
 """
 
 from __future__ import annotations
@@ -16,12 +17,28 @@ STEP_BY_STEP = "\nReason step by step, and put the final answer in \\boxed{}."
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """Rows as a benchmark's authors publish them: the key of the prompt, and what stands before the number at the end
+    of a solution, which is under the key of the answer."""
+
+    prompt_key: str
+    mark: str
+
+    def answer(self, solution: str) -> str | None:
+        """The number at the end, without commas; None: there is no mark, or nothing after it."""
+        _, mark, answer = solution.rpartition(self.mark)
+        return answer.strip().replace(",", "") or None if mark else None
+
+
+@dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A preset. ``about`` says where it comes from; ``settings`` are sections and keys of the config."""
+    """A preset. ``about`` says where it comes from; ``settings`` are sections and keys of the config. ``published``:
+    None where keys of the config are enough to read its rows."""
 
     name: str
     about: str
     settings: Mapping[str, Any]
+    published: Published | None = None
 
 
 def _boxed(max_response_length: int) -> dict[str, Any]:
@@ -56,10 +73,13 @@ def _as_in_the_paper() -> dict[str, Any]:
     }
 
 
+GSM8K = Published("question", "####")
+"""Its rows have a question, and as the answer a whole solution, whose last line is "#### 72"."""
+
 BENCHMARKS: Mapping[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark("gsm8k", "grade-school word problems: one greedy answer, boxed", _boxed(1024)),
+        Benchmark("gsm8k", "grade-school word problems: one greedy answer, boxed", _boxed(1024), GSM8K),
         Benchmark("math500", "500 competition problems of MATH: one greedy answer, boxed", _boxed(2048)),
         Benchmark("aime", "AIME, integers 0 to 999: avg@32 as in the DAPO paper", _as_in_the_paper()),
         Benchmark("amc", "AMC 10 and 12: avg@32 as in the DAPO paper", _as_in_the_paper()),

@@ -12,14 +12,18 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dapo.config import Config
 from dapo.config.sections import DataItem
+from dapo.data.files import open_table
+from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
+from dapo.doctor.answers import doubts_about
 from dapo.errors import DataError
+from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
 from dapo.inference import Prompting, label_of, load_engine, load_prompting, settings_lines
@@ -63,7 +67,10 @@ Report = TypeVar("Report")
 
 
 def evaluate_files(
-    config: Config, listener: Listener, write: Callable[[Config, Sequence[FileResult]], Report]
+    config: Config,
+    listener: Listener,
+    write: Callable[[Config, Sequence[FileResult]], Report],
+    published: Published | None = None,
 ) -> tuple[list[FileResult], Report]:
     """Evaluate ``config.model`` on each item of ``evaluation.data``, exactly the rows given (the first
     ``evaluation.rows`` of each).
@@ -73,6 +80,7 @@ def evaluate_files(
         listener: hears what happens.
         write: called after each item with the results so far, so that nothing that goes wrong later can spoil them,
             and with the config that has the picked template in it.
+        published: how rows are read that are as the benchmark's authors publish them; others are read as ever.
 
     Returns:
         The results in the order of the items, and what ``write`` last returned.
@@ -81,12 +89,19 @@ def evaluate_files(
         UserError: something in model, data or reward is wrong; rows that are too long are among it.
     """
     listener.phase("loading tokenizer and data")
-    prompting = load_prompting(config)
-    prompts = {label_of(item): _prompts(prompting, item) for item in config.evaluation.data}
+    prompting = load_prompting(_keys_as_published(config, published) if published else config)
+    items = prompting.config.evaluation.data
+    prompts = {label_of(item): _prompts(prompting, item) for item in items}
+    if published and config.reward.kind in ("math", "exact"):  # any other may want the solution
+        prompts = {file: _bare_answers(file, found, published, listener) for file, found in prompts.items()}
     for line in settings_lines(prompting.config):
         listener.phase(line)
     first = next(iter(prompts.values()))[0]
-    listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}")
+    answer = "" if first.answer is None else f", whose answer is {first.answer[:60]!r}"
+    listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}{answer}")
+    for item in items:
+        for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):
+            listener.warning(doubt)
     listener.phase("loading the model")
     wanted = max(map(len, prompts.values())) * config.evaluation.samples_per_prompt
     engine = load_engine(prompting, prompts, wanted, listener)
@@ -145,6 +160,48 @@ def _prompts(prompting: Prompting, item: DataItem) -> tuple[Prompt, ...]:
             f"data.max_prompt_length={len(longest.token_ids)}"
         )
     return prompts
+
+
+def _keys_as_published(config: Config, published: Published) -> Config:
+    """With the authors' key of the prompt for items whose first row has it and no ``prompt``, if no other is named."""
+    usual, theirs = Keys().prompt, published.prompt_key
+    items = []
+    for item in config.evaluation.data:
+        row = _first_row(item) if (item.prompt_key or config.data.prompt_key) == usual else {}
+        found = theirs in row and usual not in row
+        items.append(item.model_copy(update={"prompt_key": theirs}) if found else item)
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"data": items})})
+
+
+def _first_row(item: DataItem) -> Mapping[str, Any]:
+    """As it stands there; empty where it cannot be read, which is told of when all rows are."""
+    try:
+        row = open_table(item).raw(0)
+    except BadRow:
+        return {}
+    return row if isinstance(row, Mapping) else {}
+
+
+def _bare_answers(
+    file: str, prompts: tuple[Prompt, ...], published: Published, listener: Listener
+) -> tuple[Prompt, ...]:
+    """The rows with what stands after the mark as their answers, if any of them has one.
+
+    Raises:
+        DataError: some have none, so that it is not known what to compare with.
+    """
+    if not any(published.mark in (prompt.answer or "") for prompt in prompts):
+        return prompts
+    answers = [published.answer(prompt.answer or "") for prompt in prompts]
+    faults = [
+        f"{file}, row {prompt.row + 1}: the solution has to end with '{published.mark} 72' or the like, as others do"
+        for prompt, answer in zip(prompts, answers, strict=True)
+        if answer is None
+    ]
+    if faults:
+        raise DataError(listed(faults))
+    listener.phase(f"{file}: the answer of a row is what follows {published.mark!r} in its solution")
+    return tuple(replace(prompt, answer=answer) for prompt, answer in zip(prompts, answers, strict=True))
 
 
 def report(
