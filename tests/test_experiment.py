@@ -667,8 +667,9 @@ def test_an_existing_run_is_kept_and_the_command_line_says_two_ways_out(tmp_path
     result = invoke(app, ["train", recipe, "--quiet"])
     assert result.exit_code == 1 and "set run.dir to another folder, or run.if_exists=rename" in result.stderr
     assert RunFolder(tmp_path / "run").summary.read_text() == first
-    assert invoke(app, ["train", recipe, "--quiet", "run.if_exists=rename"]).exit_code == 0
+    result = invoke(app, ["train", recipe, "--quiet", "run.if_exists=rename"])
     (old,) = tmp_path.glob("run-2*")
+    assert result.exit_code == 0 and f"warning: the earlier run is now in {old}\n" in result.stderr
     assert RunFolder(old).summary.read_text() == first
     assert RunFolder(tmp_path / "run").summary.is_file()
 
