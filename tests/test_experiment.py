@@ -819,6 +819,20 @@ def test_an_interrupt_leaves_what_was_learned(tmp_path: Path) -> None:
     check_rescued(tmp_path / "run", "interrupted", listener)
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_interrupted_run_has_an_accuracy_after_training_only_if_it_was_evaluated_then(
+    tmp_path: Path, every: int
+) -> None:
+    listener = Recorder(on_step=lambda step: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", {"training.steps": 3, "evaluation.every": every}, listener, heldout=PROMPTS[:2])
+    summary = json.loads(RunFolder(tmp_path / "run").summary.read_text())
+    assert (summary["steps"], "accuracy_before" in summary) == (1, True)
+    assert {name: name in summary for name in ("accuracy_after", "response_length_after", "best")} == dict.fromkeys(
+        ("accuracy_after", "response_length_after", "best"), bool(every)
+    )
+
+
 def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: Path) -> None:
     """Inside of a running event loop the run has a thread of its own, which the signal does not reach."""
 

@@ -63,7 +63,7 @@ def facts(run: RunView) -> list[tuple[str, str]]:
         "model": _get(run.config, "model", "path"),
         "seed": run.config.get("seed", ""),
         "checkpoints": ", ".join([*checkpoints, *run.damaged_checkpoints, *weights]) or "none yet",
-        "best": f"{best['metric']} {number(best['metric'], best['value'])} after step {best['step']}"
+        "best": f"{best['metric']} {number(best['metric'], best['value'])} {_when(best['step'])}"
         if {"metric", "value", "step"} <= set(best)
         else "",
         "samples": f"of {len(sampled)} steps, {sampled[0]} to {sampled[-1]}" if sampled else "none",
