@@ -23,6 +23,7 @@ from dapo.cli.train import next_commands
 from dapo.config import build_config, load_config
 from dapo.demo.task import make_tokenizer
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
+from dapo.recipes import recipe_path
 from dapo.rollout.engine import NotFiniteError
 
 RECIPE = {
@@ -96,6 +97,12 @@ def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str]
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ") and expected in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_where_there_is_no_recipe_those_that_come_with_dapo_are_named() -> None:
+    said = run("train", "gsm8k-1gpu").stderr
+    assert said.startswith("error: gsm8k-1gpu: cannot read the recipe: No such file") and said.count("\n") == 1
+    assert f"those that come with dapo: {recipe_path('cpu-demo')}, " in said and str(recipe_path("gsm8k-1gpu")) in said
 
 
 @pytest.mark.parametrize("command", ["inspect", "ui", "report"])
