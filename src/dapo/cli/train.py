@@ -162,6 +162,7 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
         command = f"dapo train {folder / 'config.yaml'} model.path={folder / 'model-after'} run.dir={folder}-more"
         lines.append(f"train on from here: {command}{again}{told}")
     if (folder / "metrics.jsonl").is_file():
+        lines.append(f"what changed, what it cost and what it wrote, as one page: dapo report {folder}")
         lines.append(f"see it in the browser: dapo ui {folder}")
     return lines
 
