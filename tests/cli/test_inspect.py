@@ -114,6 +114,11 @@ def test_a_failed_evaluation_before_training_is_counted_among_the_evaluations(tm
     ]
 
 
+def test_a_run_of_one_step_has_no_steps(tmp_path: Path) -> None:
+    text = shown(make_run(tmp_path / "r", steps=1).root)
+    assert "a number was not finite: in 1 of 1 step, last in step 1" in text and "of 1 step, 1 to 1" in text
+
+
 def test_the_evaluation_before_training_alone_is_neither_the_best_nor_one_after(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", steps=2)
     run.write_summary({"steps": 2, "stopped": "interrupted", "accuracy_after": 0.25})  # of an earlier version

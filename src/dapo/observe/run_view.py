@@ -21,6 +21,7 @@ from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import STATUSES, steps_with_samples
 from dapo.run_folder import RunFolder
+from dapo.terminal import counted
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -217,13 +218,13 @@ class RunView:
         evaluations = [e for e in self.metrics if e.get("eval/rows") is not None]
         found = []
         for what, sign in signs.items():
-            looked_at, unit = steps, "steps"
+            looked_at, unit = steps, "step"
             if what.startswith("evaluation"):  # there is one before the first step, in a line of its own
-                looked_at, unit = evaluations, "evaluations"
+                looked_at, unit = evaluations, "evaluation"
             seen = [e["step"] for e in looked_at if sign(e)]
             if seen:
                 last = f"in step {seen[-1]}" if seen[-1] else "before training"
-                found.append(f"{what}: in {len(seen)} of {len(looked_at)} {unit}, last {last}")
+                found.append(f"{what}: in {len(seen)} of {counted(len(looked_at), unit)}, last {last}")
         return found
 
 
