@@ -23,6 +23,7 @@ from dapo.cli.train import next_commands
 from dapo.config import build_config, load_config
 from dapo.demo.task import make_tokenizer
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
+from dapo.recipes import recipe_path
 from dapo.rollout.engine import NotFiniteError
 
 RECIPE = {
@@ -96,6 +97,12 @@ def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str]
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ") and expected in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_where_there_is_no_recipe_those_that_come_with_dapo_are_named() -> None:
+    said = run("train", "gsm8k-1gpu").stderr
+    assert said.startswith("error: gsm8k-1gpu: cannot read the recipe: No such file") and said.count("\n") == 1
+    assert f"those that come with dapo: {recipe_path('cpu-demo')}, " in said and str(recipe_path("gsm8k-1gpu")) in said
 
 
 @pytest.mark.parametrize("command", ["inspect", "ui", "report"])
@@ -193,7 +200,18 @@ def test_train_hands_over_the_config_and_shows_the_end(monkeypatch: pytest.Monke
     assert calls[0][0].training.steps == 7
     assert "accuracy: 10.0% before, 90.0% after" in result.stdout
     assert "run folder: runs/r" in result.stdout
-    assert "dapo train r.yaml model.path=runs/r/model-after run.dir=runs/r-more" in result.stdout
+    # and not r.yaml, which knows nothing of training.steps=7
+    assert "dapo train runs/r/config.yaml model.path=runs/r/model-after run.dir=runs/r-more\n" in result.stdout
+
+
+def test_to_train_on_secrets_are_to_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_run(monkeypatch, {"run_dir": "runs/r"})
+    Path("runs/r/model-after").mkdir(parents=True)
+    Path("f.py").write_text("def score(response, answer): ...")
+    reward = "reward={kind: function, function: 'f.py:score', args: {api_key: sk-one}}"
+    said = run("train", "r.yaml", reward).stdout
+    assert "run.dir=runs/r-more reward.args.api_key=... (config.yaml keeps no secrets)" in said
+    assert "sk-one" not in said
 
 
 def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,23 +291,23 @@ def test_debug_shows_the_traceback_of_a_users_error(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_what_exists_is_recommended(workplace: Path) -> None:
-    assert next_commands(Path("r.yaml"), None) == []
-    assert next_commands(Path("r.yaml"), str(workplace / "nothing")) == []
+    assert next_commands(None) == []
+    assert next_commands(str(workplace / "nothing")) == []
 
 
 def test_samples_in_json_lines_are_recommended_by_name(workplace: Path) -> None:
     (workplace / "samples").mkdir()
     for step in (2, 1):
         (workplace / "samples" / f"step-{step:05d}.jsonl").write_text(json.dumps({}))
-    assert next_commands(Path("r.yaml"), str(workplace))[0].endswith(f"dapo inspect {workplace} --samples")
+    assert next_commands(str(workplace))[0].endswith(f"dapo inspect {workplace} --samples")
 
 
 def test_a_run_whose_minutes_are_over_is_to_be_gone_on_with(workplace: Path) -> None:
     (workplace / "model-after").mkdir()
-    assert "model.path=" in next_commands(Path("r.yaml"), str(workplace))[0]
+    assert "model.path=" in next_commands(str(workplace))[0]
     config = load_config(Path("r.yaml"), ["training.steps=9", "training.minutes=3"])
     over = longer(config, {"steps": 4, "stopped": "the minutes are over: 4 steps took"})
-    (line,) = next_commands(Path("r.yaml"), str(workplace), over)
+    (line,) = next_commands(str(workplace), over)
     assert line.endswith(f"dapo train --resume {workplace} training.minutes=6")
     assert longer(config, {"steps": 9, "stopped": "all steps are done"}) is None
     assert longer(config, {"steps": 4, "stopped": "converged: no better"}) is None

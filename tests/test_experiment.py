@@ -667,8 +667,9 @@ def test_an_existing_run_is_kept_and_the_command_line_says_two_ways_out(tmp_path
     result = invoke(app, ["train", recipe, "--quiet"])
     assert result.exit_code == 1 and "set run.dir to another folder, or run.if_exists=rename" in result.stderr
     assert RunFolder(tmp_path / "run").summary.read_text() == first
-    assert invoke(app, ["train", recipe, "--quiet", "run.if_exists=rename"]).exit_code == 0
+    result = invoke(app, ["train", recipe, "--quiet", "run.if_exists=rename"])
     (old,) = tmp_path.glob("run-2*")
+    assert result.exit_code == 0 and f"warning: the earlier run is now in {old}\n" in result.stderr
     assert RunFolder(old).summary.read_text() == first
     assert RunFolder(tmp_path / "run").summary.is_file()
 
@@ -816,6 +817,20 @@ def test_an_interrupt_leaves_what_was_learned(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", {"training.steps": 3}, listener)
     check_rescued(tmp_path / "run", "interrupted", listener)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_an_interrupted_run_has_an_accuracy_after_training_only_if_it_was_evaluated_then(
+    tmp_path: Path, every: int
+) -> None:
+    listener = Recorder(on_step=lambda step: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", {"training.steps": 3, "evaluation.every": every}, listener, heldout=PROMPTS[:2])
+    summary = json.loads(RunFolder(tmp_path / "run").summary.read_text())
+    assert (summary["steps"], "accuracy_before" in summary) == (1, True)
+    assert {name: name in summary for name in ("accuracy_after", "response_length_after", "best")} == dict.fromkeys(
+        ("accuracy_after", "response_length_after", "best"), bool(every)
+    )
 
 
 def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: Path) -> None:

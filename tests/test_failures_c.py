@@ -152,7 +152,7 @@ def test_sizes_say_what_they_count_and_a_run_says_them_at_its_start_failures_65(
     run(tmp_path / "run", changes, listener)
     assert listener.plan == plan_of(config_for(tmp_path, changes))
     assert plan_line(listener.plan) == (
-        "1 steps, each 4 prompts x 4 samples = 16 samples, 2 updates of 2 groups"  # on one machine, all at once
+        "1 step, each 4 prompts x 4 samples = 16 samples, 2 updates of 2 groups"  # on one machine, all at once
     )
 
 

@@ -285,7 +285,9 @@ def go_on(folder: Path, *overrides: str, code: int = 0) -> str:
 
 
 def test_the_command_line_goes_on(stopped: Path) -> None:
-    assert "going on from" in go_on(stopped, "training.steps=2")
+    said = go_on(stopped, "training.steps=2")
+    assert "going on from" in said and f"dapo report {stopped / 'run'}\n" in said
+    assert "accuracy: " in said and " before, " in said  # also of a demo, whose own table a resumed run does not know
     assert len(steps_of(stopped / "run")) == 2
     assert yaml.safe_load((stopped / "run" / "config.yaml").read_text())["training"]["steps"] == 2
     recipe = CliRunner().invoke(app, ["train", str(stopped / "r.yaml"), "--resume", str(stopped / "run")])

@@ -58,14 +58,16 @@ def test_an_existing_folder_is_refused_with_two_ways_out(tmp_path: Path) -> None
 
 def test_rename_keeps_every_old_run(tmp_path: Path) -> None:
     config = make_config(tmp_path / "r", run={"if_exists": "rename"})
+    said: list[str] = []
     for number in range(4):
-        folder = RunFolder.create(config)
+        folder = RunFolder.create(config, tell=said.append)
         folder.write_summary({"number": number})
         os.utime(folder.config, (1_700_000_000, 1_700_000_000))  # all in the same second
     runs = {p.name: json.loads((p / "summary.json").read_text())["number"] for p in tmp_path.iterdir()}
     assert sorted(runs.values()) == [0, 1, 2, 3]
     assert runs["r"] == 3
     assert all(re.fullmatch(r"r(-\d{8}-\d{6}(-\d)?)?", name) for name in runs)
+    assert sorted(said) == sorted(f"the earlier run is now in {tmp_path / name}" for name in runs if name != "r")
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo.terminal import counted
+
 
 def bash(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
@@ -68,3 +70,8 @@ listener.finished({"accuracy_before": 0.1, "accuracy_after": 0.9})
     assert max(done.stdout) < 128
     assert b"loading" in done.stdout and b"\\u280b" not in done.stdout and b"\\u03c0" in done.stdout
     assert b"+---" in done.stdout or b"|" in done.stdout
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert counted(12345, "sample", ",") == "12,345 samples"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapo.config import TrainingConfig
+from dapo.terminal import counted
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class Budget:
         if self.steps >= self.config.steps:
             return "all steps are done"
         return (
-            f"the minutes are over: {self.steps} steps took {self.seconds / 60:.1f} minutes, and another one like the "
-            f"latest ({self.last:.0f} s) would end after training.minutes={self.config.minutes:g}"
+            f"the minutes are over: {counted(self.steps, 'step')} took {self.seconds / 60:.1f} minutes, and another "
+            f"one like the latest ({self.last:.0f} s) would end after training.minutes={self.config.minutes:g}"
         )
 
     def how_to_go_on(self) -> str:

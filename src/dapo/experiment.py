@@ -255,21 +255,21 @@ class Experiment:
         Raises:
             UserError: the folder cannot be used, or the run started from something else.
         """
-        resumed = self._inputs.resume
-        folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config)
+        resumed, tell = self._inputs.resume, self.listener.warning
+        folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config, tell=tell)
         if self._inputs.lock is not None:
             self._inputs.lock.close()
         self.keeper = self._keeper(folder)
         self._closing.push_async_callback(self.keeper.close)
         self.trainer.faults = FaultFolder(folder.faults, self.template.decode)
         self.stopping.run = folder.root
-        self.index = BackgroundIndex(folder.root, self.listener.warning)
+        self.index = BackgroundIndex(folder.root, tell)
         self._closing.push_async_callback(partial(in_thread, self.index.close))
         latest, kept = None, None
         if resumed is not None:
             check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, self.config.runtime.deterministic)
             folder.reopen(self.config)
-            latest = await in_thread(self.keeper.checkpoints.latest_intact, self.listener.warning)
+            latest = await in_thread(self.keeper.checkpoints.latest_intact, tell)
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
             if latest is not None:
                 await self.keeper.load(latest)
@@ -287,7 +287,7 @@ class Experiment:
         if self.resources is not None:
             self._closing.callback(self.resources.close)
         looks = self.resources.latest if self.resources else list
-        trackers = make_trackers(self.config, folder, kept, self.listener.warning, looks)
+        trackers = make_trackers(self.config, folder, kept, tell, looks)
         self.metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
         if latest is None:
             await self._begin()

@@ -11,6 +11,7 @@ from pathlib import Path
 from dapo.config import Config
 from dapo.config.sections import DataItem
 from dapo.data.files import names_a_data_set
+from dapo.terminal import counted
 
 MINUTES = "minutes of steps, at most"
 """The name of ``training.minutes`` among them."""
@@ -45,7 +46,7 @@ def plan_of(config: Config) -> dict[str, int | str]:
     evaluation = config.evaluation
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)
-        per_row = f"{evaluation.samples_per_prompt} sample{'s' if evaluation.samples_per_prompt > 1 else ''}"
+        per_row = counted(evaluation.samples_per_prompt, "sample")
         plan["evaluation"] = f"{_shown(rows, evaluation.rows)} rows x {per_row}, temperature {evaluation.temperature:g}"
         between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
         plan[f"evaluations{most}"] = between + (2 if training.steps else 1)
@@ -57,8 +58,9 @@ def plan_of(config: Config) -> dict[str, int | str]:
 def plan_line(plan: Mapping[str, object]) -> str:
     """The plan in one line: how prompts become samples become updates."""
     return (
-        f"{plan['steps']} steps, each {plan['prompts per step']} prompts x {plan['samples per prompt']} samples = "
-        f"{plan['samples per step']} samples, {plan['updates per step']} updates of {plan['groups per update']} groups"
+        f"{counted(plan['steps'], 'step')}, each {counted(plan['prompts per step'], 'prompt')} x "
+        f"{counted(plan['samples per prompt'], 'sample')} = {counted(plan['samples per step'], 'sample')}, "
+        f"{counted(plan['updates per step'], 'update')} of {counted(plan['groups per update'], 'group')}"
     )
 
 

@@ -10,14 +10,18 @@ _INSTALLED = Path(__file__).with_name("shipped_recipes")
 _CHECKOUT = Path(__file__).parents[2] / "recipes"
 
 
+def shipped_recipes() -> list[Path]:
+    """Their files, by name."""
+    return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
+
+
 def recipe_path(name: str) -> Path:
     """The file of a shipped recipe, such as ``cpu-demo``.
 
     Raises:
         ConfigError: there is none of this name.
     """
-    for folder in (_INSTALLED, _CHECKOUT):
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
-    known = sorted({path.stem for folder in (_INSTALLED, _CHECKOUT) for path in folder.glob("*.yaml")})
-    raise ConfigError(f"no recipe {name!r} comes with dapo; there are: {', '.join(known)}")
+    known = {path.stem: path for path in shipped_recipes()}
+    if name not in known:
+        raise ConfigError(f"no recipe {name!r} comes with dapo; there are: {', '.join(known)}")
+    return known[name]

@@ -33,7 +33,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -106,19 +106,22 @@ class RunFolder:
         return self.root / "summary.json"
 
     @classmethod
-    def create(cls, config: Config, command: Sequence[str] | None = None) -> RunFolder:
+    def create(
+        cls, config: Config, command: Sequence[str] | None = None, tell: Callable[[str], None] | None = None
+    ) -> RunFolder:
         """Make the folder of a new run and record how it was started. Nothing that exists is overwritten.
 
         Args:
             config: the resolved recipe; ``run.dir`` (by default ``runs/run``) and ``run.if_exists`` are used.
             command: the command line to record; by default this process's own.
+            tell: hears where an earlier run went that was in the way.
 
         Raises:
             UserError: the folder exists and ``run.if_exists`` is ``fail``, or it cannot be made or written to.
         """
         root = Path(config.run.dir or "runs/run")
         try:
-            _make_way(root, config.run.if_exists)
+            moved = _make_way(root, config.run.if_exists)
             root.mkdir(parents=True, exist_ok=True)
             folder = cls(root)
             write_atomic(folder.config, config_yaml(config))
@@ -130,6 +133,8 @@ class RunFolder:
             raise UserError(
                 f"run.dir: cannot write to {str(root)!r}: {reason}; set run.dir to another folder"
             ) from None
+        if moved is not None and tell is not None:
+            tell(f"the earlier run is now in {moved}")
         return folder
 
     def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
@@ -253,13 +258,14 @@ def _lock(file: IO[str], patience: float = 1.0) -> None:
             time.sleep(0.05)
 
 
-def _make_way(root: Path, if_exists: str) -> None:
+def _make_way(root: Path, if_exists: str) -> Path | None:
+    """Where a run went that was in the way; None: there was none."""
     if not os.path.lexists(root):
-        return
+        return None
     if not root.is_dir():
         raise UserError(f"run.dir: {root} is a file; set run.dir to another folder")
     if not any(root.iterdir()):
-        return
+        return None
     if if_exists == "fail":
         raise UserError(
             f"run.dir: the folder {root} exists; set run.dir to another folder, or run.if_exists=rename to keep the "
@@ -268,7 +274,7 @@ def _make_way(root: Path, if_exists: str) -> None:
     if not (root / "config.yaml").is_file() or root.resolve() == Path.cwd():
         raise UserError(f"run.dir: {root} holds files that are not a run's and is not renamed; set run.dir to another")
     with RunFolder(root).lock():  # a run that is still going is not taken its folder
-        root.rename(_name_for_old(root))
+        return root.rename(_name_for_old(root))
 
 
 def _name_for_old(root: Path) -> Path:

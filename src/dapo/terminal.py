@@ -36,3 +36,8 @@ def escape_what_cannot_be_written() -> None:
 def visible(text: object) -> str:
     """Text, with an escape for what a terminal would obey or hide: control characters, marks of direction."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def counted(count: object, noun: str, form: str = "") -> str:
+    """A number and what it counts: 1 step, 2 steps."""
+    return f"{count:{form}} {noun}" + ("" if count == 1 else "s")

@@ -98,7 +98,37 @@ def test_the_overview_says_what_the_run_is_and_how_far_it_came(run: RunFolder) -
     assert lines["accuracy"][1:4] == ["10.0%", "20.0%", "30.0%"]
     assert lines["reward/mean"][1:4] == ["0", "1", "2"]
     assert "before training" in text and "after step 3" in text and "25.0%" in text
-    assert "warning: a number was not finite: in 3 of 4 steps, last in step 3" in text
+    assert "warning: a number was not finite: in 3 of 3 steps, last in step 3" in text
+
+
+def test_a_failed_evaluation_before_training_is_counted_among_the_evaluations(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", steps=0)
+    run.metrics.unlink()
+    with MetricsLog(run.metrics) as log:
+        log.append(0, {"eval/rows": 40, "eval/errors": 0.5})
+        log.append(1, {"groups/kept": 0})
+        log.append(2, {"groups/kept": 4, "eval/rows": 40})
+    assert RunView.read(run.root).warnings() == [
+        "nothing to train on: in 1 of 2 steps, last in step 1",
+        "evaluation scores failed: in 1 of 2 evaluations, last before training",
+    ]
+
+
+def test_a_run_of_one_step_has_no_steps(tmp_path: Path) -> None:
+    text = shown(make_run(tmp_path / "r", steps=1).root)
+    assert "a number was not finite: in 1 of 1 step, last in step 1" in text and "of 1 step, 1 to 1" in text
+
+
+def test_the_evaluation_before_training_alone_is_neither_the_best_nor_one_after(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", steps=2)
+    run.write_summary({"steps": 2, "stopped": "interrupted", "accuracy_after": 0.25})  # of an earlier version
+    (run.checkpoints / "best.json").write_text('{"step": 0, "metric": "eval/accuracy", "value": 0.25}')
+    assert "best " not in shown(run.root)
+    found = read_json(run.root)
+    assert (found["accuracy_before"], found["accuracy_after"], found["best"]) == (0.25, None, None)
+    with MetricsLog(run.metrics, keep_until=2) as log:
+        log.append(3, {"eval/accuracy": 0.1, "eval/rows": 40})
+    assert "eval/accuracy 25.0% before training" in shown(run.root)
 
 
 def test_the_overview_as_json(run: RunFolder) -> None:

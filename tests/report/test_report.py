@@ -78,6 +78,16 @@ def test_without_an_evaluation_the_ends_of_the_training_are_compared(tmp_path: P
     assert (reward.before, reward.after, reward.step) == (-1.0, 0.5, 3)
 
 
+@pytest.mark.parametrize(("steps", "ends"), [(3, "the first and the last step"), (8, "4"), (9, "4"), (12, "5")])
+def test_what_is_compared_of_a_training_never_overlaps_and_is_named(tmp_path: Path, steps: int, ends: str) -> None:
+    run = a_run(tmp_path / "r", [evaluated(0.2), *({"reward/mean": float(step)} for step in range(steps))])
+    (reward,) = gains(run)
+    count = int(ends) if ends.isdigit() else 1
+    assert (reward.before, reward.after) == ((count - 1) / 2, steps - 1 - (count - 1) / 2)
+    compared = f"means of the first {ends} and the last {ends} steps" if count > 1 else ends
+    assert reward.what == f"training reward, points of 1: {compared}" and f"| {reward.what} |" in words_of(run)
+
+
 def test_a_point_that_was_not_gained_has_no_cost(tmp_path: Path) -> None:
     (accuracy,) = gains(a_run(tmp_path / "r", [evaluated(0.4), evaluated(0.3)]))
     assert accuracy.cost(100.0) is None

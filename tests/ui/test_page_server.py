@@ -390,15 +390,17 @@ def test_beside_a_training_the_page_lasts_as_long_as_it(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5)
 
 
-def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals, code: int) -> None:
     page_run(tmp_path / "r")
     command = [sys.executable, "-m", "dapo", "ui", str(tmp_path), "--port", "0", "--no-browser", "--quiet"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-        assert process.stdout is not None
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=dict(os.environ), **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout is not None and process.stderr is not None
         address = process.stdout.readline().strip().rstrip("/")
         assert [run["name"] for run in get(f"{address}/api/runs")[1]] == ["r"]
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=20)
+        process.send_signal(number)
+        assert (process.wait(timeout=20), process.stderr.read()) == (code, "")
 
 
 def test_a_token_never_stands_in_the_command_line_of_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

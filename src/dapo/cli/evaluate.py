@@ -14,7 +14,7 @@ from rich.table import Table
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, options_layer
 from dapo.errors import ConfigError, DataError, UserError
-from dapo.terminal import Terminal
+from dapo.terminal import Terminal, counted
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -198,7 +198,8 @@ class _Output:
 def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:
     """One table for each file."""
     for result, found in zip(results, report["files"], strict=True):
-        table = Table("", "", "95% interval", title=f"{result.name}: {found['prompts']} prompts", title_justify="left")
+        title = f"{result.name}: {counted(found['prompts'], 'prompt')}"
+        table = Table("", "", "95% interval", title=title, title_justify="left")
         for name, estimate in found["metrics"].items():
             if name in ("pass@1", "maj@1"):  # the same as avg@k
                 continue
@@ -216,10 +217,11 @@ def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, 
             (found["prompts_short"], "with fewer verdicts than samples: pass@j and maj@j over those they have"),
         ):
             if count:
-                console.print(f"{count} prompts {what}", highlight=False)
+                console.print(f"{counted(count, 'prompt')} {what}", highlight=False)
     if "average" in report:
         value = report["average"]
-        console.print(f"mean over {len(results)} files: {'-' if value is None else f'{value:.1%}'}", highlight=False)
+        mean = "-" if value is None else f"{value:.1%}"
+        console.print(f"mean over {counted(len(results), 'file')}: {mean}", highlight=False)
 
 
 _SHARES = {

@@ -13,6 +13,7 @@ from rich.console import Console
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, options_layer
 from dapo.errors import ConfigError, DataError
+from dapo.terminal import counted
 
 if TYPE_CHECKING:
     from dapo.generation import Response
@@ -168,9 +169,8 @@ def _printer(prompts: int, config: Any) -> Any:
     def show(response: Response) -> None:
         if several:
             cut = "" if response.finish_reason == "stop" else ", cut at the limit"
-            print(
-                f"--- prompt {response.prompt_number}, sample {response.sample_number}: {response.tokens} tokens{cut}"
-            )
+            place = f"prompt {response.prompt_number}, sample {response.sample_number}"
+            print(f"--- {place}: {counted(response.tokens, 'token')}{cut}")
         print(response.text, flush=True)
 
     return show

@@ -16,7 +16,7 @@ from dapo.cli.completion import complete_metric, complete_run, complete_status
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug
 from dapo.errors import ConfigError, UserError
-from dapo.terminal import Terminal, visible
+from dapo.terminal import Terminal, counted, visible
 
 if TYPE_CHECKING:
     from dapo.cli.sample_query import Steps
@@ -201,7 +201,7 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
         full = shown_as is _Shown.full
         _print_lines(line for sample in found.samples for line in [*show(sample, _width() or 100, full), ""])
     cut = f", {len(found.samples)} shown (--limit)" if len(found.samples) < found.matching else ""
-    _print_lines([f"{found.matching} of {found.total} samples{cut}"])
+    _print_lines([f"{found.matching} of {counted(found.total, 'sample')}{cut}"])
 
 
 def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_json: bool) -> None:

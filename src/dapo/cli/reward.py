@@ -19,6 +19,7 @@ from dapo.cli.inspect import _span
 from dapo.cli.options import Debug
 from dapo.cli.status import StatusLine
 from dapo.errors import ConfigError, UserError
+from dapo.terminal import counted
 
 if TYPE_CHECKING:
     from dapo.config import RewardConfig
@@ -85,7 +86,7 @@ def check(
             found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
             _write(output, {**found, "verdicts": [one.as_json() for one in checked]})
         if not quiet:
-            print(f"{len(cases):,} cases in {seconds:.1f} s, {len(cases) / seconds:,.0f} per second")
+            print(f"{counted(len(cases), 'case', ',')} in {seconds:.1f} s, {len(cases) / seconds:,.0f} per second")
         print(f"agree {agreed} of {len(cases)}")
         if agreed < len(cases):
             raise typer.Exit(1)
@@ -166,7 +167,7 @@ def score(
         if output is not None:
             _write(output, {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3), "steps": told})
         if not quiet:
-            print(f"{done:,} samples in {seconds:.1f} s, {done / seconds:,.0f} per second")
+            print(f"{counted(done, 'sample', ',')} in {seconds:.1f} s, {done / seconds:,.0f} per second")
         print(summary.verdict())
 
 

@@ -14,7 +14,7 @@ from dapo.errors import ConfigError
 from dapo.observe.metrics import METRICS, describe
 from dapo.observe.run_view import RunView
 from dapo.progress import duration
-from dapo.terminal import visible
+from dapo.terminal import counted, visible
 
 WATCHED = (
     *("accuracy", "reward/mean", "response_length/mean", "response_length/truncated", "entropy"),
@@ -63,10 +63,10 @@ def facts(run: RunView) -> list[tuple[str, str]]:
         "model": _get(run.config, "model", "path"),
         "seed": run.config.get("seed", ""),
         "checkpoints": ", ".join([*checkpoints, *run.damaged_checkpoints, *weights]) or "none yet",
-        "best": f"{best['metric']} {number(best['metric'], best['value'])} after step {best['step']}"
+        "best": f"{best['metric']} {number(best['metric'], best['value'])} {_when(best['step'])}"
         if {"metric", "value", "step"} <= set(best)
         else "",
-        "samples": f"of {len(sampled)} steps, {sampled[0]} to {sampled[-1]}" if sampled else "none",
+        "samples": f"of {counted(len(sampled), 'step')}, {sampled[0]} to {sampled[-1]}" if sampled else "none",
     }
     return [(name, str(value)) for name, value in found.items() if value != ""]
 

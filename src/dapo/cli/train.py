@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from dapo.cli.errors import complain, errors_for_people, exit_code
 from dapo.cli.options import Debug, Overrides, Quiet
 from dapo.errors import ConfigError, DataError, UserError
 from dapo.process import Stopped, Stopping
+from dapo.redaction import blanks, redact
 from dapo.run_folder import RunFolder
 from dapo.terminal import Terminal
 
@@ -59,7 +60,7 @@ def train(
             return
         _require_data(config, named)
         with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
-            _train(config, named, resume, quiet)
+            _train(config, resume, quiet)
 
 
 def _config(recipe: Path | None, overrides: list[str], resume: Path | None) -> Config:
@@ -83,7 +84,7 @@ def _page(folder: Path) -> AbstractContextManager[None]:
     return beside(folder, lambda text: print(text, flush=True))
 
 
-def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> None:
+def _train(config: Config, resume: Path | None, quiet: bool) -> None:
     from dapo.progress import make_listener
 
     listener = make_listener(quiet)
@@ -99,7 +100,8 @@ def _train(config: Config, recipe: Path, resume: Path | None, quiet: bool) -> No
     finally:
         listener.close()
     if not quiet:
-        for line in next_commands(recipe, summary.get("run_dir") or config.run.dir, _longer(config, summary)):
+        secrets = list(blanks(redact(config.model_dump(mode="json"))))
+        for line in next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -137,13 +139,13 @@ def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
     return budget.how_to_go_on() if unfinished and not str(summary.get("stopped")).startswith("converged") else None
 
 
-def next_commands(recipe: Path, run_dir: str | None, longer: str | None = None) -> list[str]:
+def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
     """What to do after a run, as far as the files for it exist.
 
     Args:
-        recipe: of the run.
         run_dir: its folder.
         longer: a setting with which it would train on.
+        secrets: keys of its recipe that config.yaml does not keep.
     """
     if run_dir is None:
         return []
@@ -155,10 +157,12 @@ def next_commands(recipe: Path, run_dir: str | None, longer: str | None = None) 
     if longer:
         lines.append(f"go on with this run: dapo train --resume {folder} {longer}")
     elif (folder / "model-after").is_dir():
-        lines.append(
-            f"train on from here: dapo train {recipe} model.path={folder / 'model-after'} run.dir={folder}-more"
-        )
+        again = "".join(f" {key}=..." for key in secrets)  # nothing else of the run is missing in its config.yaml
+        told = " (config.yaml keeps no secrets)" if secrets else ""
+        command = f"dapo train {folder / 'config.yaml'} model.path={folder / 'model-after'} run.dir={folder}-more"
+        lines.append(f"train on from here: {command}{again}{told}")
     if (folder / "metrics.jsonl").is_file():
+        lines.append(f"what changed, what it cost and what it wrote, as one page: dapo report {folder}")
         lines.append(f"see it in the browser: dapo ui {folder}")
     return lines
 

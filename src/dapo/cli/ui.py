@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +55,8 @@ def ui(
         print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)
         if not no_browser and wanted is None:  # other accounts see a browser's command line, and the token in it
             open_browser(address)
-        serve(folders, listening, wanted)
+        with contextlib.suppress(KeyboardInterrupt):  # no error: it is how the page is ended
+            serve(folders, listening, wanted)
 
 
 def require_ui(what: str) -> None:

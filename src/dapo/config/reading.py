@@ -16,6 +16,7 @@ from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
+from dapo.recipes import shipped_recipes
 from dapo.redaction import blanks
 
 
@@ -116,7 +117,10 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the recipe: {error.strerror or error}") from None
+        problem = error.strerror or error
+        if isinstance(error, FileNotFoundError):
+            problem = f"{problem}; those that come with dapo: {', '.join(map(str, shipped_recipes()))}"
+        raise ConfigError(f"{path}: cannot read the recipe: {problem}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None
     except ValueError as error:

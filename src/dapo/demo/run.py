@@ -49,7 +49,7 @@ def run_demo(
     config = load_config(recipe, [f"{key}={value}" for key, value in _places(recipe, overrides).items()] + [*overrides])
     if not config.evaluation.data:
         raise ConfigError("evaluation.data: the demo compares before and after on held-out rows, so it needs some")
-    folder = RunFolder.create(config)
+    folder = RunFolder.create(config, tell=listener.warning)
     started = time.perf_counter()
     with ExitStack() as lock:  # held all the time, so that who looks at the run sees one that is going on
         lock.enter_context(folder.lock())

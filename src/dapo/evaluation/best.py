@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapo.config import EvaluationConfig
+from dapo.terminal import counted
 
 
 @dataclass(slots=True)
@@ -45,8 +46,8 @@ class Best:
         """Why training stops, for people."""
         return (
             f"converged: {self.metric} has not risen by more than evaluation.min_improvement="
-            f"{self.config.min_improvement:g} in {self.evaluations_since} evaluations (evaluation.patience); the best "
-            f"was {self.value:.4g} after step {self.step}"
+            f"{self.config.min_improvement:g} in {counted(self.evaluations_since, 'evaluation')} (evaluation.patience)"
+            f"; the best was {self.value:.4g} after step {self.step}"
         )
 
     def state(self) -> dict[str, Any]:

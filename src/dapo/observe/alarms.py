@@ -165,11 +165,11 @@ def zero_learning(history: History) -> str | None:
     rates, advantages = history.newest("lr"), history.newest("advantage/mean_abs")
     updates = history.newest("updates")
     if rates and not any(rates):
-        return f"the learning rate is 0 for {LAST} steps"
+        return f"the learning rate is 0 in the last {LAST} steps"
     if updates and not any(updates):
-        return f"no update was made in {LAST} steps"
+        return f"no update was made in the last {LAST} steps"
     if advantages and not any(advantages):
-        return f"all advantages are 0 in {LAST} steps: within each group all rewards are equal"
+        return f"all advantages are 0 in the last {LAST} steps: within each group all rewards are equal"
     return None
 
 
@@ -276,7 +276,7 @@ def alarms_on(history: History) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _On:
-    """An alarm: ``since`` which step, ``last`` seen in which, said again in ``due`` or after ``gap`` more steps."""
+    """An alarm: first seen in step ``since``, last in ``last``, said again in ``due`` or after ``gap`` more steps."""
 
     since: int
     last: int
@@ -322,7 +322,8 @@ class Alarms:
                 continue
             alarm = on.get(rule.name) or _On(step, step, step, REPEAT)
             if step >= alarm.due:
-                said.append(f"{rule.name}: {found[rule.name]}, since step {alarm.since}; {rule.advice}")
+                again = f" (first seen in step {alarm.since})" if step > alarm.since else ""
+                said.append(f"{rule.name}: {found[rule.name]}{again}; {rule.advice}")
                 repeated = alarm.gap * 2 if alarm.due > alarm.since else alarm.gap
                 alarm = replace(alarm, due=step + repeated, gap=repeated)
             on[rule.name] = replace(alarm, last=step)

@@ -21,6 +21,7 @@ from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import STATUSES, steps_with_samples
 from dapo.run_folder import RunFolder
+from dapo.terminal import counted
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -157,7 +158,9 @@ class RunView:
         """On the evaluation rows, before training and at the last evaluation after it began."""
         found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
         before = next((value for step, value in found if step == 0), self.summary.get("accuracy_before"))
-        return before, next((value for step, value in reversed(found) if step), self.summary.get("accuracy_after"))
+        # an earlier version summed up a run that was evaluated only before it with that number, as if of after
+        known = None if found and self.steps_done else self.summary.get("accuracy_after")
+        return before, next((value for step, value in reversed(found) if step), known)
 
     @property
     def checkpoints(self) -> list[str]:
@@ -178,8 +181,9 @@ class RunView:
 
     @property
     def best(self) -> Mapping[str, Any]:
-        """As :attr:`Checkpoints.best`; empty if the run recorded none."""
-        return Checkpoints(self.folder.checkpoints).best or {}
+        """As :attr:`Checkpoints.best`; empty if the run recorded none, or has one evaluation: that is no best one."""
+        evaluations = sum(e.get("eval/rows") is not None for e in self.metrics)
+        return Checkpoints(self.folder.checkpoints).best or {} if evaluations > 1 else {}
 
     @property
     def steps_with_samples(self) -> list[int]:
@@ -198,7 +202,8 @@ class RunView:
         return self.share_of_samples > 0
 
     def warnings(self) -> list[str]:
-        """What in the metrics a person should know, each with how many steps it concerns and which was the last."""
+        """What in the metrics a person should know, each with how many steps, or evaluations, it concerns and which was
+        the last."""
         alarm = _section(self.config, "training").get("mismatch_alarm") or float("inf")
         signs: dict[str, Callable[[dict[str, Any]], bool]] = {
             "a number was not finite": lambda e: bool(e.get("non_finite")),
@@ -209,11 +214,17 @@ class RunView:
             "more than half of the responses were truncated": lambda e: (e.get("response_length/truncated") or 0) > 0.5,
             f"engine and trainer differed by more than {alarm:g}": lambda e: (e.get("mismatch/mean") or 0) > alarm,
         }
+        steps = [e for e in self.metrics if e["step"]]
+        evaluations = [e for e in self.metrics if e.get("eval/rows") is not None]
         found = []
         for what, sign in signs.items():
-            steps = [e["step"] for e in self.metrics if sign(e)]
-            if steps:
-                found.append(f"{what}: in {len(steps)} of {len(self.metrics)} steps, last in step {steps[-1]}")
+            looked_at, unit = steps, "step"
+            if what.startswith("evaluation"):  # there is one before the first step, in a line of its own
+                looked_at, unit = evaluations, "evaluation"
+            seen = [e["step"] for e in looked_at if sign(e)]
+            if seen:
+                last = f"in step {seen[-1]}" if seen[-1] else "before training"
+                found.append(f"{what}: in {len(seen)} of {counted(len(looked_at), unit)}, last {last}")
         return found
 
 

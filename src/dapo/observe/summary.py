@@ -18,15 +18,16 @@ def summarise(
         facts: what is so of every run: folder, seed, steps, updates, why it stopped, times.
         scores: ``before`` and ``after`` training, as :func:`scores_of` gives them; empty: there was no evaluation, or
             no training to compare.
-        best: of the evaluations.
+        best: of the evaluations. If the last one was before training, there is nothing ``after``, and no best one.
         heldout_rows: how many rows they were over.
     """
     summary = dict(facts)
     if scores:
         summary["heldout_rows"] = heldout_rows
-        before, after = scores["before"], scores["after"]
-        for name in before:
-            summary |= {f"{name}_before": before[name], f"{name}_after": after[name]}
+        summary |= {f"{name}_before": value for name, value in scores["before"].items()}
+        if facts["steps"] and best.observed <= 0:
+            return summary
+        summary |= {f"{name}_after": value for name, value in scores["after"].items()}
         summary["best"] = {"step": best.step, best.metric: best.value}
     return summary
 

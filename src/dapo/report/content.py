@@ -19,6 +19,7 @@ from dapo.report import figures
 from dapo.report.blocks import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.report.costs import Costs, Gain, costs, gains, total
 from dapo.report.extremes import extremes
+from dapo.terminal import counted
 
 Entry = Mapping[str, Any]
 
@@ -203,7 +204,7 @@ def _alarms(run: RunView) -> list[Block]:
     said = [*run.warnings(), *_alarms_again(run)]
     for sign, steps in run.hacking.items():
         seen = HACKING.get(sign, "; or ".join(HACKING.values()))
-        said.append(f"reward hacking? In {len(steps)} steps, last in step {steps[-1]}: {seen}")
+        said.append(f"reward hacking? In {counted(len(steps), 'step')}, last in step {steps[-1]}: {seen}")
     return [Rows(["what was seen"], [[text] for text in said])] if said else [Text("None.")]
 
 

@@ -14,7 +14,8 @@ from dapo.observe.run_view import RunView
 Entry = Mapping[str, Any]
 
 ENDS = 5
-"""Steps at the start, and at the end, of a run whose means are compared where there was no evaluation."""
+"""Steps at the start, and at the end, of a run whose means are compared where there was no evaluation; of a run of less
+than twice as many it is the two halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,10 @@ def gains(run: RunView) -> list[Gain]:
         elif len(trained) > 1:
             ends = min(ENDS, len(trained) // 2)
             first, last = (fmean(value for _, value in part) for part in (trained[:ends], trained[-ends:]))
-            found.append(Gain(f"training {what}", first, last, trained[-1][0], point))
+            compared = (
+                f"means of the first {ends} and the last {ends} steps" if ends > 1 else "the first and the last step"
+            )
+            found.append(Gain(f"training {what}: {compared}", first, last, trained[-1][0], point))
     return found
 
 

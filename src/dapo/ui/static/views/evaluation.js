@@ -22,7 +22,7 @@ export async function mount(element, api) {
     fill(head, panel(`${last === first ? "Before training" : `Before training and after step ${last.step}`}${summary.stopped ? ` (${summary.stopped})` : ""}`, table(["", "before", "now", "change"], names.filter((name) => name !== "eval/rows").map((name) => [
       titled(name), h("td", {}, form(name, first[name]), range(first, name)), h("td", { class: "best" }, form(name, last[name]), range(last, name)),
       first[name] === undefined || last[name] === undefined || first[name] === null || last[name] === null ? "–" : change(name, last[name] - first[name])])),
-      note(`${number(last["eval/rows"])} held-out rows.${best.step !== undefined ? ` The best evaluation was after step ${best.step}.` : ""}`)));
+      note(`${number(last["eval/rows"])} held-out rows.${best.step !== undefined ? ` The best evaluation was ${best.step ? `after step ${best.step}` : "the one before training"}.` : ""}`)));
     fill(all, panel("All evaluations", table(["step", ...names.map(titled)], evaluations.map((one) => [
       h("td", { class: one.step === best.step ? "best" : "" }, `${one.step}${one.step === best.step ? " (best)" : ""}`), ...names.map((name) => h("td", {}, form(name, one[name]), range(one, name)))]))));
   }
