@@ -15,9 +15,9 @@ product of the card, measured just before, goes into card.json beside it.
 
 ``report`` makes one table of the curves of some runs (also those of ``trl_learning.py``): accuracy against minutes of
 training, which are all since the first step began but those of evaluations (ours: ``time/wall``, which has the writing
-of samples in it, as ``training.minutes`` has not: with ``--minutes 9.8`` a run ends before its minute 10); the value at
-a minute is that of the last evaluation up to it, and not the best one. Beside it the share without an answer and the accuracy whatever the format, before and
-after. With ``--out`` also curves.csv, curves.json and curves.svg.
+of samples in it, as ``training.minutes`` has not: with ``--minutes 9.8`` a run ends before its minute 10); the value
+at a minute is that of the last evaluation up to it, and not the best one. Beside it the share without an answer and
+the accuracy whatever the format, before and after. With ``--out`` also curves.csv, curves.json and curves.svg.
 """
 
 from __future__ import annotations
