@@ -214,6 +214,16 @@ def test_to_train_on_secrets_are_to_be_given_again(monkeypatch: pytest.MonkeyPat
     assert "sk-one" not in said
 
 
+def test_a_runs_own_config_is_no_recipe_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = replace_run(monkeypatch, {"run_dir": "runs/r"})
+    Path("f.py").write_text("def score(response, answer): ...")
+    reward = "reward={{kind: function, function: 'f.py:score', args: {{api_key: {}}}}}"
+    result = run("train", "r.yaml", reward.format("(not recorded)"))
+    assert result.exit_code == 2 and not calls
+    assert "r.yaml: secrets are not kept in a run folder: give reward.args.api_key again" in result.stderr
+    assert run("train", "r.yaml", reward.format("sk-one")).exit_code == 0 and calls
+
+
 def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_run(monkeypatch, {"accuracy_before": 0.1, "accuracy_after": 0.9, "run_dir": "runs/r"})
     result = run("train", "r.yaml", "--quiet")

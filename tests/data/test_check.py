@@ -161,7 +161,7 @@ def test_answers_that_are_whole_solutions_are_warned_of(tmp_path):
     file = write(tmp_path, "{", *map(json.dumps, solved))
     out = tmp_path / "o.json"
     done = run(file, "data.prompt_key=question", "--json", out)
-    assert done.exit_code == 2 and "0 conflicting" not in done.output  # for the first line
+    assert done.exit_code == 2 and "; 1 bad" in done.output  # the first line
     said = f"{file}: 199 of 199 answers are whole solutions, such as row 2: 'That is 0.\\n#### 0'; reward.kind=math"
     assert f"warning: {said}" in done.output and 'row["answer"].rpartition("####")[2].strip()' in done.output
     assert json.loads(out.read_text())["answers"][0].startswith(said)

@@ -289,6 +289,23 @@ MISTAKES: dict[str, Mistake] = {
         ),
         "evaluation.data: 20 of 20 answers are whole solutions",
     ),
+    "whole solutions under a key of the item's own": Mistake(
+        "answers",
+        "warn",
+        lambda f: (
+            write_rows(
+                f, [{"prompt": r["prompt"], "gold": f"We add. #### {r['answer']}"} for r in rows(6, 8)], "heldout.jsonl"
+            ),
+            write_recipe(
+                f,
+                {
+                    "reward": {"kind": "exact"},
+                    "evaluation.data": {"path": "heldout.jsonl", "answer_key": "gold"},
+                },
+            ),
+        ),
+        'row["gold"] = row["gold"].rpartition',
+    ),
     "prompts that hold their answer": Mistake(
         "answer-shown",
         "warn",

@@ -137,6 +137,8 @@ def test_memory_of_a_gpu_that_is_elsewhere_is_predicted(case: Path) -> None:
     told = {one["name"]: one for one in findings}
     assert told["memory"]["status"] == "skip"
     assert re.search(r"\d MiB predicted; there is no GPU here", told["memory"]["found"])
+    lacking = {one["found"] for one in findings if one["name"] == "not-checked"}
+    assert "snapshot, weights: the device is missing" in lacking and not any("the memory" in line for line in lacking)
 
 
 def test_a_sandbox_that_is_not_there(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:

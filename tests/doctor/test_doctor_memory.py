@@ -15,7 +15,7 @@ import yaml
 from dapo.config import Config, build_config, nested
 from dapo.doctor import memory
 from dapo.doctor.memory import GIB, Memory, predict_memory, predicted_from
-from dapo.errors import ModelError
+from dapo.errors import ModelError, UserError
 from dapo.model.loading import load_model
 from dapo.training.lora import trainable_shape
 from helpers import random_model
@@ -169,6 +169,17 @@ def test_where_no_setting_is_enough_it_says_what_is() -> None:
     adapted = config(model__lora__rank=4)
     fix = memory.smaller(adapted, trainable_shape(adapted.model, shape.config), 1e6, True)
     assert fix.startswith("a smaller model, or ") and "training.activation_checkpointing=true" in fix
+
+
+def test_an_adapter_is_for_a_new_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out in a run, which cannot go on with one."""
+    monkeypatch.setattr(memory, "_SHORT", 0.0)
+    given = config(runtime__deterministic=False)
+    with pytest.raises(UserError) as found, memory.shortage_explained(given, random_model("qwen2", **SHAPE)):
+        raise MemoryError("out of memory")
+    said = str(found.value)
+    assert "What takes less: model.lora.rank=16, which" in said and " and training.tokens_per_micro_batch=" in said
+    assert said.endswith("(model.lora.rank, model.compute_dtype: for a new run, this one cannot go on with another)")
 
 
 def test_on_a_gpu_the_head_and_the_layer_at_work_take_turns() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -75,6 +76,7 @@ def test_the_process_finds_what_only_this_program_has_put_on_its_path(
     write_step(tmp_path, 1)
     monkeypatch.setattr(indexing, "has_duckdb", lambda: True)
     monkeypatch.syspath_prepend(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [tmp_path / "no-text", *sys.path])  # it is a mistake, and imports take no notice
     index.notify()
     index.close()
     assert len(said) == 1 and "the one of this program" in said[0]

@@ -59,6 +59,7 @@ def train(
             _dry_run(config, named, resume)
             return
         _require_data(config, named)
+        _require_secrets(config, named)
         with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
             _train(config, resume, quiet)
 
@@ -253,6 +254,15 @@ def _predicted_memory(config: Config) -> str:
     from dapo.doctor.memory import predicted_from
 
     return predicted_from(config)
+
+
+def _require_secrets(config: Config, recipe: Path) -> None:
+    """The config.yaml of a run may be a recipe, too."""
+    hidden = list(blanks(config.model_dump(mode="json")))
+    if hidden:
+        raise ConfigError(
+            f"{recipe}: secrets are not kept in a run folder: give {', '.join(hidden)} again, as section.key=value"
+        )
 
 
 def _require_data(config: Config, recipe: Path) -> None:

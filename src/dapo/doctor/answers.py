@@ -64,10 +64,17 @@ def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def doubts_about(config: Config, item: DataItem, prompts: Sequence[Prompt]) -> list[str]:
     """What :func:`check_content` has to say of one file's rows, each in a line that names the file."""
-    keys = keys_of(item, config.data, answer_required=False)
-    data = config.data.model_copy(update={"prompt_key": keys.prompt, "answer_key": keys.answer})
-    found = check_content(config.model_copy(update={"data": data}), spread_prompts(prompts, LOOKED_AT))
+    found = check_content(with_keys(config, [item]), spread_prompts(prompts, LOOKED_AT))
     return [visible(f"{item.path}: {one.found}; to do: {one.fix}") for one in found]
+
+
+def with_keys(config: Config, items: Sequence[DataItem]) -> Config:
+    """With the keys of the first of the items, if there are any, as those of the data, so that advice names them."""
+    if not items:
+        return config
+    keys = keys_of(items[0], config.data, answer_required=False)
+    data = config.data.model_copy(update={"prompt_key": keys.prompt, "answer_key": keys.answer})
+    return config.model_copy(update={"data": data})
 
 
 def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:

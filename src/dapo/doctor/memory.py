@@ -34,6 +34,7 @@ the layers go backward. The larger ones count.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -310,9 +311,9 @@ def shortage_explained(config: Config, model: Any) -> Iterator[None]:
             raise
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
-        deterministic = config.runtime.deterministic
-        fixed = {key for key, _ in _cheaper(config, on_gpu) if f"{key}=" in less and not may_change(key, deterministic)}
-        note = f" ({', '.join(sorted(fixed))}: for a new run, this one cannot go on with another)" if fixed else ""
+        named, deterministic = re.findall(r"([\w.]+)=", less), config.runtime.deterministic
+        fixed = [key for key in named if not may_change(key, deterministic)]
+        note = f" ({', '.join(fixed)}: for a new run, this one cannot go on with another)" if fixed else ""
         raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}{note}") from None
 
 

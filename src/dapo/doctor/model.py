@@ -384,9 +384,10 @@ def check_weights(patient: Patient) -> Iterator[Finding]:
     """Whether the weights can be loaded, fit the architecture and are numbers."""
     config = patient.config
     patient.need(patient.shape, "model")
+    device = patient.need(patient.device, "device")
     patient.need(patient.fits, "memory")
     try:
-        model = load_trainable(config.model.path, config.model, patient.need(patient.device, "device"))
+        model = load_trainable(config.model.path, config.model, device)
         model = begin_adapter(model, config.model, config.seed)
     except (ModelError, ConfigError) as error:
         yield Finding("model", "weights", "fail", str(error), "download or save the model again")

@@ -21,6 +21,7 @@ from dapo.doctor.answers import (
     check_room,
     check_stops,
     spread_prompts,
+    with_keys,
 )
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
@@ -292,9 +293,11 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows",
         )
     yield from _written_before(config, prompts)
-    yield from check_content(config, prompts)
+    yield from check_content(with_keys(config, config.data.train), prompts)
     if not patient.own_reward:  # of which is not known what it compares with
-        for finding in check_content(config, spread_prompts(patient.heldout, LOOKED_AT)):
+        for finding in check_content(
+            with_keys(config, config.evaluation.data), spread_prompts(patient.heldout, LOOKED_AT)
+        ):
             yield replace(finding, found=f"evaluation.data: {finding.found}")
     yield from check_stops(config, prompts)
     positions = None if patient.shape is None else context_limit(patient.shape)

@@ -70,13 +70,15 @@ class BackgroundIndex:
             self._listener.join(1.0)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        # a notebook may have changed it, and have put a Path there, which Python's own imports pass over, too
+        path = [place for place in sys.path if place and isinstance(place, str)]
         process = subprocess.Popen(
             [sys.executable, "-m", "dapo.observe.indexing", str(self._run.absolute())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # a notebook may have changed it
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,  # Ctrl-C is for the training, which tells it by closing the pipe
         )
         self._listener = threading.Thread(target=self._listen, args=(process,), name="sample-index", daemon=True)
