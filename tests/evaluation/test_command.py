@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,9 @@ BY_RULE = ["reward.kind=function", "reward.function=rule.py:score", "reward.work
 EXACT = ["reward.kind=exact"]
 
 
+pytestmark = pytest.mark.usefixtures("in_shared")
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
@@ -28,12 +30,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "b.jsonl", sums(3, start=20))
     (folder / "rule.py").write_text(REWARD)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _here(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(shared)
-    yield
 
 
 def evaluate(*arguments: Any, code: int = 0) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from command_cases import dapo, save_model, write_rows
 from dapo.rollout.native.checks import MOST_TOP_LOGPROBS
 from run_cases import TOKENIZER
 
+pytestmark = pytest.mark.usefixtures("in_shared")
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -22,12 +23,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "chat", chat_template="{% for m in messages %}{{ m['content'] }}={% endfor %}")
     write_rows(folder / "rows.jsonl", [{"prompt": f"{k}+1="} for k in range(3)])
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _here(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(shared)
-    yield
 
 
 def generate(*arguments: Any, stdin: str | None = None, code: int = 0) -> Any:

@@ -4,7 +4,7 @@ solution is told before the model is loaded."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,15 @@ GSM8K = ["--benchmark", "gsm8k", "reward.workers=1"]
 WHOLE = "5 of 5 answers are whole solutions, such as row 1"
 
 
+pytestmark = pytest.mark.usefixtures("in_shared")
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     save_model(folder / "model")
     write_rows(folder / "test.jsonl", ROWS)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _here(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(shared)
-    yield
 
 
 def evaluate(*arguments: Any, code: int = 0) -> Any:
