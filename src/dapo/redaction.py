@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dapo.errors import ConfigError
+
 BLANK = "(not recorded)"
 
 _SECRET_ENDINGS = (
@@ -66,3 +68,18 @@ def blanks(value: Any, key: str = "") -> Iterator[str]:
             yield from blanks(item, key)
     elif isinstance(value, str) and BLANK in value:
         yield key
+
+
+def require_secrets(value: Any, place: object, remedy: str, key: str = "") -> None:
+    """Refuse a recipe that was read from a run folder, as long as secrets are blank in it.
+
+    Args:
+        value: the recipe's keys and values, or those below ``key``.
+        place: where it was read.
+        remedy: how they are given.
+
+    Raises:
+        ConfigError: some are blank.
+    """
+    if hidden := list(blanks(value, key)):
+        raise ConfigError(f"{place}: secrets are not kept in a run folder: give {', '.join(hidden)} again, {remedy}")

@@ -14,7 +14,7 @@ import yaml
 from dapo.config import Config, build_config, load_config
 from dapo.errors import ConfigError
 from dapo.fingerprint import differences
-from dapo.redaction import blanks, redact
+from dapo.redaction import redact, require_secrets
 from dapo.run_folder import RunFolder
 
 MAY_CHANGE = (
@@ -71,12 +71,8 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
                 f"--resume {run}: {override}: a run goes on in its own folder; to keep both, copy it first"
             )
     config = load_config(recipe or folder.config, [*overrides, f"run.dir={run}"])
-    hidden = list(blanks(config.model_dump(mode="json")))
-    if hidden:
-        raise ConfigError(
-            f"--resume {run}: secrets are not kept in the run folder: give {', '.join(hidden)} again, as "
-            "section.key=value or by naming the recipe: dapo train RECIPE --resume RUN"
-        )
+    remedy = "as section.key=value or by naming the recipe: dapo train RECIPE --resume RUN"
+    require_secrets(config.model_dump(mode="json"), f"--resume {run}", remedy)
     check_resumable(folder, config)
     return config
 

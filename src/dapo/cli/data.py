@@ -186,13 +186,12 @@ def _answers(config: Config, item: DataItem) -> list[str]:
     from dapo.data.files import open_table
     from dapo.data.parts import Part, Rows, keys_of
     from dapo.data.rows import BadRow
-    from dapo.doctor.answers import LOOKED_AT, doubts_about
+    from dapo.doctor.answers import LOOKED_AT, doubts_about, spread
     from dapo.records import Prompt
 
     rows = Rows([Part(open_table(item), keys_of(item, config.data, answer_required=False), item.path)])
-    looked_at = min(len(rows), LOOKED_AT)
     prompts = []
-    for number in (k * len(rows) // looked_at for k in range(looked_at)):  # from all over the file
+    for number in spread(range(len(rows)), LOOKED_AT):
         with contextlib.suppress(BadRow):  # it has been told of
             row = rows[number]
             prompts.append(Prompt(number, row.text, (), row.answer))

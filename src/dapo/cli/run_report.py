@@ -37,7 +37,7 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
     if entries:
         yield ""
         yield from _course(entries, names, width, ASCII if ascii_only else BLOCKS)
-    evaluations = [e for e in in_range(run.metrics, steps) if e.get("eval/rows") is not None]
+    evaluations = in_range(run.evaluations, steps)
     if evaluations:
         yield ""
         yield from _evaluations(evaluations, width)

@@ -16,7 +16,7 @@ from dapo.cli.errors import complain, errors_for_people, exit_code
 from dapo.cli.options import Debug, Overrides, Quiet
 from dapo.errors import ConfigError, DataError, UserError
 from dapo.process import Stopped, Stopping
-from dapo.redaction import blanks, redact
+from dapo.redaction import blanks, redact, require_secrets
 from dapo.run_folder import RunFolder
 from dapo.terminal import Terminal
 
@@ -59,7 +59,7 @@ def train(
             _dry_run(config, named, resume)
             return
         _require_data(config, named)
-        _require_secrets(config, named)
+        require_secrets(config.model_dump(mode="json"), named, "as section.key=value")  # a run's config.yaml, perhaps
         with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
             _train(config, resume, quiet)
 
@@ -254,15 +254,6 @@ def _predicted_memory(config: Config) -> str:
     from dapo.doctor.memory import predicted_from
 
     return predicted_from(config)
-
-
-def _require_secrets(config: Config, recipe: Path) -> None:
-    """The config.yaml of a run may be a recipe, too."""
-    hidden = list(blanks(config.model_dump(mode="json")))
-    if hidden:
-        raise ConfigError(
-            f"{recipe}: secrets are not kept in a run folder: give {', '.join(hidden)} again, as section.key=value"
-        )
 
 
 def _require_data(config: Config, recipe: Path) -> None:

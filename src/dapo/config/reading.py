@@ -17,7 +17,7 @@ from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
 from dapo.recipes import shipped_recipes
-from dapo.redaction import blanks
+from dapo.redaction import require_secrets
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -65,12 +65,8 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
     reward: RewardConfig = _reward_beside(
         build_config(_NO_RUN | {"model": {"path": name}} | tree, source, where).reward, path.parent
     )
-    hidden = list(blanks(reward.model_dump(mode="json"), "reward"))
-    if hidden:
-        raise ConfigError(
-            f"{name}: secrets are not kept in a run folder: give {', '.join(hidden)} again, as reward.key=value, or "
-            "name the recipe that the run came from"
-        )
+    remedy = "as reward.key=value, or name the recipe that the run came from"
+    require_secrets(reward.model_dump(mode="json"), name, remedy, "reward")
     return reward
 
 

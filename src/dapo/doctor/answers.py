@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dapo.config import CodeReward, Config, ExactReward
 from dapo.config.sections import DataItem
@@ -14,6 +14,8 @@ from dapo.data.parts import keys_of
 from dapo.doctor.finding import Finding
 from dapo.records import Prompt
 from dapo.terminal import visible
+
+T = TypeVar("T")
 
 LOOKED_AT = 200
 """Rows that are looked at for what takes a look at each of them."""
@@ -56,15 +58,15 @@ def named(prompts: Sequence[Prompt]) -> str:
     return f"{'row' if len(prompts) == 1 else 'rows'} {shown}{more}"
 
 
-def spread_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Some of the prompts, from all over them."""
-    total = len(prompts)
-    return [prompts[k * total // count] for k in range(count)] if total > count else list(prompts)
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Some of the items, such as prompts, from all over them; all if they are no more than ``count``."""
+    total = len(items)
+    return [items[k * total // count] for k in range(count)] if total > count else list(items)
 
 
 def doubts_about(config: Config, item: DataItem, prompts: Sequence[Prompt]) -> list[str]:
     """What :func:`check_content` has to say of one file's rows, each in a line that names the file."""
-    found = check_content(with_keys(config, [item]), spread_prompts(prompts, LOOKED_AT))
+    found = check_content(with_keys(config, [item]), spread(prompts, LOOKED_AT))
     return [visible(f"{item.path}: {one.found}; to do: {one.fix}") for one in found]
 
 

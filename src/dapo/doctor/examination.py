@@ -170,7 +170,7 @@ async def brief(
 
     from dapo.doctor import host, memory, rewards, rows, settings
     from dapo.doctor import model as models
-    from dapo.doctor.answers import spread_prompts
+    from dapo.doctor.answers import spread
 
     patient = Patient(
         config,
@@ -198,5 +198,5 @@ async def brief(
     found = await asyncio.to_thread(lambda: list(run_checks(patient, checks)))
     if scorer is not None and config.reward.kind in ("math", "exact", "code", "function"):
         prompts = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
-        found += await rewards.verify_within(config, scorer, spread_prompts(source.prompts, prompts), seconds=20.0)
+        found += await rewards.verify_within(config, scorer, spread(source.prompts, prompts), seconds=20.0)
     return found

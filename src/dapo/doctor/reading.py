@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from dapo.doctor.answers import spread_prompts
+from dapo.doctor.answers import spread
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.doctor.rewards import forms_of
@@ -43,7 +43,7 @@ def check_reading(patient: Patient) -> Iterator[Finding]:
     patient.need(patient.words_known, "vocabulary")
     config = patient.config
     set_threads(config, model)  # of the thread that works here
-    prompts = spread_prompts(source.prompts, _PROMPTS)
+    prompts = spread(source.prompts, _PROMPTS)
     room = max(config.training.tokens_per_micro_batch, config.data.max_prompt_length + _TOKENS)
     policy = Policy(model, 1.0, room, torch.float32)
     guess = math.log(model.get_input_embeddings().weight.shape[0])

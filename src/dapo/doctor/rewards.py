@@ -16,7 +16,7 @@ from typing import Any
 
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
 from dapo.config.reward import RemoteReward, plain_rewards
-from dapo.doctor.answers import marker_of, spread_prompts, strip_marker
+from dapo.doctor.answers import marker_of, spread, strip_marker
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import RewardError
@@ -203,7 +203,7 @@ async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> l
     doubted = {doubt.position for doubt in doubts}
     sound = [prompt for place, prompt in enumerate(prompts) if place not in doubted] or list(prompts)
     costly = any(map(_is_costly, plain_rewards(config.reward))) or config.reward.kind == "model"
-    few = spread_prompts(sound, COSTLY_PROMPTS if costly else PROMPTS)
+    few = spread(sound, COSTLY_PROMPTS if costly else PROMPTS)
     return found + await _on_answers(config, scorer, few)
 
 

@@ -20,7 +20,7 @@ from dapo.doctor.answers import (
     check_given_away,
     check_room,
     check_stops,
-    spread_prompts,
+    spread,
     with_keys,
 )
 from dapo.doctor.finding import Finding
@@ -236,7 +236,7 @@ def check_sample(patient: Patient) -> Iterator[Finding]:
     source = patient.need(patient.source, "tokenized data")
     template = patient.need(patient.template, "template")
     tokenizer = patient.tokenizer
-    prompts = spread_prompts(source.prompts, LOOKED_AT)
+    prompts = spread(source.prompts, LOOKED_AT)
     first = prompts[0]
     special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
     said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
@@ -252,7 +252,7 @@ def check_sample(patient: Patient) -> Iterator[Finding]:
 
 def check_odd(patient: Patient) -> Iterator[Finding]:
     """The same without the prompt itself, which a training shows anyway."""
-    yield from _odd_prompts(patient, spread_prompts(patient.need(patient.source, "tokenized data").prompts, LOOKED_AT))
+    yield from _odd_prompts(patient, spread(patient.need(patient.source, "tokenized data").prompts, LOOKED_AT))
 
 
 def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -295,15 +295,13 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
     yield from _written_before(config, prompts)
     yield from check_content(with_keys(config, config.data.train), prompts)
     if not patient.own_reward:  # of which is not known what it compares with
-        for finding in check_content(
-            with_keys(config, config.evaluation.data), spread_prompts(patient.heldout, LOOKED_AT)
-        ):
+        for finding in check_content(with_keys(config, config.evaluation.data), spread(patient.heldout, LOOKED_AT)):
             yield replace(finding, found=f"evaluation.data: {finding.found}")
     yield from check_stops(config, prompts)
     positions = None if patient.shape is None else context_limit(patient.shape)
     yield from check_room(config, prompts, tokenizer, positions)
     everything = list(patient.need(patient.source, "tokenized data").untokenized())
-    yield from check_given_away(config, spread_prompts(everything, READ))
+    yield from check_given_away(config, spread(everything, READ))
     yield from _answer_format(patient, prompts)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from dapo.algorithm.admission import Verdict, judge
 from dapo.config import Config
-from dapo.doctor.answers import spread_prompts
+from dapo.doctor.answers import spread
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import NotAtHand, Patient
 from dapo.doctor.rewards import impatient, scores
@@ -47,7 +47,7 @@ def check_agreement(patient: Patient) -> Iterator[Finding]:
     patient.need(patient.words_known, "vocabulary")
     config = patient.config
     set_threads(config, model)  # of the thread that works here
-    prompts = spread_prompts(source.prompts, _PROMPTS)
+    prompts = spread(source.prompts, _PROMPTS)
     tokens = min(_TOKENS, config.rollout.max_response_length)
     groups = asyncio.run(_sample(patient, prompts, _SAMPLES, tokens))
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]

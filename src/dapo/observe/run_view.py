@@ -154,6 +154,11 @@ class RunView:
         return f"running, {ago}" if self.state == "running" else f"killed, it seems: no end was recorded, {ago}"
 
     @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of metrics with an evaluation. The one before the first step has a line of its own, of step 0."""
+        return [e for e in self.metrics if e.get("eval/rows") is not None]
+
+    @property
     def accuracies(self) -> tuple[float | None, float | None]:
         """On the evaluation rows, before training and at the last evaluation after it began."""
         found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
@@ -182,8 +187,7 @@ class RunView:
     @property
     def best(self) -> Mapping[str, Any]:
         """As :attr:`Checkpoints.best`; empty if the run recorded none, or has one evaluation: that is no best one."""
-        evaluations = sum(e.get("eval/rows") is not None for e in self.metrics)
-        return Checkpoints(self.folder.checkpoints).best or {} if evaluations > 1 else {}
+        return Checkpoints(self.folder.checkpoints).best or {} if len(self.evaluations) > 1 else {}
 
     @property
     def steps_with_samples(self) -> list[int]:
@@ -205,6 +209,7 @@ class RunView:
         """What in the metrics a person should know, each with how many steps, or evaluations, it concerns and which was
         the last."""
         alarm = _section(self.config, "training").get("mismatch_alarm") or float("inf")
+        steps = [e for e in self.metrics if e["step"]]
         signs: dict[str, Callable[[dict[str, Any]], bool]] = {
             "a number was not finite": lambda e: bool(e.get("non_finite")),
             "an update was skipped": lambda e: (e.get("updates/skipped") or 0) > 0,
@@ -214,13 +219,11 @@ class RunView:
             "more than half of the responses were truncated": lambda e: (e.get("response_length/truncated") or 0) > 0.5,
             f"engine and trainer differed by more than {alarm:g}": lambda e: (e.get("mismatch/mean") or 0) > alarm,
         }
-        steps = [e for e in self.metrics if e["step"]]
-        evaluations = [e for e in self.metrics if e.get("eval/rows") is not None]
         found = []
         for what, sign in signs.items():
             looked_at, unit = steps, "step"
-            if what.startswith("evaluation"):  # there is one before the first step, in a line of its own
-                looked_at, unit = evaluations, "evaluation"
+            if what.startswith("evaluation"):
+                looked_at, unit = self.evaluations, "evaluation"
             seen = [e["step"] for e in looked_at if sign(e)]
             if seen:
                 last = f"in step {seen[-1]}" if seen[-1] else "before training"

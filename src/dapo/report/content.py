@@ -69,7 +69,7 @@ def _paths(items: Any) -> str:
 
 
 def _evaluation(run: RunView) -> list[Block]:
-    found = [e for e in run.metrics if e.get("eval/rows") is not None]
+    found = run.evaluations
     if not found:
         return [Text("There was no evaluation yet." if run.state == "running" else "There was no evaluation.")]
     names = ["eval/accuracy", "eval/reward", "eval/response_length", "eval/truncated", "eval/no_answer"]
