@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,15 @@ def test_an_override_below_a_value_is_refused(message: Message) -> None:
 # --- files that are no recipes ------------------------------------------------------------------------------------
 
 
+def aliases(line: str) -> str:
+    """Ten lines, each with nine of the line before it: 9 to the power of 10."""
+    return "".join(line.format(name=b, nine=",".join([f"*{a}"] * 9)) for a, b in pairwise("abcdefghijk"))
+
+
+LAUGHS = "model:\n  path: x\na: &a [lol]\n" + aliases("{name}: &{name} [{nine}]\n")
+MERGES = "a: &a {k: 1}\n" + aliases("{name}: &{name} {{<<: [{nine}]}}\n")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -296,6 +306,17 @@ def test_an_override_below_a_value_is_refused(message: Message) -> None:
         ("a: 1\n\tb: 2\n", ":2: not valid YAML"),
         ("a: &x {b: *x}", "nested too deeply"),
         ("a: " + "[" * 1500, "not valid YAML"),
+        (LAUGHS, ":7: not valid YAML: too large"),
+        (MERGES, "not valid YAML: too large"),
+        ("a: &a [" + "x" * 1000 + "]\nb: [" + "*a," * 300 + "]", ":2: not valid YAML: too large"),
+        ("a: " + "x" * 300_000, "not valid YAML: too large"),
+        ("# " + "x" * 300_000, "not valid YAML: too large"),
+        ("a: [" + "1," * 20_000 + "]", "not valid YAML: too large"),
+        ("a: !!binary aGk=", "not valid YAML"),
+        ("a: !!set {x, y}", "not valid YAML"),
+        ("a: !!python/object/apply:os.getpid []", "not valid YAML"),
+        ("model: {path: x}\ndata: {train: [{path: a, path: b}]}", ":2: data.train.0.path: given twice"),
+        ("x" * 17 * 2**20, "cannot read the recipe: larger than 16.0 MiB"),
         ("a: !!int ''", "not valid YAML"),
         ("seed: 2024-13-45", "seed: Input should be a valid integer"),
         ("a: 1\n---\nb: 2\n", "not valid YAML"),

@@ -1,10 +1,11 @@
-"""What SIGTERM and Ctrl-C do to ``dapo train``: a checkpoint and exit code 75 in time, or at once if asked twice."""
+"""What SIGTERM, Ctrl-C and others do to ``dapo train``: a checkpoint and exit code 75, or at once if asked twice."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -94,7 +95,10 @@ Trainer.update = update
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+OTHERS = [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.nightly) for n in OTHERS)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on_to_the_same_weights(
     recipe: Path, number: signal.Signals
 ) -> None:
@@ -113,6 +117,26 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on_to_the_same_weig
         assert ended(start("train", str(recipe), "training.steps=6", f"run.dir={recipe.parent}/whole"), 60)[0] == 0
         assert weights_hash(run / "model-after") == weights_hash(recipe.parent / "whole" / "model-after")
         assert len(steps_of(run)) == 6
+
+
+@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_terminal_that_goes_away_ends_the_run_with_a_checkpoint_unless_it_ignores_that(
+    recipe: Path, ignored: bool
+) -> None:
+    """As when an ssh session breaks off: SIGHUP, and from then on every write to the terminal fails."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+        words = ["-m", "dapo", "train", str(recipe), f"training.steps={6 if ignored else 40}"]
+        os.execve(sys.executable, [sys.executable, *words], environment)
+    while not begun(recipe):
+        os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (0 if ignored else RESUMABLE)
+    stopped = json.loads((recipe.parent / "run" / "summary.json").read_text())["stopped"]
+    assert stopped == ("all steps are done" if ignored else "interrupted by SIGHUP")
+    last_checkpoint(recipe.parent / "run")
 
 
 @pytest.mark.nightly
@@ -196,6 +220,7 @@ def test_before_there_is_a_run_folder_there_is_nothing_to_go_on_with(recipe: Pat
 def test_the_same_signal_passed_on_twice_counts_once() -> None:
     """A terminal sends Ctrl-C to a launcher and to its child, and the launcher passes it on."""
     asked: list[int] = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without it
     with Stopping(within_s=60) as stopping:
         stopping.ask(lambda: asked.append(1))
         signal.raise_signal(signal.SIGINT)
@@ -205,6 +230,38 @@ def test_the_same_signal_passed_on_twice_counts_once() -> None:
         assert stopping.exit_code == RESUMABLE and 55 < stopping.seconds_left <= 60
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer) and not t.finished.is_set()]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
+def test_each_signal_that_leaves_time_is_heard_unless_the_program_was_started_to_ignore_it(name: str) -> None:
+    number, asked = signal.Signals[name], list[int]()
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with Stopping(within_s=60) as stopping:
+            stopping.ask(lambda: asked.append(1))
+            signal.raise_signal(number)
+            assert asked == [1] and stopping.signal == number and stopping.exit_code == 128 + number
+        assert signal.getsignal(number) == signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)  # as `nohup` does, and `&` in a script with SIGINT
+        with Stopping(within_s=60) as stopping:
+            stopping.ask(lambda: asked.append(2))
+            signal.raise_signal(number)
+        assert asked == [1] and stopping.signal is None and signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_the_kernel_repeats_the_signal_of_a_limit_and_that_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.process._ECHO_S", 0.0)
+    monkeypatch.setattr(Stopping, "_end", lambda code, text: ends.append(code))
+    ends: list[int] = []
+    with Stopping(within_s=60) as stopping:
+        stopping.ask(lambda: None)
+        for number in (signal.SIGXCPU, signal.SIGXCPU):
+            signal.raise_signal(number)
+        assert ends == []
+        signal.raise_signal(signal.SIGUSR1)
+        assert ends == [128 + signal.SIGUSR1]
 
 
 def test_a_signal_that_another_thread_gets_wakes_the_loop_at_once() -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import shutil
 import threading
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.errors import UserError
-from dapo.files import file_hash, new_folder, size_text, write_json, writing
+from dapo.files import file_hash, new_folder, read_json, size_text, write_json, writing
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -182,7 +181,7 @@ class Checkpoints:
     def best(self) -> dict[str, Any] | None:
         """``step``, ``metric``, ``value`` and ``path`` (in the run folder, of its weights) of the best evaluation."""
         try:
-            found = json.loads((self._folder / "best.json").read_text(encoding="utf-8"))
+            found = read_json(self._folder / "best.json")
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) else None
@@ -248,7 +247,7 @@ def damages(folder: Path, quick: bool = False) -> list[str] | None:
         quick: compare their sizes only, and read none of them.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
         files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"] if _has_format(folder) else None
@@ -274,7 +273,7 @@ def _damage(path: Path, name: str, size: int, digest: str | None) -> str | None:
 def _has_format(folder: Path) -> bool:
     """Whether the state of a checkpoint says that there was a manifest."""
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = read_json(folder / "state.json", most=2**30)
     except (OSError, ValueError):
         return True  # not whole, whatever it is
     return isinstance(state, dict) and "format" in state

@@ -36,6 +36,55 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_text(path: Path, most: int = 16 * 2**20) -> str:
+    """The text of a file that somebody else may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no text in UTF-8, or has more than ``most`` bytes.
+    """
+    with path.open("rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise ValueError(f"larger than {size_text(most)}")
+    return found.decode("utf-8-sig")
+
+
+def read_json(path: Path, most: int = 16 * 2**20) -> Any:
+    """What a file of JSON holds. Errors as for :func:`read_text`; ValueError also for what is no JSON."""
+    return parse_json(read_text(path, most))
+
+
+def parse_json(text: str | bytes, decoder: json.JSONDecoder | None = None) -> Any:
+    """
+    Raises:
+        ValueError: it is no JSON, or nested too deeply.
+    """
+    try:
+        return (decoder or _DECODER).decode(text if isinstance(text, str) else text.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def lines_of(path: Path, most: int = 64 * 2**20) -> Iterator[bytes]:
+    """The lines of a file with their ends; the last one may lack it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a line has more than ``most`` bytes.
+    """
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(most + 1):
+            number += 1
+            if len(line) > most:
+                raise ValueError(f"line {number} is longer than {size_text(most)}")
+            yield line
+
+
+_DECODER = json.JSONDecoder()
+
+
 def size_text(count: float) -> str:
     """A number of bytes for people."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

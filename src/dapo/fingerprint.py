@@ -12,7 +12,7 @@ import torch
 
 from dapo.config import ComposeReward, Config
 from dapo.errors import UserError
-from dapo.files import plain
+from dapo.files import plain, read_json
 from dapo.progress import Listener
 from dapo.records import Prompt
 
@@ -130,7 +130,7 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
         UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere.
     """
     try:
-        then = json.loads(file.read_text(encoding="utf-8"))
+        then = read_json(file)
         if not isinstance(then, dict):
             raise ValueError
     except (OSError, ValueError):

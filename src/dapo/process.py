@@ -119,12 +119,20 @@ _ECHO_S = 0.1
 _LEAVE_S = 30.0
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Signals that ask a program to end and leave it time to: of a person, a terminal that goes away, a scheduler
+    before a job's time is over, a limit of processor time. Without those that the program was started to ignore, as
+    ``nohup`` does. SIGQUIT is not one: it asks for a core dump, now."""
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+    return [number for number in asked if signal.getsignal(number) != signal.SIG_IGN]
+
+
 class Stopped(Exception):
     """A run was told to stop by a signal, and did."""
 
 
 class Stopping:
-    """Whether the process was told to stop (SIGTERM, Ctrl-C), and by when it has to be gone.
+    """Whether the process was told to stop (see :func:`stop_signals`), and by when it has to be gone.
 
     A context: inside of it the first signal asks the run to stop, and starts a clock: when the time is over the process
     ends, whatever it is at. The second signal ends it at once. What waits, waits for what ``doing`` names.
@@ -157,7 +165,7 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # others may not have handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in stop_signals():
                 self._handlers[number] = signal.signal(number, self._hear)
         return self
 
@@ -201,8 +209,8 @@ class Stopping:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            # a terminal and a launcher may both pass on the same Ctrl-C
-            if time.monotonic() - self._since > _ECHO_S:
+            # a terminal and a launcher may both pass on the same Ctrl-C; the kernel repeats SIGXCPU every second
+            if time.monotonic() - self._since > _ECHO_S and number != signal.SIGXCPU:
                 self._end(128 + number, f"a second signal, {signal.Signals(number).name}: ended at once")
             return
         self.signal, self._since = signal.Signals(number), time.monotonic()

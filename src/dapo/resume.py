@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from dapo.config import Config, build_config, load_config
+from dapo.config import Config, build_config, load_config, load_yaml
 from dapo.errors import ConfigError
+from dapo.files import read_json, read_text
 from dapo.fingerprint import differences
 from dapo.redaction import redact, require_secrets
 from dapo.run_folder import RunFolder
@@ -95,11 +95,11 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
 def _settings(folder: RunFolder) -> Any:
     """Those that the run had when it last began. Its config.yaml may have been edited since, as a recipe is."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        settings = json.loads(folder.fingerprint.read_text(encoding="utf-8")).get("settings")
+        settings = read_json(folder.fingerprint).get("settings")
         if isinstance(settings, dict):
             return settings
     try:  # of an earlier version, or killed before its fingerprint was written
-        return yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+        return load_yaml(read_text(folder.config))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder.config}: cannot be read: {error}") from None
 

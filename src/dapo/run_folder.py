@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -45,7 +44,7 @@ import yaml
 import dapo
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.files import write_atomic, write_json, writing
+from dapo.files import read_json, write_atomic, write_json, writing
 from dapo.redaction import redact, redact_command
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
@@ -157,7 +156,7 @@ class RunFolder:
     def _environment(self) -> dict[str, Any]:
         """What is recorded of the environment so far; nothing where that is missing or damaged: no run ends with it."""
         try:
-            found = json.loads(self.environment.read_text(encoding="utf-8"))
+            found = read_json(self.environment)
         except (OSError, ValueError):
             return {}
         known = isinstance(found, dict) and isinstance(found.get("resumed", []), list)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dapo.errors import UserError
-from dapo.files import plain, write_atomic
+from dapo.files import plain, read_json, write_atomic
 from dapo.filling import Fill, FillStats
 from dapo.prepare import Batch
 from dapo.records import Group, Prompt, Reward, Sample
@@ -73,7 +73,7 @@ def read_state(folder: Path, expected: Sequence[str] = ()) -> dict[str, Any]:
     """
     try:
         arrays = load_file(folder / ARRAYS)
-        tree = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        tree = read_json(folder / STATE, most=2**30)
         state: dict[str, Any] = _decode(tree, arrays)
         missing = [name for name in expected if name not in state]
         if missing:

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
+from typing import IO
 
 from rich.console import Console
 
 
 class Terminal(Console):
-    """A console whose reader may go away: what is printed after that is dropped, and is no error."""
+    """A console whose reader, a program or a terminal, may go away: what is printed then is dropped, and no error."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        drop_output()
+        drop_output(self.file)
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:  # a terminal that hung up
+                raise
+            self.on_broken_pipe()
 
 
-def drop_output() -> None:
-    """Let standard output lead nowhere, so that neither a later print nor the flush at the end fails."""
+def drop_output(stream: IO[str] | None = None) -> None:
+    """Let a stream (by default standard output) lead nowhere, so that neither a later print nor the flush at the end
+    fails."""
     with contextlib.suppress(OSError, io.UnsupportedOperation):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, (stream or sys.stdout).fileno())
         os.close(nowhere)
 
 

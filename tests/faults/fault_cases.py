@@ -105,6 +105,9 @@ STOPPED = [
             ("SIGTERM", "update", 4, 2),
             ("SIGTERM", "save", 3, 3),
             ("SIGTERM", "evaluation", 4, 1),
+            ("SIGHUP", "rollout", 4, 2),
+            ("SIGUSR1", "update", 4, 1),
+            ("SIGUSR2", "save", 4, 1),
             ("SIGINT", "update", 5, 1),
             ("SIGINT", "rollout", 5, 5),
         )

@@ -8,14 +8,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from dapo.errors import ConfigError, DataError, NumericalError, StarvedError, UserError
-from dapo.terminal import drop_output
+from dapo.terminal import Terminal, drop_output
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 another error of the input (model, reward function, run folder); 2 an error in the recipe, "
@@ -76,7 +74,6 @@ def _leaves(error: Exception) -> Iterator[Exception]:
 
 def complain(message: str) -> None:
     """Print an error."""
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-    console: Any = Console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True, highlight=False)
+    Terminal(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True, highlight=False)

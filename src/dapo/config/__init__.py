@@ -7,7 +7,7 @@ Names of sizes say what they count: prompts, samples, groups or tokens.
 
 from dapo.config.checks import warnings_for
 from dapo.config.messages import all_keys
-from dapo.config.reading import build_config, flat, load_config, load_reward, nested
+from dapo.config.reading import build_config, flat, load_config, load_reward, load_yaml, nested
 from dapo.config.reward import (
     CodeReward,
     ComposeReward,
@@ -53,6 +53,7 @@ __all__ = [
     "flat",
     "load_config",
     "load_reward",
+    "load_yaml",
     "nested",
     "warnings_for",
 ]

@@ -16,6 +16,7 @@ from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
+from dapo.files import read_text
 from dapo.recipes import shipped_recipes
 from dapo.redaction import require_secrets
 
@@ -111,7 +112,7 @@ def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping
 def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree of a recipe with ``overrides`` in it, not yet checked, and for dotted keys the place they come from."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except OSError as error:
         problem = error.strerror or error
         if isinstance(error, FileNotFoundError):
@@ -176,19 +177,8 @@ def _file_beside(name: str, folder: Path) -> str:
     return str(candidate) if not Path(name).is_absolute() and os.path.exists(candidate) else name  # noqa: PTH110
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # in C, eight times as fast
     """YAML as a recipe means it: dates and endless numbers stay text; a value that cannot be read has a line."""
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "nested too deeply", mark)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -209,21 +199,62 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.whole_number)
+_Loader.yaml_constructors = {  # neither bytes, dates nor sets, which a recipe has no use for and JSON no word
+    tag: make
+    for tag, make in _Loader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 
 
-def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: makes plain values only
+def load_yaml(text: str) -> Any:
+    """What is in ``text``, which may be somebody else's, in JSON's own types. No two keys share a mapping or a list
+    (YAML's aliases do), so that an override changes one of them.
+
+    Raises:
+        YAMLError: it is not YAML, is too large with its aliases written out, or has values of other types.
+    """
+    _check_size(text)
+    return _unshared(yaml.load(text, Loader=_Loader))
+
+
+def _check_size(text: str) -> None:
+    """Count what the aliases stand for, before anything is made of it: each may hold many of the one before it."""
+    anchors: dict[str, int | None] = {}
+    opened: list[tuple[str | None, int]] = []
+    size = 0
+    for event in yaml.parse(text[: _LARGEST + 1], Loader=_Loader):
+        before, problem = size, ""
+        if isinstance(event, yaml.AliasEvent):
+            known = anchors.get(event.anchor, 0)  # of an anchor that is not known yet, the reader tells
+            size += known or 0
+            problem = f"nested too deeply: *{event.anchor} stands inside of itself" if known is None else ""
+        elif isinstance(event, yaml.ScalarEvent):
+            size += _VALUE + len(event.value)
+            anchors[event.anchor] = size - before
+        elif isinstance(event, yaml.CollectionStartEvent):
+            size += _VALUE
+            opened.append((event.anchor, before))
+            anchors[event.anchor] = None
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            anchors[anchor] = size - before
+        if size > _LARGEST or len(text) > _LARGEST:
+            problem = f"too large: more than {_LARGEST} characters, or {_LARGEST // _VALUE} values, aliases written out"
+        if len(opened) > _DEEPEST:
+            problem = "nested too deeply"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 
 def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in ``text`` and, for each dotted key, its line."""
     try:
+        tree = load_yaml(text)
         node = yaml.compose(text, Loader=_Loader)
-        tree = _unshared(_load_yaml(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -247,15 +278,17 @@ def _reason(error: Exception) -> str:
 
 
 def _unshared(node: Any, depth: int = 0) -> Any:
-    """A copy in which no two keys share a mapping (YAML aliases do), so that an override changes one of them."""
-    if depth > _DEEPEST:
-        raise RecursionError
+    if depth > _DEEPEST:  # aliases may add up
+        raise yaml.constructor.ConstructorError(None, None, "nested too deeply", None)
     if isinstance(node, dict):
         return {key: _unshared(value, depth + 1) for key, value in node.items()}
     return [_unshared(value, depth + 1) for value in node] if isinstance(node, list) else node
 
 
 def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], source: str) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for place, item in enumerate(node.value):
+            _collect_lines(item, f"{prefix}{place}.", lines, source)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
@@ -303,7 +336,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key.strip()):
         raise ConfigError(f"override {text!r}: expected section.key=value, such as training.steps=20")
     try:
-        return key.strip(), _unshared(_load_yaml(value))
+        return key.strip(), load_yaml(value)
     except Exception:  # not only YAMLError: see _parse_yaml
         raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
 
@@ -324,3 +357,5 @@ _NO_RUN = {"algorithm": {"filter_groups": {"metric": "score"}}}
 _MODULE = re.compile(r"[\w.]+:\w+")
 """A function in a module: not a file."""
 _DEEPEST = 50
+_LARGEST, _VALUE = 2**18, 16
+"""Characters of YAML, with its aliases written out; and as how many of them each value counts on top of its own."""

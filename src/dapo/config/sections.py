@@ -392,7 +392,8 @@ class RunConfig(Section):
     keep_best: bool = True
     """Write and keep a checkpoint of the step with the best evaluation too."""
     stop_within_s: float = Field(120.0, gt=0)
-    """After SIGTERM or Ctrl-C: seconds until the process has ended, with a checkpoint if there is time for one."""
+    """After SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU: seconds until the process has ended, with a
+    checkpoint if there is time for one."""
     save_samples: bool | Annotated[float, Field(gt=0, lt=1)] = True
     """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl, and its tokens and
     log-probabilities beside it. A number, such as 0.1: this share of the groups, from which a step cannot be

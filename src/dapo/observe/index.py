@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError, install
-from dapo.files import json_line, write_atomic, writing
+from dapo.files import json_line, read_json, write_atomic, writing
 from dapo.observe.sample_rows import COLUMNS, Row, rows_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """That of an index. Segments that are missing or cut are left out; it is empty if it cannot be read at all."""
         try:
-            found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            found = read_json(folder / "manifest.json")
             if found["format"] != _FORMAT:
                 return cls()
             segments = [Segment(**{**one, "hidden": tuple(one["hidden"])}) for one in found["segments"]]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError
-from dapo.files import json_line, write_atomic
+from dapo.files import json_line, lines_of, parse_json, write_atomic
 
 if TYPE_CHECKING:
     from dapo.observe.trackers import Tracker
@@ -246,7 +246,7 @@ class MetricsLog:
 
 
 _PLAIN = {int, float, bool, type(None)}
-_DECODER = json.JSONDecoder(
+LENIENT = json.JSONDecoder(
     parse_constant=lambda _: None,  # NaN and Infinity, which other programs write
     parse_int=lambda digits: int(digits) if len(digits) < 300 else None,  # more digits than a float has
 )
@@ -263,18 +263,16 @@ def read_metrics(path: Path, brief: bool = False) -> Iterator[dict[str, Any]]:
         UserError: another line is not one of metrics, or the file cannot be read.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        lines = [line for line in lines_of(path, most=2**20) if line.endswith(b"\n")]  # the last may be cut off
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, start=1):
-        if number == len(lines):  # what follows the last line end: nothing, or a line cut off
-            return
-        if brief and 1 < number < len(lines) - 1 and b'"eval/accuracy"' not in line:
+        if brief and 1 < number < len(lines) and b'"eval/accuracy"' not in line:
             continue
         try:
-            entry = _DECODER.decode(line.decode())
+            entry = parse_json(line, LENIENT)
             step = entry["step"]
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             step = None
         if type(step) is not int:
             raise UserError(f"{path}:{number}: not a line of metrics; take the line out to go on")

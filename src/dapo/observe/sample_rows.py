@@ -6,7 +6,6 @@ Consumes: the files of a step (``observe/samples.py``). Produces: one row per sa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dapo.errors import UserError
+from dapo.files import lines_of, parse_json
 from dapo.observe.samples import TokenArrays, samples_path, tokens_path
 
 COLUMNS: Mapping[str, str] = {
@@ -50,18 +50,17 @@ def rows_of(folder: Path, step: int) -> list[Row]:
     rows: list[Row] = []
     offset = 0
     try:
-        with path.open("rb") as file:  # line by line: a step may have a gigabyte of text
-            for number, line in enumerate(file, start=1):
-                text = line.removesuffix(b"\n")
-                try:
-                    if text:
-                        rows.append(_row(dict(json.loads(text)), step, offset, len(text)))
-                except (ValueError, TypeError):
-                    if text != line:  # otherwise it has no line end
-                        raise UserError(f"{path}:{number}: not a line of samples") from None
-                offset += len(line)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        for number, line in enumerate(lines_of(path), start=1):  # a step may have a gigabyte of text
+            text = line.removesuffix(b"\n")
+            try:
+                if text:
+                    rows.append(_row(dict(parse_json(text)), step, offset, len(text)))
+            except (ValueError, TypeError):
+                if text != line:  # otherwise it has no line end
+                    raise UserError(f"{path}:{number}: not a line of samples") from None
+            offset += len(line)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for row, measures in zip(rows, _measures(tokens_path(folder, step), rows), strict=True):
         row.update(measures)
     return rows
@@ -77,7 +76,7 @@ def read_line(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             file.seek(row["text_offset"])
-            return dict(json.loads(file.read(row["text_length"])))
+            return dict(parse_json(file.read(row["text_length"])))
     except OSError as error:
         raise UserError(f"{path}: the texts of this step cannot be read: {error.strerror}") from None
     except (ValueError, TypeError):

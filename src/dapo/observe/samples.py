@@ -15,7 +15,6 @@ held-out check was asked ``check_correct`` and ``check_reward``, too.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import zlib
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dapo.errors import UserError
-from dapo.files import json_line, write_atomic, write_json
+from dapo.files import json_line, lines_of, parse_json, write_atomic, write_json
 from dapo.records import Group, Reward, Sample
 
 if TYPE_CHECKING:
@@ -222,15 +221,16 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
         UserError: another line is not a sample.
     """
     samples = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line:
-                samples.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            if number == len(lines):  # without a line end
-                break
-            raise UserError(f"{path}:{number}: not a line of samples") from None
+    try:
+        for number, line in enumerate(lines_of(path), start=1):
+            try:
+                if line != b"\n":
+                    samples.append(dict(parse_json(line.decode(errors="replace"))))
+            except (ValueError, TypeError):
+                if line.endswith(b"\n"):
+                    raise UserError(f"{path}:{number}: not a line of samples") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
     return samples
 
 

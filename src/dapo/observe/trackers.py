@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import queue
 import secrets
 import threading
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dapo.config import Config
 from dapo.errors import ConfigError, install
-from dapo.files import write_json
+from dapo.files import read_json, write_json
 
 if TYPE_CHECKING:
     from dapo.run_folder import RunFolder
@@ -184,7 +183,7 @@ def _key(folder: RunFolder) -> str:
     """The name by which services know this run, the same each time it goes on."""
     path = folder.root / "tracker.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text(encoding="utf-8"))["key"])
+        return str(read_json(path)["key"])
     key = f"{folder.root.resolve().name}-{secrets.token_hex(4)}"
     write_json(path, {"key": key})
     return key

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 from dapo.errors import UserError
 from dapo.evaluation.statistics import Estimate, estimate_share
-from dapo.files import json_line, write_atomic
+from dapo.files import json_line, lines_of, parse_json, write_atomic
 
 Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
@@ -128,14 +127,14 @@ def read_votes(root: Path) -> list[Vote]:
     path = votes_path(root)
     votes = []
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = [line for line in lines_of(path) if line.endswith(b"\n")]
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(lines, start=1):
         try:
-            votes.append(Vote.from_json(json.loads(line)))
+            votes.append(Vote.from_json(parse_json(line)))
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{path}:{number}: not a vote") from None
     return votes

@@ -5,7 +5,6 @@ Runs of versions that stored no tokens have texts and numbers per sample only: `
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dapo.errors import UserError
+from dapo.files import read_json
 from dapo.observe.samples import (
     TokenArrays,
     checksum,
@@ -88,7 +88,7 @@ def _reports(folder: RunFolder, step: int) -> list[dict[str, Any]] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if not isinstance(found, list) or not all(isinstance(report, dict) for report in found):
             raise ValueError("expected a list of reports")
     except (OSError, ValueError) as error:

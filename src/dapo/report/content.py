@@ -12,6 +12,7 @@ from dapo.cli.run_report import facts
 from dapo.cli.tables import number
 from dapo.config import flat
 from dapo.errors import UserError
+from dapo.files import read_json
 from dapo.observe.metrics import PHASES, describe
 from dapo.observe.run_view import HACKING, OUTCOMES, RunView
 from dapo.progress import duration
@@ -332,6 +333,6 @@ def _program(name: str) -> list[str]:
 
 def _fingerprint(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return {}

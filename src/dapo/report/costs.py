@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dapo.files import lines_of, parse_json
 from dapo.observe.run_view import RunView
 
 Entry = Mapping[str, Any]
@@ -86,14 +87,12 @@ def _watched_gpus(path: Path) -> int | None:
     hosts: dict[str, int] = {}
     if not path.is_file():
         return None
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                entry = json.loads(line)
+    with contextlib.suppress(ValueError):
+        for line in lines_of(path):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                entry = parse_json(line)
                 host = str(entry["host"])
                 hosts[host] = max(hosts.get(host, 0), len(entry.get("gpu") or []))
-            except (ValueError, TypeError, KeyError, AttributeError):
-                continue
     return sum(hosts.values()) if hosts else None
 
 

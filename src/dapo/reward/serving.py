@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import uvicorn
 
 from dapo.config import RewardConfig
 from dapo.errors import ConfigError
+from dapo.process import stop_signals
 from dapo.reward.build import make_scorer
 from dapo.reward.server import Limits, Service, create_app
 
@@ -130,7 +130,7 @@ def _on_signals() -> asyncio.Event:
             os._exit(128 + number)
         signalled.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, handle, number)
     return signalled
 

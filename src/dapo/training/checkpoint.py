@@ -6,7 +6,6 @@ disk and renamed: it is there whole or not at all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dapo.errors import ModelError, UserError
-from dapo.files import new_folder, write_json
+from dapo.files import new_folder, read_json, write_json
 from dapo.model.adapters import has_adapter, read_weights, require_adapter, save_adapter
 from dapo.model.loading import load_model
 
@@ -125,7 +124,7 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     """
     try:
         tensors = {name: tensor for file in _files(folder) for name, tensor in load_file(file).items()}
-        metadata = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        metadata = read_json(folder / METADATA)
         listed = metadata.pop("tensors")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
         raise UserError(f"{folder}: the trainer's state cannot be read: {type(error).__name__}: {error}") from None
@@ -169,5 +168,5 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
         return [folder / TENSORS]
-    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    places = read_json(index)["weight_map"]
     return [folder / name for name in sorted({Path(name).name for name in places.values()})]
