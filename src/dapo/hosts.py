@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the header ``Host`` of a request has one of these names: a page elsewhere that reaches 127.0.0.1 through
-    a name of its own brings that name."""
-    return (host if host.endswith("]") else host.rpartition(":")[0] if ":" in host else host) in LOOPBACK
+    """Whether an address, or the header ``Host`` of a request, is of this machine: a page elsewhere that reaches
+    127.0.0.1 through a name of its own brings that name. An address in digits is nobody's name."""
+    name, colon, port = host.rpartition(":")
+    if not colon or host.endswith("]") or (":" in name.strip("[]") and not name.endswith("]")):
+        name, port = host, "0"  # there is none; all colons belong to an address of IPv6
+    name = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+    try:
+        return port.isdecimal() and (name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback)
+    except ValueError:
+        return False

@@ -7,7 +7,9 @@ can read them: the server listens on the loopback, and answers to the names of t
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,6 +42,16 @@ class PrometheusTracker:
         class Handler(BaseHTTPRequestHandler):
             timeout = _PATIENCE
 
+            def setup(self) -> None:  # the timeout is of each byte; this one is of all
+                super().setup()
+                self._end = threading.Timer(_PATIENCE, _hang_up, [self.connection])
+                self._end.daemon = True
+                self._end.start()
+
+            def finish(self) -> None:
+                self._end.cancel()
+                super().finish()
+
             def do_GET(self) -> None:
                 if not is_loopback(self.headers.get("Host", "")):
                     return self.send_error(403, "use 127.0.0.1")
@@ -54,8 +66,7 @@ class PrometheusTracker:
 
             def log_message(self, *_: object) -> None: ...
 
-        self._server = ThreadingHTTPServer((_LOOPBACK, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((_LOOPBACK, port), Handler)
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="dapo-prometheus", daemon=True).start()
 
@@ -85,6 +96,33 @@ class PrometheusTracker:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread for each of a few connections; those beyond are closed."""
+
+    daemon_threads = True
+    _free = threading.BoundedSemaphore(16)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away, or is sent away, is nothing to tell of."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _numbers(look: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:

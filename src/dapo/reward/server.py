@@ -25,8 +25,10 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dapo
+from dapo.bounded_server import limited
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
+from dapo.hosts import is_loopback
 from dapo.records import Reward
 from dapo.redaction import BLANK, redact
 from dapo.reward.contract import Doubt, Scorer
@@ -240,7 +242,8 @@ class _Gate:
         service.answering += path in _WORK
         try:
             refusal = self._refusal(scope)
-            await (refusal or self._app)(scope, self._limited(receive), counted)
+            receive = limited(receive, service.limits.max_body, _too_large(service.limits))
+            await (refusal or self._app)(scope, receive, counted)
         finally:
             service.answering -= path in _WORK
 
@@ -249,6 +252,9 @@ class _Gate:
         headers = dict(scope["headers"])
         expected = f"Bearer {service.token}".encode()
         given = headers.get(b"authorization", b"")
+        host = headers.get(b"host", b"").decode("latin-1")
+        if service.token is None and not is_loopback(host):  # a web page can reach it through a name of its own
+            return _error(403, f"no such name here: {host[:100]}; use 127.0.0.1, or give the server a --token-env")
         if service.token is not None and path not in _OPEN and not hmac.compare_digest(given, expected):
             return _error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if path not in _WORK:
@@ -261,19 +267,6 @@ class _Gate:
         if length.isdigit() and int(length) > service.limits.max_body:
             return _error(413, _too_large(service.limits), {"Connection": "close"})
         return None
-
-    def _limited(self, receive: Receive) -> Receive:
-        size = 0
-
-        async def limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._service.limits.max_body:
-                raise HTTPException(413, _too_large(self._service.limits), {"Connection": "close"})
-            return message
-
-        return limited
 
 
 def create_app(service: Service) -> ASGIApp:

@@ -8,7 +8,6 @@ process at once; its workers die with it.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
+from dapo.bounded_server import Server
 from dapo.config import RewardConfig
 from dapo.errors import ConfigError
+from dapo.hosts import is_loopback
 from dapo.process import stop_signals
 from dapo.reward.build import make_scorer
 from dapo.reward.server import Limits, Service, create_app
@@ -39,14 +38,14 @@ class Address:
     token: str | None = None
 
     def __post_init__(self) -> None:
-        if self.token is None and not _is_loopback(self.host):
+        if self.token is None and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host}: others can reach this address, so the server wants a token: put one into an "
                 "environment variable and name it with --token-env; or listen on 127.0.0.1"
             )
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are handled below; uvicorn's way would end the process with the signal's exit code."""
@@ -74,14 +73,10 @@ async def serve(
     listener, url = _listen(address)
     signalled = _on_signals()
     server = _Server(
-        uvicorn.Config(
-            create_app(service),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_LAST_BYTES_S,
-        )
+        create_app(service),
+        lifespan="off",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LAST_BYTES_S,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -146,12 +141,3 @@ def _listen(address: Address) -> tuple[socket.socket, str]:
         raise ConfigError(f"cannot listen on {address.host}:{address.port}: {reason}; try another --port") from None
     host, port = listener.getsockname()[:2]
     return listener, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

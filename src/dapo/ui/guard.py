@@ -11,8 +11,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dapo.bounded_server import limited
 from dapo.hosts import is_loopback
 
+_MOST_BYTES = 4 * 2**20
+_TOO_LARGE = "a request to this page has 4 MiB at most"
 _COOKIE = "dapo_token"
 _HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
@@ -51,6 +54,7 @@ class Guard:
             await send(message)
 
         refused = self._refusal(scope)
+        receive = limited(receive, _MOST_BYTES, _TOO_LARGE)
         await (self._app if refused is None else refused)(scope, receive, with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -59,8 +63,15 @@ class Guard:
         origin = headers.get("origin") if scope["method"] not in ("GET", "HEAD") else None
         if origin and origin.partition("://")[2] != host:
             return _error(403, "this page takes changes from itself only")
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length[:20]) > _MOST_BYTES:
+            return _error(413, _TOO_LARGE)
         if self._token is None:
-            return None if is_loopback(host) else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1")
+            return (
+                None
+                if is_loopback(host)
+                else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1, or --token")
+            )
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if "token" in query:
             return self._welcome(scope, query) if self._is_token(query["token"][0]) else _error(401, "a wrong token")

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from dapo.errors import UserError
-from dapo.hosts import LOOPBACK
+from dapo.hosts import is_loopback
 
 PORT = 7860
 _TRIED = 20
@@ -53,7 +53,7 @@ def token_for(host: str, token: str | None) -> str | None:
     """The token that the page asks for: the one given or DAPO_UI_TOKEN, else a new one where other machines can reach
     it, and none on loopback."""
     given = token or os.environ.get("DAPO_UI_TOKEN", "").strip()
-    return given or (None if host in LOOPBACK else secrets.token_urlsafe(24))
+    return given or (None if is_loopback(host) else secrets.token_urlsafe(24))
 
 
 def address_of(listening: socket.socket, token: str | None) -> str:
@@ -99,21 +99,17 @@ def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5) -> Any:
-    """A uvicorn server of the page that is not yet running; ``period``: seconds between two looks for what is new."""
-    import uvicorn
-
+    """A server of the page that is not yet running; ``period``: seconds between two looks for what is new."""
+    from dapo.bounded_server import Server
     from dapo.ui.server import create_app
 
-    class Server(uvicorn.Server):
+    class PageServer(Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             app.state.closing.set()
             await super().shutdown(sockets)
 
     app = create_app(folders, token, period)
-    settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=3, server_header=False, lifespan="on"
-    )
-    return Server(settings)
+    return PageServer(app, timeout_graceful_shutdown=3, lifespan="on")
 
 
 def _child(number: int, folder: Path) -> None:
