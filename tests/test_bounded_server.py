@@ -141,7 +141,7 @@ def test_the_page_refuses_a_large_body(tmp_path: Path) -> None:
         port = int(address.rpartition(":")[2])
         assert asked(port, {"Content-Length": str(60 * 2**20)}, "/api/votes?run=r", "POST") == 413
         with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
-            head = f"POST /api/playground/ask?run=r HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+            head = f"POST /api/playground HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
             client.sendall(f"{head}Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
             answer = b""
             try:

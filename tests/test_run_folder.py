@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,44 @@ def test_what_a_reward_is_given_is_not_in_the_recorded_command(override: str) ->
 def test_secrets_of_further_spellings_are_blanked() -> None:
     tree = {"headers": ["X-Api-Key: SEKRET"], "OPENAI_KEY_2": "SEKRET", "url": "https://x.y/z?sig=SEKRET"}
     assert "SEKRET" not in str(redact(tree)) and "x.y" in str(redact(tree))
+
+
+SPELLED = (
+    "creds", "pat", "jwt", "passwd", "auth", "bearer", "private_key", "PRIVATE_KEY_PEM", "cookie", "session",
+    "sessionId", "pass", "db_pass", "signature", "private", "openaikey", "auth_header", "githubPAT",
+)  # fmt: skip
+ORDINARY = (
+    "tokens_per_micro_batch", "max_tokens", "pattern", "path", "author", "monkey", "turkey", "compass", "keyword",
+    "eos_token", "cost_per_token", "session_length", "key_dim", "significance", "authority", "token_level", "passes",
+)  # fmt: skip
+VALUES = (
+    "hf_SEKRET10AAA", "sk-SEKRET9AAA", "sk-proj-SEKRET9AAA", "sk_live_SEKRET9A", "ghp_SEKRET13AAA", "gho_SEKRET13AAA",
+    "github_pat_11SEKRET0", "glpat-SEKRET-x1", "xoxb-12-SEKRET", "xoxp-12-SEKRET", "AKIASEKRETSEKRET7",
+    "AIzaSySEKRET1234567890", "eyJSEKRETGciOi.eyJSEKRET.SEKRET", "-----BEGIN RSA PRIVATE KEY-----\nSEKRET\nSEKRET\n",
+    "Bearer SEKRET1", "Basic SEKRETdXNlcg==", "postgres://u:SEKRET@h/db", "api_key=SEKRET1", "--token=SEKRET1",
+    "https://h/x?X-Amz-Signature=SEKRET&n=1",
+)  # fmt: skip
+WORDS = (
+    "sk-learn-model", "hf_transfer", "Basic algebra", "the bearer of bad news", "give it as key=value",
+    "task-based-learning-2020-2021", "max_tokens=500", "Answer key: 42", "x=1, y=2", "https://h/x?n=1&page=2",
+)  # fmt: skip
+
+
+def test_secrets_are_known_by_their_key_and_by_their_look() -> None:
+    assert [key for key in SPELLED if redact({key: "s3cret"}) != {key: BLANK}] == []
+    assert [key for key in ORDINARY if redact({key: "s3cret"}) != {key: "s3cret"}] == []
+    for value in VALUES:
+        for shown in (redact(f"401: {value} is wrong"), redact({"note": [{"x": value}]}), redact({value: 1})):
+            assert "SEKRET" not in str(shown) and BLANK in str(shown), value
+        assert "SEKRET" not in str(redact_command(["dapo", "train", f"data.system={value}"])), value
+    assert [text for text in WORDS if redact(text) != text] == []
+
+
+def test_what_looks_for_secrets_takes_time_in_proportion_to_the_text() -> None:
+    begun = time.process_time()
+    for part in ("a", "a.", "://", "-----BEGIN ", "a=1", "-", "sk-", "Bearer ", "hf_a", "eyJ.", "key:"):
+        redact(part * (200_000 // len(part)))
+    assert time.process_time() - begun < 20  # a quadratic pattern takes minutes
 
 
 def test_no_default_of_any_reward_is_taken_for_a_secret():

@@ -406,7 +406,7 @@ class Experiment:
             "seed": self.config.seed,
             "steps": self.at.steps_done,
             "updates": self.trainer.updates,
-            "stopped": stopped,
+            "stopped": redact(stopped),
             "seconds_rl": round(self.at.seconds.laps.get("rl", 0.0), 2),
             "seconds_total": round(self.at.seconds.total, 2),
         }

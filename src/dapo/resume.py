@@ -83,7 +83,7 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
         ConfigError: ``folder`` is no run's, or ``config`` would make it another run.
     """
     stored = _settings(folder)
-    refused = list(_refused(_with_new_keys(stored), redact(config.model_dump(mode="json"))))
+    refused = list(_refused(redact(_with_new_keys(stored)), redact(config.model_dump(mode="json"))))
     if refused:
         lines = "\n".join(refused)
         raise ConfigError(

@@ -12,6 +12,7 @@ import numpy as np
 from dapo.evaluation.lenient import last_number, reference_number
 from dapo.evaluation.statistics import Estimate, Votes, budgets, count_votes, estimate_means, majority_at, pass_at
 from dapo.records import Group, Reward, Sample
+from dapo.redaction import redact
 from dapo.reward.math.notation import canonical
 
 _LONGEST_ANSWER = 4000
@@ -189,7 +190,7 @@ class Evaluation:
                     "gold": group.prompt.answer,
                     "correct": reward.correct,
                     "reward": reward.value if reward.error is None else None,
-                    "error": reward.error,
+                    "error": redact(reward.error),
                     "length": sample.length,
                     "finish_reason": sample.finish_reason,
                 }

@@ -28,6 +28,7 @@ import numpy as np
 from dapo.errors import UserError
 from dapo.files import json_line, lines_of, parse_json, write_atomic, write_json
 from dapo.records import Group, Reward, Sample
+from dapo.redaction import redact
 
 if TYPE_CHECKING:
     from dapo.training.trainer import UpdateReport
@@ -315,5 +316,5 @@ def _verdict(sample: Sample) -> dict[str, Any]:
         "correct": reward.correct,
         "reward": reward.value if reward.error is None else None,
         "parts": dict(reward.parts),
-        "error": reward.error,
+        "error": redact(reward.error),  # a message may quote a request
     }
