@@ -587,8 +587,10 @@ def test_failed_scores_of_an_interrupted_fill_are_made_again():
     assert interrupt(buffer, 200)
     assert any(s.reward and s.reward.error for g in buffer.state()["under_way"] for s in g.samples)
     buffer._scorer.rule = lambda row: (1, 1, 0)
-    stats = fill(buffer).stats
+    result = fill(buffer)
+    stats, samples = result.stats, [s for group in result.groups for s in group.samples]
     assert stats.failed_scores == 0 and stats.kept == N and stats.scores >= N * G
+    assert len(samples) == N * G and all(s.reward is not None and s.reward.error is None for s in samples)
 
 
 def test_an_interrupted_fill_keeps_to_its_budget():

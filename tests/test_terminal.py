@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from dapo.terminal import counted
+from dapo.cli.errors import complain
+from dapo.progress import PlainListener
+from dapo.report.blocks import Answer, Code, Rows, Section, Text
+from dapo.report.write import write_report
+from dapo.terminal import Terminal, counted
 
 
 def bash(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -75,3 +80,24 @@ listener.finished({"accuracy_before": 0.1, "accuracy_after": 0.9})
 def test_one_is_no_plural() -> None:
     assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
     assert counted(12345, "sample", ",") == "12,345 samples"
+
+
+HIDDEN = "a\x1b[31mb\x9bc\u202ed\u200be\x07"
+SHOWN = r"a\x1b[31mb\x9bc\u202ed\u200be\x07"
+
+
+def test_text_of_others_shows_what_a_terminal_would_obey(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    Terminal(file=stream, width=200).print(HIDDEN, markup=False)
+    assert stream.getvalue() == SHOWN + "\n"
+    complain(HIDDEN)
+    PlainListener(Terminal(stderr=True, width=200)).warning(HIDDEN)
+    assert capsys.readouterr().err.splitlines() == [f"error: {SHOWN}", f"warning: {SHOWN}"]
+
+
+def test_a_report_shows_it_too_in_both_forms(tmp_path: Path) -> None:
+    blocks = [Text(HIDDEN), Code(HIDDEN), Rows([HIDDEN], [[HIDDEN]]), Answer(HIDDEN, HIDDEN, HIDDEN)]
+    for path in write_report(HIDDEN, [Section("one", blocks)], tmp_path / "report"):
+        text = path.read_text()
+        assert all(character.isprintable() or character == "\n" for character in text)
+        assert text.count("x1b") >= 7 and text.count("u202e") >= 7 and text.count("u200b") >= 7

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo.plan import MINUTES, plan_line
-from dapo.terminal import Terminal
+from dapo.terminal import Terminal, visible
 
 
 class Listener(Protocol):
@@ -87,7 +87,7 @@ class QuietListener:
     def close(self) -> None: ...
 
     def warning(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 class PlainListener:
@@ -139,7 +139,7 @@ class PlainListener:
         self._say(evaluation_line(name, metrics))
 
     def warning(self, text: str) -> None:
-        self._say(f"warning: {text}")
+        self._say(visible(f"warning: {text}"))
 
     def finished(self, summary: dict[str, Any]) -> None:
         for label, before, after in before_and_after(summary):
@@ -225,7 +225,7 @@ class LiveListener:
         self._print(Text(evaluation_line(name, metrics), style="cyan"))
 
     def warning(self, text: str) -> None:
-        self._print(Text.assemble(("warning: ", "bold yellow"), text))
+        self._print(Text.assemble(("warning: ", "bold yellow"), visible(text)))
 
     def finished(self, summary: dict[str, Any]) -> None:
         self.close()

@@ -7,13 +7,17 @@ import errno
 import io
 import os
 import sys
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 
 
 class Terminal(Console):
     """A console whose reader, a program or a terminal, may go away: what is printed then is dropped, and no error."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As of any console; text shows what a terminal would obey."""
+        super().print(*(visible(it) if isinstance(it, str) else it for it in objects), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

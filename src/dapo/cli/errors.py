@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from dapo.errors import ConfigError, DataError, NumericalError, StarvedError, UserError
-from dapo.terminal import Terminal, drop_output
+from dapo.terminal import Terminal, drop_output, visible
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 another error of the input (model, reward function, run folder); 2 an error in the recipe, "
@@ -76,4 +76,6 @@ def complain(message: str) -> None:
     """Print an error."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    Terminal(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True, highlight=False)
+    Terminal(stderr=True).print(
+        Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True, highlight=False
+    )

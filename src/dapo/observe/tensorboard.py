@@ -12,6 +12,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard import summary as summaries
 
+from dapo.terminal import visible
+
 
 class TensorBoardTracker:
     """Writes every number of a step as a scalar and puts it on the disk before the next step begins.
@@ -52,7 +54,7 @@ class TensorBoardTracker:
     def _add_text(self, name: str, lines: Sequence[str], step: int) -> None:
         """Lines as a block of code."""
         make_text: Any = summaries.text
-        self._writer.add_summary(make_text(name, "\n".join(f"    {line}" for line in lines)), step)
+        self._writer.add_summary(make_text(name, "\n".join(f"    {visible(line)}" for line in lines)), step)
         self._writer.flush()
 
     def close(self) -> None:

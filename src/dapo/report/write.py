@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, assert_never
 from dapo.errors import UserError
 from dapo.files import write_atomic
 from dapo.report.blocks import Answer, Block, Code, Plot, Rows, Section, Text
+from dapo.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,7 +60,7 @@ def write_report(title: str, sections: Sequence[Section], output: Path) -> list[
         UserError: the folder cannot be made or written to.
     """
     pages = [output / "report.html", output / "report.md"]
-    texts = [_printable(form(title, sections)) for form in (as_html, as_markdown)]
+    texts = [visible(form(title, sections)) for form in (as_html, as_markdown)]
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
     files: dict[Path, str | bytes] = dict(zip(pages, texts, strict=True))
     files |= {output / "plots" / f"{plot.name}.png": _image(plot.figure, "png") for plot in plots}
@@ -79,11 +80,6 @@ def _image(figure: Figure, kind: str) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
     return content.getvalue()
-
-
-def _printable(text: str) -> str:
-    """What cannot be written as UTF-8, which a response may hold, is escaped."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _cut(text: str) -> str:
