@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -418,3 +419,21 @@ def test_a_token_never_stands_in_the_command_line_of_a_browser(tmp_path: Path, m
 def test_a_folder_that_is_no_run_is_an_error_for_people(tmp_path: Path) -> None:
     done = CliRunner().invoke(program, ["ui", str(tmp_path), "--no-browser"])
     assert done.exit_code == 1 and "neither is a run folder nor holds any" in done.output
+
+
+def test_a_run_folder_that_is_a_bomb_says_so_and_the_others_are_shown(tmp_path: Path) -> None:
+    lines = ["a: &a [lol]"] + [f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghijk")]
+    bombs = {"laughs/config.yaml": "\n".join(lines), "deep/config.yaml": "a: " + "[" * 10_000}
+    bombs |= {"line/metrics.jsonl": '{"step": 1, "x": "' + "x" * 2**21 + '"}\n'}
+    bombs |= {"nested/metrics.jsonl": '{"step": 1, "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n"}
+    bombs |= {"summary/summary.json": '{"a":' * 200_000 + "1" + "}" * 200_000}
+    page_run(tmp_path / "good")
+    for place, text in bombs.items():
+        page_run(tmp_path / place.partition("/")[0], steps=0)
+        (tmp_path / place).write_text(text)
+    with served(tmp_path) as address:
+        found = {run["name"]: run for run in get(f"{address}/api/runs")[1]}
+    assert found.keys() == {"good", "laughs", "deep", "line", "nested", "summary"}
+    assert {name for name, run in found.items() if run.get("error")} == {"laughs", "deep", "line", "nested"}
+    assert "too large" in found["laughs"]["error"] and "nesting" in found["deep"]["error"]
+    assert "line 1 is longer than 1.0 MiB" in found["line"]["error"]

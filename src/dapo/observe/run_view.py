@@ -71,7 +71,7 @@ class RunView:
             raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
-        recorded = (_mapping(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
+        recorded = (_recipe(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
         return cls(folder, *recorded, metrics)
 
     @cached_property
@@ -255,10 +255,22 @@ def _in_use(root: Path) -> bool:
     return False
 
 
+def _recipe(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        UserError: it is no YAML, or is too large: not of a run of ours, or edited since.
+    """
+    try:
+        value = load_yaml(read_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'problem', None) or error}") from None
+    return value if isinstance(value, dict) else {}
+
+
 def _mapping(path: Path) -> dict[str, Any]:
     try:
-        value = parse_json(read_text(path), LENIENT) if path.suffix == ".json" else load_yaml(read_text(path))
-    except (OSError, ValueError, yaml.YAMLError):
+        value = parse_json(read_text(path), LENIENT)
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
