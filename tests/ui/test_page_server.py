@@ -434,6 +434,6 @@ def test_a_run_folder_that_is_a_bomb_says_so_and_the_others_are_shown(tmp_path: 
     with served(tmp_path) as address:
         found = {run["name"]: run for run in get(f"{address}/api/runs")[1]}
     assert found.keys() == {"good", "laughs", "deep", "line", "nested", "summary"}
-    assert {name for name, run in found.items() if run.get("error")} == {"laughs", "deep", "line", "nested"}
-    assert "too large" in found["laughs"]["error"] and "nesting" in found["deep"]["error"]
-    assert "line 1 is longer than 1.0 MiB" in found["line"]["error"]
+    assert {name for name, run in found.items() if run["state"] == "unreadable"} == {"laughs", "deep", "line", "nested"}
+    assert "too large" in found["laughs"]["status"] and "nesting" in found["deep"]["status"]
+    assert "line 1 is longer than 1.0 MiB" in found["line"]["status"]

@@ -223,7 +223,7 @@ def load_yaml(text: str) -> Any:
 
 def _check_size(text: str) -> None:
     """Count what the aliases stand for, before anything is made of it: each may hold many of the one before it."""
-    anchors: dict[str, int | None] = {}
+    anchors: dict[Any, int | None] = {}
     opened: list[tuple[str | None, int]] = []
     size = 0
     for event in yaml.parse(text[: _LARGEST + 1], Loader=_Loader):
@@ -247,7 +247,8 @@ def _check_size(text: str) -> None:
         if len(opened) > _DEEPEST:
             problem = "nested too deeply"
         if problem:
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            mark: Any = event.start_mark
+            raise yaml.composer.ComposerError(None, None, problem, mark)
 
 
 def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
