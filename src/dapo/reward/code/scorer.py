@@ -56,6 +56,7 @@ class CodeScorer(PooledScorer):
                 "tests": meta.get(self._config.tests_key),
                 "entry_point": _text(meta, self._config.entry_point_key),
                 "solution": _text(meta, self._config.solution_key),
+                "tolerance": meta.get(self._config.float_tolerance_key),
             }
         )
 
@@ -81,7 +82,7 @@ class CodeScorer(PooledScorer):
             yield f"{config.entry_point_key}: must be text, but is {type(entry_point).__name__}", True
             entry_point = None
         try:
-            tests = read_tests(meta.get(config.tests_key), entry_point)
+            tests = read_tests(meta.get(config.tests_key), entry_point, meta.get(config.float_tolerance_key))
         except ValueError as error:
             yield f"{config.tests_key}: {error}", True
         else:
