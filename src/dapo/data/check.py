@@ -259,8 +259,8 @@ def _read_all(
             missing += row.answer is None or not row.answer.strip()
             answer = blake2b((row.answer or "").strip().encode(), digest_size=8).digest()
             found.write(number.to_bytes(8, "little") + exact_key(row.text).to_bytes(8, "little") + answer)
-    found = {"bad": bad, "faults": faults, "missing_answers": missing, "lengths": lengths.counts}
-    return found | {"eaten": eaten, "examples": examples}
+    facts = {"bad": bad, "faults": faults, "missing_answers": missing, "lengths": lengths.counts}
+    return {**facts, "eaten": eaten, "examples": examples}
 
 
 def _repeated(good: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
