@@ -108,12 +108,6 @@ class CodeReward(WorkerReward):
     """Output in KiB of one test; beyond, the test fails."""
     scratch_mb: int = Field(64, ge=1)
     """Size in MiB of the folder that a program may write to."""
-    float_tolerance: float = Field(0.0, ge=0, lt=1)
-    """How far a printed number with a point or an exponent may be from the expected one, absolutely or relative to it;
-    0: numbers are compared as text. For `{stdin: ..., stdout: ...}` tests, each of which may have a key
-    `float_tolerance` of its own."""
-    float_tolerance_key: str = "float_tolerance"
-    """Key of a row's own `float_tolerance`."""
     packages: list[str] = Field(default_factory=list)
     """Installed packages that programs may import beside the standard library, such as `numpy`."""
     parts: list[Literal["compiles", "style", "efficiency"]] = Field(default_factory=list)

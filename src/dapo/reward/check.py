@@ -291,6 +291,7 @@ async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Cal
     Raises:
         RewardError: the sandbox is missing.
     """
+    from dapo.reward.code.names import TOLERANCE_KEY
     from dapo.reward.code.scorer import UNSAFE
 
     if config.sandbox == "none":
@@ -306,7 +307,7 @@ async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Cal
     async def grade(case: Case) -> Checked:
         meta = case.prompt.meta
         item = {"program": case.response, "tests": meta[config.tests_key]}
-        item |= {"entry_point": meta.get(config.entry_point_key), "tolerance": meta.get(config.float_tolerance_key)}
+        item |= {"entry_point": meta.get(config.entry_point_key), "tolerance": meta.get(TOLERANCE_KEY)}
         try:
             found = await pool.run(item)
         except ScoringFailed as error:

@@ -139,11 +139,9 @@ def test_outputs_are_equal_word_by_word_and_line_by_line():
 def test_printed_numbers_are_compared_as_text_unless_a_tolerance_is_given():
     program, third = "print(round(1/3, 6))\n", {"stdin": "", "stdout": "0.333333333333\n"}
     assert grade(program, [third]) == "fail"
-    assert grade(program, [third], None, CodeReward(kind="code", float_tolerance=1e-6)) == "pass"
-    assert grade(program, [third], None, CodeReward(kind="code", float_tolerance=1e-7)) == "fail"
+    assert grade(program, [{**third, "float_tolerance": 1e-7}]) == "fail"
     assert grade(program, [{**third, "float_tolerance": 1e-6}]) == "pass"
-    own = [{**third, "float_tolerance": 0}]
-    assert grade(program, own, None, CodeReward(kind="code", float_tolerance=1e-6)) == "fail"
+    assert grade(program, [{**third, "float_tolerance": 0}]) == "fail"
     with pytest.raises(RewardError, match="test 1: float_tolerance must be a number from 0 to 1"):
         grade(program, [{**third, "float_tolerance": "much"}])
 

@@ -233,8 +233,7 @@ class Grader:
         status = program.wait().status
         if status != 0:
             return ERROR, f"it ends with exit status {status}"
-        tolerance = self._config.float_tolerance if test.tolerance is None else test.tolerance
-        if not same_output(output, test.stdout, tolerance):
+        if not same_output(output, test.stdout, test.tolerance):
             return FAILED, f"its output is {output[:80]!r}"
         return PASSED, ""
 

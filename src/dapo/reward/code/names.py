@@ -78,15 +78,19 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class InOut:
-    """A test of a whole program: what it reads, and what it must write. ``tolerance``: for printed numbers, see
-    ``CodeReward.float_tolerance``; None: the config's."""
+    """A test of a whole program: what it reads, and what it must write. ``tolerance``: how far printed
+    numbers may be from the expected ones, see :func:`~dapo.reward.code.grade.same_output`."""
 
     stdin: str
     stdout: str
-    tolerance: float | None = None
+    tolerance: float = 0.0
 
 
 Tests = Sequence[Snippet] | Sequence[InOut]
+
+
+TOLERANCE_KEY = "float_tolerance"
+"""Key of a row, or of one of its tests."""
 
 
 @contextlib.contextmanager
@@ -142,14 +146,14 @@ def root_name(entry_point: str) -> str:
 
 
 def _in_out(test: Mapping[str, Any], place: int, tolerance: Any) -> InOut:
-    tolerance = test.get("float_tolerance", tolerance)
+    tolerance = test.get(TOLERANCE_KEY, tolerance)
     if tolerance is not None and not (type(tolerance) in (int, float) and 0 <= tolerance < 1):
         raise ValueError(f"test {place}: float_tolerance must be a number from 0 to 1, such as 1e-6, not {tolerance!r}")
     stdin, stdout = test["stdin"], test["stdout"]
     for key, text in (("stdin", stdin), ("stdout", stdout)):
         if not isinstance(text, str):
             raise ValueError(f"test {place}: {key} must be text, but is {type(text).__name__}")
-    return InOut(stdin, stdout, tolerance)
+    return InOut(stdin, stdout, tolerance or 0.0)
 
 
 def _source(test: Any, place: int) -> str:
