@@ -135,6 +135,10 @@ def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, l
     ):
         if count:
             listener.warning(f"data.train: {count} of {looked_at} {what}")
+    if report.eaten:
+        listener.warning(
+            f"data.train: {len(report.eaten)} of {looked_at} rows hold control characters, such as {report.eaten[0]}"
+        )
     if all(prompt.answer is None for prompt in source.untokenized()):
         listener.warning(
             f"data.train: no row has an answer under {data.answer_key!r} (data.answer_key); a reward function is given "
@@ -150,7 +154,11 @@ def heldout_prompts(config: Config, inputs: Inputs, template: PromptTemplate, li
     if not rows:
         return ()
     needed = _needs_answer(config, inputs)
-    return read_prompts(config.data, rows, template, answer_required=needed, limit=evaluation.rows)
+
+    def warn(text: str) -> None:
+        listener.warning(f"evaluation.data: {text}")
+
+    return read_prompts(config.data, rows, template, answer_required=needed, limit=evaluation.rows, warn=warn)
 
 
 def _needs_answer(config: Config, inputs: Inputs) -> bool:

@@ -129,3 +129,70 @@ def test_the_library_that_is_missing_is_named(tmp_path, monkeypatch):
     for item, package in ((path, "datasets"), ("some/set", "datasets"), (packed, "zstandard")):
         with pytest.raises(DataError, match=rf"need the package {package}: pip install 'dapo\[data\]'"):
             read(item)
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------
+
+
+def typed(tmp_path, values, **schema):
+    """The answers of a Parquet file with a column of this type."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.table({"prompt": [f"p{k}" for k in range(len(values))], "answer": pa.array(values, **schema)})
+    pq.write_table(table, tmp_path / "typed.parquet")
+    return tmp_path / "typed.parquet"
+
+
+def test_a_whole_float_is_an_integer(tmp_path):
+    path = typed(tmp_path, [2.0, 4.0, -3.0, -0.0, 0.5, 1e20, 1e22, 2.0**53])
+    expected = ["2", "4", "-3", "0", "0.5", "100000000000000000000", "1e+22", "9007199254740992"]
+    assert [row.answer for row in read(path)] == expected
+
+
+def test_a_missing_answer_in_a_column_of_floats_is_a_bad_row(tmp_path):
+    path = typed(tmp_path, [2.0, None, float("nan"), float("inf")])
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert [line.partition(": ")[2] for line in str(caught.value).splitlines()] == [
+        "'answer' is null, but this reward compares with it",
+        "'answer' is nan, not a finite number, but this reward compares with it",
+        "'answer' is inf, not a finite number",
+    ]
+
+
+def test_short_floats_and_decimals_are_written_as_they_print(tmp_path):
+    import decimal
+
+    pa = pytest.importorskip("pyarrow")
+    assert [row.answer for row in read(typed(tmp_path, [0.1, 3.0, 2.5], type=pa.float32()))] == ["0.1", "3", "2.5"]
+    exact = [decimal.Decimal(text) for text in ("2.00", "0.10", "-1200.00", "0.00", "123456789012345678.25")]
+    answers = [row.answer for row in read(typed(tmp_path, exact, type=pa.decimal128(20, 2)))]
+    assert answers == ["2", "0.1", "-1200", "0", "123456789012345678.25"]
+
+
+def test_integers_with_a_gap_are_integers_from_every_kind_of_data(tmp_path):
+    rows = [{"prompt": "a", "answer": 2.0}, {"prompt": "b", "answer": 12.0}]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.csv").write_text("prompt,answer,level\na,2,1\nb,12.0,\n")
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(rows).save_to_disk(str(saved))
+    for item in (parquet(tmp_path, rows), folder, saved):
+        assert [row.answer for row in read(item)] == ["2", "12"]
+
+
+def test_parquet_and_data_sets_are_read_without_a_home(tmp_path, monkeypatch):
+    rows = [{"prompt": "a", "answer": 2}]
+    (file := tmp_path / "home").write_text("")  # below which nobody makes a folder
+    for name in ("DAPO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(file))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = parquet(folder, rows)
+    for place in (file / "datasets", "~/datasets"):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place)
+        assert [row.answer for row in read(path)] == [row.answer for row in read(folder)] == ["2"]
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["folder", "home"]

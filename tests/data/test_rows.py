@@ -3,6 +3,7 @@
 import gzip
 import json
 import string
+from decimal import Decimal
 
 import pytest
 from data_cases import PLAIN, read, write
@@ -139,6 +140,18 @@ def test_bad_files(tmp_path):
 
 def python_rows(rows, **options):
     return read_prompts(DataConfig(template="plain"), rows, PLAIN, **options)
+
+
+def test_numbers_of_rows_from_python_become_text_as_whole_numbers_do():
+    import numpy as np
+
+    values = [2.0, np.float64(12.0), np.float32(0.1), np.int64(7), -0.0, 0.25, 1e-7, Decimal("3.50"), 10**30]
+    rows = [{"prompt": "a", "answer": value} for value in values]
+    expected = ["2", "12", "0.1", "7", "0", "0.25", "1e-07", "3.5", str(10**30)]
+    assert [prompt.answer for prompt in python_rows(rows)] == expected
+    for value in (True, np.bool_(False), float("inf"), Decimal("NaN")):
+        with pytest.raises(DataError, match="prompts"):
+            python_rows([{"prompt": "a", "answer": value}])
 
 
 def test_rows_from_python_are_checked_alike():

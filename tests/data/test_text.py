@@ -5,14 +5,14 @@ import json
 import os
 import random
 import shutil
-from pathlib import Path
+import tempfile
 
 import pytest
 import zstandard
 from data_cases import read, source, write
 
 import dapo.data.text
-from dapo.data.cache import cache_folder
+from dapo.data.cache import cache_folder, cached
 from dapo.errors import DataError
 
 ROWS = [{"prompt": f"p{k}é", "answer": k + 0.5, "x": {"y": [k]}} for k in range(50)]
@@ -54,7 +54,7 @@ def test_the_same_rows_from_every_format(tmp_path, kept, name):
         assert rows[7].meta == {"x": {"y": [7]}}
     array = "array" in name or "bom" in name
     assert rows[2].place == (f"{path}:row 3" if array else f"{path}:3")
-    assert bool(list(cache_folder().rglob("index.bin"))) == (kept == "cache")
+    assert bool(list(cache_folder("rows").rglob("index.bin"))) == (kept == "cache")
 
 
 def test_line_numbers_count_blank_lines(tmp_path, kept):
@@ -144,7 +144,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, large, damage, name):
     path = tmp_path / name
     path.write_bytes(CONTENTS[name])
     read(path)
-    (entry,) = (cache_folder() / "rows").iterdir()
+    (entry,) = cache_folder("rows").iterdir()
     for file in entry.iterdir():
         if damage == "empty":
             file.write_bytes(b"")
@@ -181,17 +181,32 @@ def test_a_full_disk_is_said_with_what_to_do(tmp_path, large, monkeypatch):
         DataError, match=r"rows.jsonl.gz: no room .*decompressed text: less than 256 MiB.* set DAPO_CACHE"
     ):
         read(path)
-    assert not [p for p in cache_folder().rglob("*") if p.is_file()]
+    assert not [p for p in cache_folder("rows").rglob("*") if p.is_file()]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DAPO_CACHE", "~/mine")
-    assert cache_folder() == Path.home() / "mine"
+    assert cache_folder("rows") == tmp_path / "home/mine/rows"
     monkeypatch.delenv("DAPO_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "dapo"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "dapo"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder("rows") == tmp_path / "xdg/dapo/rows"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder("rows") == tmp_path / "home/.cache/dapo/rows"
+
+
+@pytest.mark.parametrize("home", ["a-file", "nowhere", "~"])
+def test_without_a_home_a_temporary_folder_is_the_cache(monkeypatch, tmp_path, home):
+    (tmp_path / "a-file").write_text("")
+    for name in ("DAPO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", {"nowhere": "/proc/nowhere", "~": "~"}.get(home, str(tmp_path / home)))
+    folder = cache_folder("rows")
+    assert folder.is_dir() and folder.is_relative_to(tempfile.gettempdir()) and folder.name == "rows"
+    assert cached("rows", "key", lambda _: {"made": 1})[1] == {"made": 1}
+    assert cached("rows", "key", lambda _: {"made": 2})[1] == {"made": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
 
 
 def test_a_file_that_changes_in_use_is_noticed(tmp_path, large):

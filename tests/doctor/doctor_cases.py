@@ -351,6 +351,21 @@ MISTAKES: dict[str, Mistake] = {
         _recipe(data__instruction=" Write \\boxed{}.", data__max_prompt_length=60),
         "reward.kind=math",
     ),
+    "a backslash that was eaten in a row": Mistake(
+        "control-characters",
+        "warn",
+        _rows(lambda all_: [{**all_[0], "note": "\boxed{}"}, *all_[1:]]),
+        "note holds the control character '\\x08' where \\boxed was probably meant",
+    ),
+    "a backslash that was eaten in the recipe": Mistake(
+        "settings", "warn", _recipe(data__system="Use \frac."), "data.system holds the control character"
+    ),
+    "integers that became floats": Mistake(
+        "gold-as-written",
+        "warn",
+        _rows(lambda all_: [{**r, "answer": r["answer"] + ".0"} for r in all_]),
+        "are wrong as a model would write them",
+    ),
     "answers with their marker": Mistake(
         "gold-is-right",
         "fail",

@@ -17,7 +17,7 @@ from dapo.cli.errors import EXIT_CODES, errors_for_people
 from dapo.cli.options import Debug
 from dapo.cli.status import StatusLine
 from dapo.errors import ConfigError, UserError
-from dapo.terminal import Terminal
+from dapo.terminal import Terminal, visible
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -88,6 +88,7 @@ def check(
     """
     with errors_for_people(debug):
         from dapo.data.check import check_data
+        from dapo.escapes import eaten_in
 
         config = _config(recipe, words or [], template, tokenizer)
         train, evaluation = _files(config, recipe, words or [], against or [])
@@ -106,7 +107,8 @@ def check(
             )
         finally:
             progress.close()
-        doubts = [line for item in (*train, *evaluation) for line in _answers(config, item)]
+        doubts = eaten_in(config.model_dump(mode="json"))
+        doubts += [line for item in (*train, *evaluation) for line in _answers(config, item)]
         for line in report_lines(found, config, doubts):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
         if output is not None:
@@ -222,6 +224,10 @@ def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ())
             yield ""
     for report in (*found.train, *found.evaluation):
         yield from _faults(report)
+        if report.eaten:
+            yield f"warning: {report.eaten:,} rows of {report.file} hold control characters, such as"
+            yield from (visible(f"  {example}") for example in report.examples)
+            yield ""
     for title, reports in (("training", found.train), ("evaluation", found.evaluation)):
         if reports:
             yield from _histogram(title, reports, config.data.max_prompt_length)

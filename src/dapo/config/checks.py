@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dapo.escapes import eaten_in
+
 if TYPE_CHECKING:  # the tree calls these checks when it is built
     from dapo.config.reward import RewardConfig
     from dapo.config.tree import Config
@@ -99,8 +101,8 @@ def _divisors_near(total: int, wanted: int) -> list[int]:
 
 
 def warnings_for(config: Config) -> list[str]:
-    """Combinations that run but probably are not what was meant."""
-    found = []
+    """Combinations that run but probably are not what was meant, and texts whose backslashes were eaten."""
+    found = eaten_in(config.model_dump(mode="json"))
     if config.training.steps and config.updates_per_step == 1:
         found.append(
             "one update per rollout step: the ratio stays 1 and clipping does nothing; the paper makes 16 (smaller "

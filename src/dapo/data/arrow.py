@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dapo.data.cache import cache_folder, cached, file_key
+import numpy as np
+
+from dapo.data.cache import cache_folder, cached, can_be_written_to, file_key
 from dapo.data.rows import BadRow
 from dapo.data.tables import Table
 from dapo.errors import DataError, first_line, install
@@ -27,15 +29,18 @@ class ArrowTable(Table):
         self.name = name
         self._data = rows
         self._content = content
+        kinds = {name: str(getattr(feature, "dtype", "")) for name, feature in rows.features.items()}
+        self._short = {name: getattr(np, kind) for name, kind in kinds.items() if kind in ("float16", "float32")}
 
     def __len__(self) -> int:
         return len(self._data)
 
     def raw(self, number: int) -> Any:
         try:
-            return self._data[number]
+            row = dict(self._data[number])
         except Exception as error:  # decoders of images and sound raise their own kinds
             raise BadRow(f"cannot be read: {first_line(error.__cause__ or error)}") from None
+        return row | {key: kind(row[key]) for key, kind in self._short.items() if row[key] is not None}
 
     def place(self, number: int) -> str:
         return f"{self.name}:row {number + 1}"
@@ -55,8 +60,9 @@ def open_parquet(path: Path, name: str) -> ArrowTable:
     try:
         key = file_key(path, "parquet")
         _, facts = cached("hashes", key, lambda folder: {"sha256": _hash_of(path)})
-        with _quiet(datasets), _place_to_write(str(facts["sha256"])) as folder:
-            rows = datasets.Dataset.from_parquet(str(path), cache_dir=folder)
+        with _quiet(datasets):
+            folder = cache_folder("arrow") / str(facts["sha256"])[:32]
+            rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(folder))
     except Exception as error:  # of pyarrow, of datasets, of the file system: what matters is which file it was
         raise DataError(f"{name}: cannot be read as Parquet: {first_line(error.__cause__ or error)}") from None
     if not len(rows):
@@ -83,7 +89,10 @@ def open_dataset(path: str, config: str | None, split: str | None, name: str) ->
             if folder.is_dir() and _was_saved(folder):
                 found = datasets.load_from_disk(str(folder))
             else:
-                found = datasets.load_dataset(path, config)
+                theirs = Path(datasets.config.HF_DATASETS_CACHE)
+                if not (theirs.is_absolute() and can_be_written_to(theirs)):  # there may be no home
+                    theirs = cache_folder("datasets")
+                found = datasets.load_dataset(path, config, cache_dir=str(theirs))
     except Exception as error:  # of the hub, of the network, of the files
         raise DataError(f"{name}: the data set cannot be loaded: {first_line(error.__cause__ or error)}") from None
     rows = _split_of(found, split, name)
@@ -129,18 +138,6 @@ def _quiet(datasets: Any) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if not bars:
             datasets.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _place_to_write(content: str) -> Iterator[str | None]:
-    """Where ``datasets`` may put its copy in Arrow: our cache, or, if that cannot be written to, where it likes."""
-    folder = cache_folder() / "arrow" / content[:32]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        yield None
-        return
-    yield str(folder)
 
 
 def _hash_of(path: Path) -> str:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,37 @@ _SPARE = 256 * 2**20
 """Bytes that are left free on the disk."""
 
 
-def cache_folder() -> Path:
-    """Where entries are kept; it need not exist."""
+def cache_folder(kind: str) -> Path:
+    """The folder of entries of one kind, which can be written to; where the cache cannot, a temporary one."""
+    folder = _lasting(kind)
+    if not can_be_written_to(folder):
+        folder = _temporary() / kind
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def can_be_written_to(folder: Path) -> bool:
+    """Whether files can be made in this folder, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _lasting(kind: str) -> Path:
+    """Where the cache has them; it need not exist. A relative XDG_CACHE_HOME is to be ignored, says its standard."""
     if named := os.environ.get("DAPO_CACHE"):
-        return Path(named).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path("~/.cache").expanduser()) / "dapo"
+        return Path(os.path.expanduser(named), kind)  # noqa: PTH111 (Path.expanduser raises where there is no home)
+    places = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]  # noqa: PTH111
+    return Path(next(filter(os.path.isabs, places), None) or _temporary(), "dapo", kind)
+
+
+@cache
+def _temporary() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="dapo-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def key_of(*parts: Any) -> str:
@@ -54,32 +80,17 @@ def cached(kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> tupl
     Raises:
         OSError: there is no room, in the cache or the temporary folder.
     """
-    parent = cache_folder() / kind
-    entry = parent / key
-    known = _read(entry)
-    if known is not None:
-        return entry, known
-    folder, lasting = _new_folder(parent, key)
+    for entry in (_lasting(kind) / key, (parent := cache_folder(kind)) / key):
+        if (known := _read(entry)) is not None:
+            return entry, known
+    folder = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=parent))
     try:
         facts = build(folder)
         _write_meta(folder, facts)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    if not lasting:
-        return folder, facts
     return _move(folder, entry), facts
-
-
-def _new_folder(parent: Path, key: str) -> tuple[Path, bool]:
-    """A folder to fill, and whether it is in the cache."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{key}.", dir=parent)), True
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="dapo-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder, False
 
 
 def _move(folder: Path, entry: Path) -> Path:

@@ -33,6 +33,8 @@ class DataReport:
     longest: int
     """Length in tokens of the longest prompt that is used."""
     bad: int = 0
+    eaten: tuple[str, ...] = ()
+    """Rows that hold control characters (:mod:`dapo.escapes`), as ``file:line: key holds ...``."""
     faults: tuple[str, ...] = ()
     """The first bad rows, as ``file:line: reason``."""
 
@@ -60,6 +62,7 @@ class Head:
         self._size = self._starts[-1]
         self._prompts: dict[bytes, str | None] = {}
         self._duplicates = self._conflicts = 0
+        self._eaten: list[str] = []
         self.good: list[tuple[int, int]] = []
         """Stream and number of each row that can be used."""
         self.bad: set[tuple[int, int]] = set()
@@ -83,6 +86,7 @@ class Head:
             conflicts=self._conflicts,
             longest=max(fitting),
             bad=len(faults),
+            eaten=tuple(self._eaten),
             faults=tuple(faults[:SHOWN_FAULTS]),
         )
 
@@ -114,6 +118,8 @@ class Head:
         """Length of the prompt in tokens."""
         row = self._streams[stream].rows[number]
         length = len(encode(row, self._template))
+        if said := row.eaten(self._streams[stream].rows.keys(number)):
+            self._eaten.append(f"{row.place}: {said}")
         text = blake2b(row.text.encode(), digest_size=16).digest()
         if text in self._prompts:
             self._duplicates += 1

@@ -106,6 +106,10 @@ class Rows:
         part, inside = self._find(number)
         return check_row(part.table.raw(inside), part.keys, part.table.place(inside))
 
+    def keys(self, number: int) -> Keys:
+        """Which keys of a row hold what."""
+        return self._find(number)[0].keys
+
     def place(self, number: int) -> str:
         """``file:line``, or what is like it."""
         part, inside = self._find(number)

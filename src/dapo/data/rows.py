@@ -11,9 +11,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, NoReturn
 
+from dapo.escapes import eaten_in
+
 SHOWN_FAULTS = 20
+_PLAIN_BELOW = 1e21
+"""Whole floats below this are written out."""
 
 Messages = tuple[Mapping[str, str], ...]
 
@@ -29,6 +34,11 @@ class Row:
     answer: str | None
     meta: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
+
+    def eaten(self, keys: Keys) -> str | None:
+        """Where backslashes were eaten (:mod:`dapo.escapes`): in which keys, and what was probably meant."""
+        found = eaten_in(self.prompt, keys.prompt) + eaten_in(self.answer, keys.answer, is_answer=True)
+        return "; ".join([*found, *eaten_in(self.meta)][:3]) or None
 
     @property
     def text(self) -> str:
@@ -164,7 +174,7 @@ def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
     if not there and key == "answer":
         there, value = _look_up(row, _VERL_ANSWER)
     value = _from_array(value)
-    missing = value is None or (isinstance(value, float) and math.isnan(value))
+    missing = value is None or (isinstance(value, float | Decimal) and math.isnan(value))
     if missing and not keys.answer_required:
         return None
     if missing and not there:
@@ -172,9 +182,9 @@ def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
     if missing:
         said = "null" if value is None else "nan, not a finite number"
         raise BadRow(f"{key!r} is {said}, but this reward compares with it")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise BadRow(f"{key!r} must be text or a number, got {_kind(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise BadRow(f"{key!r} is {value}, not a finite number")
     answer = _unicode(_text_of(value, key), key)
     if keys.answer_required and not answer.strip():
@@ -182,7 +192,11 @@ def _answer(row: Mapping[Any, Any], keys: Keys) -> str | None:
     return answer
 
 
-def _text_of(value: str | int | float, key: str) -> str:
+def _text_of(value: str | int | float | Decimal, key: str) -> str:
+    """Of a typed number the shortest one: a column of integers in which one is missing holds floats, and 2.0 is 2."""
+    if isinstance(value, Decimal) or (isinstance(value, float) and (abs(value) < _PLAIN_BELOW and value.is_integer())):
+        digits = f"{Decimal(repr(value)) if isinstance(value, float) else value:f}"
+        value = (digits.rstrip("0").rstrip(".") if "." in digits else digits).removeprefix("-" if not value else "")
     try:
         return str(value)
     except ValueError:
@@ -197,7 +211,9 @@ def _names(row: Mapping[Any, Any]) -> str:
 
 
 def _from_array(value: Any) -> Any:
-    """Numbers and arrays of numpy (a data frame's rows hold them) in Python's own types."""
+    """Numbers and arrays of numpy (a data frame's rows hold them) in Python's own types; a short float as it prints."""
+    if type(value).__name__ in ("float16", "float32"):
+        return float(str(value))
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -59,6 +59,7 @@ def read_prompts(
     *,
     answer_required: bool = True,
     limit: int | None = None,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Prompt, ...]:
     """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
 
@@ -68,6 +69,7 @@ def read_prompts(
         template: the one that the rollout uses too.
         answer_required: whether a row without an answer is a fault.
         limit: use the first so many rows.
+        warn: hears of rows that hold control characters.
 
     Raises:
         DataError: a file or a row is bad; names all of them.
@@ -75,14 +77,18 @@ def read_prompts(
     rows = Rows(open_parts(data, source, answer_required)[0])
     prompts: list[Prompt] = []
     faults: list[str] = []
+    eaten: list[str] = []
     for number in range(len(rows) if limit is None else min(limit, len(rows))):
         try:
             row = rows[number]
+            eaten += [f"{row.place}: {said}"] if (said := row.eaten(rows.keys(number))) else []
             prompts.append(Prompt(number, row.text, encode(row, template), row.answer, row.meta))
         except BadRow as fault:
             faults.append(f"{rows.place(number)}: {fault}")
     if faults:
         raise DataError(listed(faults))
+    if eaten:
+        warn(f"{len(eaten)} rows hold control characters, such as {eaten[0]}")
     return tuple(prompts)
 
 

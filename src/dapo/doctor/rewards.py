@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
@@ -20,6 +22,7 @@ from dapo.doctor.answers import marker_of, spread, strip_marker
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import RewardError
+from dapo.escapes import restored
 from dapo.records import Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running, score_each
@@ -30,6 +33,8 @@ PROMPTS, COSTLY_PROMPTS = 16, 2
 EXAMINED = 2000
 REACHED_WITHIN_S = 5.0
 SECONDS = 60.0
+
+_WHOLE = re.compile(r"^(-?[0-9]+)\.0+$")
 
 Form = tuple[str, Callable[[Prompt], str | None]]
 """How an answer is written: what it is called, and the response made from a row (None: the row has no answer)."""
@@ -300,6 +305,7 @@ async def _with_verdicts(
             return found
     else:
         found = [Finding("reward", "gold-is-right", "pass", f"{count} of {count} reference answers ({form})")]
+    found += await _as_a_model_writes(config, scorer, form, [prompt for prompt, _, _ in scored])
     pairs = shuffled(scored)
     empty = [(prompt, "") for prompt, _, _ in scored]
     verdicts = await scores(scorer, [*pairs, *empty])
@@ -327,6 +333,22 @@ async def _with_verdicts(
         told = f"{len(failed)} of {len(empty)} scores of an empty response failed: {failed[0]}"
         return [*found, Finding("reward", "empty-is-wrong", "warn", told, "a wrong response is wrong, not a failure")]
     return [*found, Finding("reward", "empty-is-wrong", "pass", "an empty response is not right")]
+
+
+async def _as_a_model_writes(config: Config, scorer: Scorer, form: str, prompts: Sequence[Prompt]) -> list[Finding]:
+    """Reference answers that no model writes so (2.0 of 2, a form feed of a backslash): are they right as it would? An
+    answer that is compared with itself is right whatever it holds."""
+    write = dict(forms_of(config.reward))[form]
+    meant = [replace(p, answer=_WHOLE.sub(r"\1", restored(p.answer.strip()))) for p in prompts if p.answer is not None]
+    others = {p.row: p for p in prompts}
+    varied = [(others[p.row], write(p) or "") for p in meant if p.answer != (others[p.row].answer or "").strip()]
+    wrong = [pair for pair, reward in zip(varied, await scores(scorer, varied), strict=True) if not reward.correct]
+    if not wrong or config.reward.kind == "code":
+        return []
+    prompt, text = wrong[0]
+    told = f"{len(wrong)} of {len(prompts)} reference answers are wrong as a model would write them, such as row "
+    told += f"{prompt.row + 1}: {text[:60]!r} for the answer {(prompt.answer or '')[:60]!r}"
+    return [Finding("reward", "gold-as-written", "warn", told, _mend_gold(config, prompt))]
 
 
 async def _right_in_a_list(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:

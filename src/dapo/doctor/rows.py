@@ -121,6 +121,15 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         "mend them: an evaluation leaves no row out",
         fails=True,
     )
+    for key, reports in (("data.train", train), ("evaluation.data", held_out)):
+        examples = [example for report in reports for example in report.examples]
+        yield _Trouble(
+            "control-characters",
+            sum(report.eaten for report in reports),
+            f"{key}: {sum(report.eaten for report in reports):,} rows hold control characters, such as "
+            + "".join(examples[:1]),
+            "write the rows with a JSON library, which doubles backslashes",
+        )
     unanswered = sum(report.missing_answers for report in train)
     yield _Trouble(
         "answers",

@@ -23,6 +23,7 @@ from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
 from dapo.doctor.answers import doubts_about
 from dapo.errors import DataError
+from dapo.escapes import eaten_in
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
@@ -91,7 +92,7 @@ def evaluate_files(
     listener.phase("loading tokenizer and data")
     prompting = load_prompting(_keys_as_published(config, published) if published else config)
     items = prompting.config.evaluation.data
-    prompts = {label_of(item): _prompts(prompting, item) for item in items}
+    prompts = {label_of(item): _prompts(prompting, item, listener) for item in items}
     if published and config.reward.kind in ("math", "exact"):  # any other may want the solution
         prompts = {file: _bare_answers(file, found, published, listener) for file, found in prompts.items()}
     for line in settings_lines(prompting.config):
@@ -99,6 +100,8 @@ def evaluate_files(
     first = next(iter(prompts.values()))[0]
     answer = "" if first.answer is None else f", whose answer is {first.answer[:60]!r}"
     listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}{answer}")
+    for said in eaten_in(prompting.config.model_dump(mode="json")):
+        listener.warning(said)
     for item in items:
         for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):
             listener.warning(doubt)
@@ -136,7 +139,7 @@ async def _running(prompting: Prompting, engine: Engine) -> AsyncIterator[Scorer
         yield scorer
 
 
-def _prompts(prompting: Prompting, item: DataItem) -> tuple[Prompt, ...]:
+def _prompts(prompting: Prompting, item: DataItem, listener: Listener) -> tuple[Prompt, ...]:
     """
     Raises:
         DataError: a row is bad, or longer than ``data.max_prompt_length``.
@@ -149,6 +152,7 @@ def _prompts(prompting: Prompting, item: DataItem) -> tuple[Prompt, ...]:
         prompting.template,
         answer_required=needs_answer(config.reward),
         limit=config.evaluation.rows,
+        warn=lambda text: listener.warning(f"{label_of(item)}: {text}"),
     )
     if not prompts:
         raise DataError(f"{label_of(item)}: holds no rows")

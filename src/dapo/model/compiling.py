@@ -60,6 +60,6 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 def keep_compiled_code() -> None:
     """Keep compiled code where the next process finds it; a place that the user has set stays."""
-    folder = cache_folder() / "compiled"
+    folder = cache_folder("compiled")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))

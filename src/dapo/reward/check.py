@@ -291,6 +291,7 @@ async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Cal
     Raises:
         RewardError: the sandbox is missing.
     """
+    from dapo.reward.code.names import TOLERANCE_KEY
     from dapo.reward.code.scorer import UNSAFE
 
     if config.sandbox == "none":
@@ -304,9 +305,11 @@ async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Cal
     )
 
     async def grade(case: Case) -> Checked:
-        tests, entry_point = case.prompt.meta[config.tests_key], case.prompt.meta.get(config.entry_point_key)
+        meta = case.prompt.meta
+        item = {"program": case.response, "tests": meta[config.tests_key]}
+        item |= {"entry_point": meta.get(config.entry_point_key), "tolerance": meta.get(TOLERANCE_KEY)}
         try:
-            found = await pool.run({"program": case.response, "tests": tests, "entry_point": entry_point})
+            found = await pool.run(item)
         except ScoringFailed as error:
             found = {"outcome": None, "detail": str(error)}
         advance()
@@ -333,7 +336,7 @@ def make_grader(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str,
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         try:
-            tests = read_tests(item["tests"], item["entry_point"])
+            tests = read_tests(item["tests"], item["entry_point"], item["tolerance"])
         except ValueError as error:
             return {"outcome": "error", "detail": f"its tests cannot be used: {error}"}
         try:

@@ -107,6 +107,9 @@ def test_rows_that_a_program_could_decide_itself_are_in_doubt():
         "assert add(1, 2) == Number(3)",
         "assert add(1, 2) == add(2, 1)",
         "def check(candidate):\n    assert near(candidate(1, 2), 3)",
+        "assert add(1, 2).equals(3)",
+        "assert add(1, 2).__eq__(3)",
+        "one = add(1, 2)\ntwo = add(2, 1)\nassert one == two",
     ]
     fine = [
         "assert add(Number(1), Number(2)) == 3",
@@ -114,12 +117,32 @@ def test_rows_that_a_program_could_decide_itself_are_in_doubt():
         "assert fabs(add(1, 2) - 3) < 1e-6",
         "try:\n    add(1)\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError",
         "def check(candidate):\n    assert candidate(1, 2) == 3",
+        "assert add('a', 'b').startswith('a')",
     ]
     doubts = examine(*({"tests": [test], "entry_point": "add"} for test in doubtful + fine))
     assert [doubt.position for doubt in doubts] == list(range(len(doubtful)))
     assert not any(doubt.unusable for doubt in doubts)
     assert "no assert" in doubts[0].text
     assert "same" in doubts[1].text
+
+
+def test_without_an_entry_point_rows_are_in_doubt_where_a_helper_judges_a_result():
+    doubtful = ["assert np.allclose(f(2), 4)", "r = f(2)\nassert same(r, 4)", "assert norm(f(2), 4) == 3"]
+    fine = ["import math\nassert math.isclose(f(2), 4)", "assert f(2) == 4", "assert f(Point(1, 2), 3) == 3"]
+    doubts = examine(*({"tests": [test]} for test in doubtful + fine))
+    assert [(doubt.position, doubt.unusable) for doubt in doubts] == [(0, False), (1, False), (2, False)]
+    assert "np" in doubts[0].text and "entry point" in doubts[0].text
+
+
+def test_a_row_may_have_a_tolerance_of_its_own():
+    row = {"tests": [{"stdin": "", "stdout": "0.333333333333"}], "entry_point": None}
+    response = "```python\nprint(round(1/3, 6))\n```"
+    assert [score([response], prompt(**row, **own))[0].correct for own in ({}, {"float_tolerance": 1e-6})] == [
+        False,
+        True,
+    ]
+    [doubt] = examine({**row, "float_tolerance": "1e-6"})
+    assert doubt.unusable and "float_tolerance" in doubt.text
 
 
 def test_other_keys_may_hold_the_tests():

@@ -8,8 +8,9 @@ import pytest
 
 from dapo.config import CodeReward
 from dapo.errors import RewardError
-from dapo.reward.code.grade import Grader, grade, same_output
+from dapo.reward.code.grade import Grader, Verdict, grade, same_output
 from dapo.reward.code.names import read_tests
+from dapo.reward.code.program import Usage
 
 QUICK = CodeReward(kind="code", test_timeout_s=1.0)
 """For programs that do not end by themselves."""
@@ -133,6 +134,91 @@ def test_outputs_are_equal_word_by_word_and_line_by_line():
     assert not same_output(b"1\n\n2\n", "1\n2\n")
     assert not same_output(b"\xff", "ÿ")
     assert same_output(b"", "\n")
+
+
+def test_printed_numbers_are_compared_as_text_unless_a_tolerance_is_given():
+    program, third = "print(round(1/3, 6))\n", {"stdin": "", "stdout": "0.333333333333\n"}
+    assert grade(program, [third]) == "fail"
+    assert grade(program, [{**third, "float_tolerance": 1e-7}]) == "fail"
+    assert grade(program, [{**third, "float_tolerance": 1e-6}]) == "pass"
+    assert grade(program, [{**third, "float_tolerance": 0}]) == "fail"
+    with pytest.raises(RewardError, match="test 1: float_tolerance must be a number from 0 to 1"):
+        grade(program, [{**third, "float_tolerance": "much"}])
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("0.3333", "0.33333333", True),  # 3.3e-5 apart
+        ("0.333", "0.33333333", False),  # 3.3e-4 apart
+        ("1000.05", "1000.0", True),  # relative to the expected number: 5e-5
+        ("1000.5", "1000.0", False),
+        ("1", "1.0", True),
+        ("1e3", "1000.0", True),
+        ("-.5", "-0.5", True),
+        ("1000", "1001", False),  # whole numbers are exact, however near
+        ("10000001", "10000000", False),
+        ("nan", "nan", True),  # as text
+        ("nan", "1.0", False),
+        ("inf", "1e999", False),
+        ("1e999", "1.0", False),
+        ("x 0.50001", "x 0.5", True),
+        ("y 0.5", "x 0.5", False),
+        ("0.5 0.5", "0.5", False),
+        ("0.5\n0.5", "0.5 0.5", False),
+        ("1_0.0", "10.0", False),
+    ],
+)
+def test_a_tolerance_of_1e_4(output, expected, same):
+    assert same_output(output.encode(), expected, 1e-4) is same
+
+
+def test_a_program_and_those_that_it_starts_print_and_read_integers_of_any_length():
+    assert grade("n = int(input())\nprint(str(10**n)[:1] + str(len(str(10**n))))\n", io("5000\n", "15001\n")) == "pass"
+    assert grade("print(int(input()) % 9)\n", io("7" * 5000, "8\n")) == "pass"  # 35,000 is 8 modulo 9
+    assert grade(f"print(1{'0' * 5000} % 9)\n", io("", "1\n")) == "pass"
+    child = (
+        "import subprocess, sys\nprint(subprocess.check_output([sys.executable, '-c', 'print(10**5000)']).decode())\n"
+    )
+    assert grade(child, io("", "1" + "0" * 5000)) == "pass"
+    assert grade("def f(n):\n    return 10**n\n", [f"assert f(5000) == 1{'0' * 5000}"]) == "pass"
+    assert grade("def f(n):\n    return 10**n\n", [f"assert f(5000) == 2{'0' * 5000}, str(f(5000))"]) == "fail"
+    assert grade("print(10**5000)\n", io("", "1" + "0" * 5000), None, CodeReward(kind="code", sandbox="none")) == "pass"
+
+
+def io(stdin, stdout):
+    return [{"stdin": stdin, "stdout": stdout}]
+
+
+def test_a_helper_beside_a_known_entry_point_is_the_programs():
+    program = "def f(x):\n    return [4]\ndef same_tree(a, b):\n    return a == b\n"
+    assert grade(program, ["assert same_tree(f(2), [4])"], "f") == "pass"
+    assert grade(program, ["assert same_tree(f(2), [5])"], "f") == "fail"
+
+
+@pytest.mark.parametrize("script", [True, False])
+def test_several_slow_tests_end_when_the_time_over_all_of_them_is_spent(script):
+    program = "import time\ndef f():\n    time.sleep(0.4)\n    return 1\n" + "print(f())\n" * script
+    tests = read_tests(io("", "1") * 8 if script else ["assert f() == 1"] * 8, "f")
+    verdict = Grader(CodeReward(kind="code", timeout_s=0.9, score="fraction")).grade(program, tests)
+    assert verdict.outcomes[0] == "pass"
+    assert verdict.outcomes[4:] == ["timeout"] * 4  # four would have taken 1.6 s
+    assert "no time is left" in verdict.detail
+
+
+def test_several_runs_take_the_time_of_all_and_the_memory_of_the_largest():
+    verdict = Verdict()
+    for usage in (Usage(0, 1.0, 300), Usage(0, 2.0, 200)):
+        verdict.used(usage)
+    assert (verdict.usage.cpu_s, verdict.usage.memory_bytes) == (3.0, 300)
+
+
+def test_the_detail_is_that_of_the_first_test_that_does_not_pass():
+    verdict = Grader(CodeReward(kind="code")).grade(
+        "print(input())\n", read_tests(io("1", "1") + io("2", "3") + io("4", "5"), None)
+    )
+    assert verdict.outcomes == ["pass", "fail", "fail"]
+    assert verdict.detail == "test 2: its output is b'2\\n'"
 
 
 def test_a_test_that_proves_nothing_is_no_test():

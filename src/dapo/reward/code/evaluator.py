@@ -15,12 +15,14 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from dapo.reward.code.border import Border, ProgramGone
 from dapo.reward.code.names import Snippet, load_known
+from dapo.reward.code.remote import PLAIN, plain_of
 
 Outcome = Literal["pass", "fail", "timeout", "error"]
 PASSED: Outcome = "pass"
@@ -99,7 +101,7 @@ def _serve(link: socket.socket, reply_bytes: int) -> bool:
     job = link.recv(int.from_bytes(header, "big"), socket.MSG_WAITALL)
     with socket.socket(fileno=fds[0]) as channel:
         border = Border(channel, reply_bytes)
-        namespace: dict[str, Any] = {"__name__": "tests"}
+        namespace: dict[str, Any] = {"__name__": "tests", PLAIN: plain_of}
         for fields in marshal.loads(job):
             outcome, detail = _run(border, Snippet(*fields), namespace)
             link.sendall(json.dumps([outcome, detail[:500]]).encode() + b"\n")
@@ -111,7 +113,8 @@ def _serve(link: socket.socket, reply_bytes: int) -> bool:
 
 def _confine(memory_bytes: int, kept: int) -> None:
     """Hostile values may be large; nothing that a test prints may reach the worker's pipes. What other threads have
-    open must not stay open here, or they would wait for its end."""
+    open must not stay open here, or they would wait for its end. Integers may be as long as the test's time allows."""
+    sys.set_int_max_str_digits(0)
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 of names, not of paths
         if int(entry) > 2 and int(entry) != kept:
             with contextlib.suppress(OSError):

@@ -6,18 +6,20 @@ blocks: the scorer's workers call it, and whoever checks labelled cases (in a th
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from dapo.config import CodeReward
 from dapo.errors import RewardError
+from dapo.reward.code.doubts import guarded
 from dapo.reward.code.evaluator import ERROR, FAILED, PASSED, TIMEOUT, Evaluator, Outcome
 from dapo.reward.code.names import InOut, Snippet, Tests, read_tests, uses_solution_class
 from dapo.reward.code.program import Clock, OverLimit, Program, SandboxFailed, TimeUp, Usage
@@ -25,6 +27,7 @@ from dapo.reward.code.runner import LOADED, MALFORMED, RAISED
 from dapo.reward.code.sandbox import Limits, Sandbox
 
 _CHUNK = 1 << 16
+_NUMBER = re.compile(r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+")
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Grader:
         limits = Limits(self._memory, self._processes, config.scratch_mb * 2**20)
         self.sandbox = Sandbox(limits, config.sandbox, config.packages)
         self._evaluator = Evaluator(self._memory, self._output)
+        self._end = 0.0
 
     def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Verdict:
         """Run all tests; in the mode ``all`` up to the first whose time is up, as nothing can be won after it. When
@@ -109,20 +113,23 @@ class Grader:
         """
         verdict = Verdict()
         source = program.encode("utf-8", "surrogatepass")
-        budget = _Budget(self._config.timeout_s)
+        self._end = time.monotonic() + self._config.timeout_s
         prelude = uses_solution_class(tests, entry_point)
+        tests = [guarded(test, entry_point) if isinstance(test, Snippet) else test for test in tests]  # type: ignore[assignment]
         while (done := len(verdict.outcomes)) < len(tests):
             if not verdict.compiles:
                 verdict.add(ERROR, "the program does not compile", len(tests) - done)
-            elif budget.is_spent or (self._config.score == "all" and TIMEOUT in verdict.outcomes):
+            elif self._is_over() or (self._config.score == "all" and TIMEOUT in verdict.outcomes):
                 verdict.add(TIMEOUT, "no time is left", len(tests) - done)
             elif isinstance(test := tests[done], InOut):
-                with budget.running():
-                    self._run_script(source, test, verdict)
+                self._run_script(source, test, verdict)
             else:
-                with budget.running():
-                    self._run_module(source, tests[done:], prelude, verdict)  # type: ignore[arg-type]
+                self._run_module(source, tests[done:], prelude, verdict)  # type: ignore[arg-type]
         return verdict
+
+    def _is_over(self) -> bool:
+        """Whether the time for all tests together is used up."""
+        return time.monotonic() >= self._end
 
     def _clock(self, program: Program) -> Clock:
         return Clock(program, (self._memory, self._processes))
@@ -147,7 +154,7 @@ class Grader:
                 verdict.used(program.measure())
 
     def _run_snippets(self, program: Program, tests: Sequence[Snippet], verdict: Verdict) -> None:
-        """Take down the evaluator's reports, under a clock that starts anew with each."""
+        """Take down the evaluator's reports, under a clock that starts anew with each, while there is time for all."""
         clock = self._clock(program)
         first, text = len(verdict.outcomes), b""
         try:
@@ -160,6 +167,8 @@ class Grader:
                         return
                     verdict.add(*report)
                     clock.restart()
+                if self._is_over() and len(verdict.outcomes) > first:
+                    break
                 if not part:  # a value was too much for it
                     break
         except TimeUp:
@@ -184,7 +193,7 @@ class Grader:
             else:
                 verdict.compiles = not program.is_malformed()
                 if verdict.compiles:
-                    verdict.add(*self._compare(output, test.stdout, program))
+                    verdict.add(*self._compare(output, test, program))
                     verdict.used(program.end())
 
     def _converse(self, program: Program, stdin: bytes) -> bytes:
@@ -218,22 +227,33 @@ class Grader:
                 break
         return bytes(output)
 
-    def _compare(self, output: bytes, expected: str, program: Program) -> tuple[Outcome, str]:
+    def _compare(self, output: bytes, test: InOut, program: Program) -> tuple[Outcome, str]:
         if len(output) > self._output:
             return FAILED, f"its output is longer than {self._config.max_output_kb} KiB"
         status = program.wait().status
         if status != 0:
             return ERROR, f"it ends with exit status {status}"
-        if not same_output(output, expected):
+        if not same_output(output, test.stdout, test.tolerance):
             return FAILED, f"its output is {output[:80]!r}"
         return PASSED, ""
 
 
-def same_output(output: bytes, expected: str) -> bool:
-    """Whether two outputs are equal line by line, blanks at the end of a line and empty lines at the end aside. The
-    amount of blanks between the words of a line does not count."""
-    ours = output.decode("utf-8", "surrogateescape")
-    return _words(ours) == _words(expected)
+def same_output(output: bytes, expected: str, tolerance: float = 0.0) -> bool:
+    """Whether two outputs are equal line by line, blanks around a line and empty lines at the end aside. The amount of
+    blanks between the words of a line does not count. Words are equal as text, or, with a ``tolerance``, as numbers
+    one of which has a point or an exponent."""
+    ours, theirs = _words(output.decode("utf-8", "surrogateescape")), _words(expected)
+    if not tolerance or [*map(len, ours)] != [*map(len, theirs)]:
+        return ours == theirs
+    pairs = (pair for lines in zip(ours, theirs, strict=True) for pair in zip(*lines, strict=True))
+    return all(one == other or _are_close(one, other, tolerance) for one, other in pairs)
+
+
+def _are_close(word: str, expected: str, tolerance: float) -> bool:
+    whole = word.lstrip("+-").isdigit() and expected.lstrip("+-").isdigit()
+    if whole or not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)):
+        return False
+    return abs(float(word) - float(expected)) <= tolerance * max(1.0, abs(float(expected))) < math.inf
 
 
 def _words(text: str) -> list[list[str]]:
@@ -241,22 +261,3 @@ def _words(text: str) -> list[list[str]]:
     while lines and not lines[-1]:
         lines.pop()
     return lines
-
-
-class _Budget:
-    """Time for all runs of one program together, in seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-
-    @property
-    def is_spent(self) -> bool:
-        return self._left <= 0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self._left -= time.monotonic() - start

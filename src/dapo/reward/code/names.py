@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
 import json
 import symtable
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,22 +78,40 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class InOut:
-    """A test of a whole program: what it reads, and what it must write."""
+    """A test of a whole program: what it reads, and what it must write. ``tolerance``: how far printed
+    numbers may be from the expected ones, see :func:`~dapo.reward.code.grade.same_output`."""
 
     stdin: str
     stdout: str
+    tolerance: float = 0.0
 
 
 Tests = Sequence[Snippet] | Sequence[InOut]
 
 
-def read_tests(value: Any, entry_point: str | None) -> Tests:
+TOLERANCE_KEY = "float_tolerance"
+"""Key of a row, or of one of its tests."""
+
+
+@contextlib.contextmanager
+def long_integers() -> Iterator[None]:
+    """Numbers of any length in what is trusted, such as a test that expects 5,000 digits."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def read_tests(value: Any, entry_point: str | None, tolerance: Any = None) -> Tests:
     """The tests of a row, of one kind.
 
     Args:
         value: a list of assert snippets, of ``{"assert": snippet}`` or of ``{"stdin": text, "stdout": text}``; or such
             a list as JSON text.
         entry_point: the name that the tests call, such as ``add`` or ``Solution().add``; None: not known.
+        tolerance: the row's own, for printed numbers; None: it has none.
 
     Raises:
         ValueError: what is wrong with them, in words.
@@ -108,7 +128,7 @@ def read_tests(value: Any, entry_point: str | None) -> Tests:
     if not value:
         raise ValueError("the list of tests is empty: every program would pass")
     if all(isinstance(test, Mapping) and {"stdin", "stdout"} <= test.keys() for test in value):
-        return [_in_out(test, place) for place, test in enumerate(value, 1)]
+        return [_in_out(test, place, tolerance) for place, test in enumerate(value, 1)]
     sources = [_source(test, place) for place, test in enumerate(value, 1)]
     return _snippets(sources, entry_point)
 
@@ -125,12 +145,15 @@ def root_name(entry_point: str) -> str:
     return entry_point.replace("(", ".").split(".")[0].strip()
 
 
-def _in_out(test: Mapping[str, Any], place: int) -> InOut:
+def _in_out(test: Mapping[str, Any], place: int, tolerance: Any) -> InOut:
+    tolerance = test.get(TOLERANCE_KEY, tolerance)
+    if tolerance is not None and not (type(tolerance) in (int, float) and 0 <= tolerance < 1):
+        raise ValueError(f"test {place}: float_tolerance must be a number from 0 to 1, such as 1e-6, not {tolerance!r}")
     stdin, stdout = test["stdin"], test["stdout"]
     for key, text in (("stdin", stdin), ("stdout", stdout)):
         if not isinstance(text, str):
             raise ValueError(f"test {place}: {key} must be text, but is {type(text).__name__}")
-    return InOut(stdin, stdout)
+    return InOut(stdin, stdout, tolerance or 0.0)
 
 
 def _source(test: Any, place: int) -> str:
@@ -177,8 +200,9 @@ def _parse(source: str, place: int, entry_point: str | None) -> tuple[str, ast.M
     A check function that is defined and not called is called with the entry point: HumanEval's own files are so.
     """
     try:
-        tree = ast.parse(source)
-        table = symtable.symtable(source, "test", "exec")
+        with long_integers():
+            tree = ast.parse(source)
+            table = symtable.symtable(source, "test", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"test {place} is not Python ({error}): {source.strip()[:80]!r}") from None
     names, bound = set(_outside(table)), _bound(table)

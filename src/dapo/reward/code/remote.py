@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dapo.reward.code.border import Border
 
+PLAIN = "_plain"
+"""The name under which tests have :func:`plain_of`."""
 _MOST_AT_ONCE = 256
 _NOTHING = object()
 
@@ -44,6 +46,8 @@ class Remote:
         return self._border.call(self._number, arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__array"):  # numpy would take the address of its data from there
+            raise AttributeError(name)
         return self._border.call("getattr", [self, name])
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -97,6 +101,21 @@ class Remote:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an object of the program cannot be copied")
+
+
+def plain_of(value: Any, refused: str = "") -> Any:
+    """The plain value of what the program returned, so that a method called on it is no method of the program's.
+
+    Raises:
+        Refused: it has none; or because of ``refused``.
+    """
+    if refused:
+        raise Refused(refused)
+    if not isinstance(value, Remote):
+        return value
+    if (found := _plain(value)) is _NOTHING:
+        raise Refused("to let a method of the program's own object decide")
+    return found
 
 
 def _plain(remote: Remote) -> Any:

@@ -35,8 +35,9 @@ _PACKAGES = "/packages"
 _NOBODY = 65534
 _INNER_USER = 1000
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
-_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
-"""Otherwise each thread reserves 64 MiB, and a handful of them would reach the memory limit."""
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "PYTHONINTMAXSTRDIGITS": "0"}
+"""Otherwise each thread reserves 64 MiB, and a handful of them would reach the memory limit. Integers may have any
+number of digits, in the program (by ``-X``) and in the interpreters that it starts."""
 _DEVICES = ("null", "zero", "urandom")
 _STACK_BYTES = 120 * 2**20  # of the main thread; it grows when used. Deep but legal recursion needs it
 _OPEN_FILES = 256
@@ -152,7 +153,8 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         closing: list[int] = []
         inherited = [theirs.fileno()]
-        command = [self._python, "-I", "-S", "-E", "-X", "utf8", "-c", _BOOT, str(theirs.fileno())]
+        options = ["-I", "-S", "-E", "-X", "utf8", "-X", "int_max_str_digits=0", "-c"]
+        command = [self._python, *options, _BOOT, str(theirs.fileno())]
         command.append(str(len(_runner_code())))
         info = block = None
         if self._kind == "bubblewrap":

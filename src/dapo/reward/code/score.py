@@ -38,10 +38,12 @@ class CodeJudge:
             find_ruff()
         self._references: OrderedDict[bytes, Usage] = OrderedDict()
 
-    def score(self, response: str, tests: Any, entry_point: str | None, solution: str | None) -> Reward:
+    def score(
+        self, response: str, tests: Any, entry_point: str | None, solution: str | None, tolerance: Any = None
+    ) -> Reward:
         """The verdict on a response. Parts: ``answer_found``, ``tests_passed`` and those of the config."""
         try:
-            read = read_tests(tests, entry_point)
+            read = read_tests(tests, entry_point, tolerance)
             called = [name for test in read if isinstance(test, Snippet) for name in test.free]
             program = find_program(response, entry_point, list(dict.fromkeys(called)))
             if program is None:
@@ -87,10 +89,10 @@ class CodeJudge:
 
 def make_handler(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """For the worker pool. ``options`` are the config's keys; items are ``{"response", "tests", "entry_point",
-    "solution"}``, results are rewards as JSON."""
+    "solution", "tolerance"}``, results are rewards as JSON."""
     judge = CodeJudge(CodeReward(**options))
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        return reward_to_json(judge.score(item["response"], item["tests"], item["entry_point"], item["solution"]))
+        return reward_to_json(judge.score(**item))
 
     return handle

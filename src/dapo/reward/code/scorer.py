@@ -11,7 +11,7 @@ from typing import Any
 from dapo.config import CodeReward
 from dapo.records import Prompt, Reward
 from dapo.reward.code.doubts import doubts
-from dapo.reward.code.names import read_tests
+from dapo.reward.code.names import TOLERANCE_KEY, read_tests
 from dapo.reward.contract import Doubt
 from dapo.reward.pool import WorkerPool
 from dapo.reward.pooled import PooledScorer
@@ -56,6 +56,7 @@ class CodeScorer(PooledScorer):
                 "tests": meta.get(self._config.tests_key),
                 "entry_point": _text(meta, self._config.entry_point_key),
                 "solution": _text(meta, self._config.solution_key),
+                "tolerance": meta.get(TOLERANCE_KEY),
             }
         )
 
@@ -81,7 +82,7 @@ class CodeScorer(PooledScorer):
             yield f"{config.entry_point_key}: must be text, but is {type(entry_point).__name__}", True
             entry_point = None
         try:
-            tests = read_tests(meta.get(config.tests_key), entry_point)
+            tests = read_tests(meta.get(config.tests_key), entry_point, meta.get(TOLERANCE_KEY))
         except ValueError as error:
             yield f"{config.tests_key}: {error}", True
         else:
