@@ -123,7 +123,7 @@ class Keeper:
         self.checkpoints = Checkpoints(folder.checkpoints, config.keep_last, config.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, tell)
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(folder.lock())  # the last: whoever fails to come to be holds no lock
+        self._lock.enter_context(folder.lock(tell))  # the last: whoever fails to come to be holds no lock
 
     async def close(self) -> None:
         """Let go of the run folder, once no checkpoint is being written to it any more.

@@ -9,7 +9,6 @@ The loss is not shown: with normalised advantages it lies near 0 whatever happen
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo.plan import MINUTES, plan_line
-from dapo.terminal import Terminal, visible
+from dapo.terminal import Terminal, visible, warn
 
 
 class Listener(Protocol):
@@ -87,7 +86,7 @@ class QuietListener:
     def close(self) -> None: ...
 
     def warning(self, text: str) -> None:
-        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
+        warn(text)
 
 
 class PlainListener:
@@ -96,7 +95,7 @@ class PlainListener:
     _EVERY_S = 30.0
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._pace = Pace(clock)
         self._clock = clock
         self._lap = Lap()
@@ -105,7 +104,6 @@ class PlainListener:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
 
     def phase(self, text: str) -> None:
         self._told = 0.0
@@ -156,7 +154,7 @@ class LiveListener:
     _HEADER_EVERY = 20
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._pace = Pace(clock)
         self._spinner = Spinner("line" if self._console.options.ascii_only else "dots", Text(""))
         self._clock = clock

@@ -6,6 +6,7 @@ printed as a message, without a traceback; their kind is in the exit code.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -27,8 +28,8 @@ from dapo.cli import (
     ui,
     votes,
 )
-from dapo.cli.errors import EXIT_CODES
-from dapo.terminal import escape_what_cannot_be_written
+from dapo.cli.errors import EXIT_CODES, errors_for_people
+from dapo.terminal import escape_what_cannot_be_written, open_closed_streams
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,8 +42,16 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the program."""
+    open_closed_streams()
     escape_what_cannot_be_written()
-    app()
+    try:
+        with errors_for_people(debug=False):  # for what is printed outside of commands, such as help
+            try:
+                app()
+            finally:
+                sys.stdout.flush()
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
 
 
 def _print_version(wanted: bool) -> None:

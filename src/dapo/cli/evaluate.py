@@ -104,7 +104,7 @@ def evaluate(
 
         from dapo.progress import make_listener
 
-        listener = make_listener(quiet, Console(stderr=True))
+        listener = make_listener(quiet, Terminal(stderr=True))
         try:
             for line in _picked(model, found.path, about):
                 listener.phase(line)

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, options_layer
 from dapo.errors import ConfigError, DataError
-from dapo.terminal import counted
+from dapo.terminal import Terminal, counted
 
 if TYPE_CHECKING:
     from dapo.generation import Response
@@ -118,7 +117,7 @@ def generate(
         missing = missing_files(config)
         if missing:
             raise DataError("\n".join(missing))
-        listener = make_listener(quiet, Console(stderr=True))
+        listener = make_listener(quiet, Terminal(stderr=True))
         try:
             if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
                 listener.warning("at temperature 0 all samples of a prompt are alike; use --temperature 1")

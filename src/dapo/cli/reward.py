@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from dapo.cli.completion import complete_recipe, complete_run
 from dapo.cli.errors import EXIT_CODES, errors_for_people
@@ -19,7 +17,7 @@ from dapo.cli.inspect import _span
 from dapo.cli.options import Debug
 from dapo.cli.status import StatusLine
 from dapo.errors import ConfigError, UserError
-from dapo.terminal import counted
+from dapo.terminal import counted, warn
 
 if TYPE_CHECKING:
     from dapo.config import RewardConfig
@@ -138,9 +136,9 @@ def score(
         chosen = load_reward(reward or view.folder.config, overrides)
         if reward is None:
             for line in view.changes_of_reward(config):
-                _warn(f"the reward is not the one that the run started with: {line}")
+                warn(f"the reward is not the one that the run started with: {line}")
         _require_writable(output, [str(view.folder.config)])
-        rows = StoredRows(config, chosen, _warn)
+        rows = StoredRows(config, chosen, warn)
         summary = Summary(examples)
         told: list[dict[str, Any]] = []
 
@@ -191,10 +189,6 @@ def _steps(view: RunView, text: str) -> list[int]:
 
 
 # --- what is said -------------------------------------------------------------------------------------------------
-
-
-def _warn(text: str) -> None:
-    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True, highlight=False)
 
 
 def _print_lines(lines: Iterator[str] | Sequence[str]) -> None:

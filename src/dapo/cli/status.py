@@ -12,9 +12,9 @@ class StatusLine:
     """
 
     def __init__(self, quiet: bool, text: str) -> None:
-        from rich.console import Console
+        from dapo.terminal import Terminal
 
-        console = Console(stderr=True)
+        console = Terminal(stderr=True)
         self._status = None if quiet or not console.is_terminal else console.status(text)
         if self._status is not None:
             self._status.start()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError, install
-from dapo.files import json_line, read_json, write_atomic, writing
+from dapo.files import json_line, lock_file, read_json, write_atomic, writing
 from dapo.observe.sample_rows import COLUMNS, Row, rows_of
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class SampleIndex:
                 self._move_elsewhere()
                 lock = stack.enter_context((self.folder / ".lock").open("a"))
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free = True
             except BlockingIOError:
                 free = False
@@ -312,7 +312,7 @@ def forget_steps(samples: Path, after: int) -> None:
     if not folder.is_dir():
         return
     with (folder / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a page that is open may be at it
+        lock_file(lock, fcntl.LOCK_EX)  # a page that is open may be at it
         manifest = Manifest.read(folder)
         gone = [step for step in manifest.steps if step > after]
         if gone:

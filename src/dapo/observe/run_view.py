@@ -18,7 +18,7 @@ import yaml
 from dapo.checkpoints import Checkpoints, damages
 from dapo.config import load_yaml
 from dapo.errors import UserError
-from dapo.files import parse_json, read_text
+from dapo.files import lock_file, parse_json, read_text
 from dapo.observe.metrics import LENIENT, read_metrics
 from dapo.observe.samples import STATUSES, steps_with_samples
 from dapo.run_folder import RunFolder
@@ -247,7 +247,7 @@ def _in_use(root: Path) -> bool:
     """Whether a process of this machine holds the lock of the run."""
     try:
         with (root / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # no lock: the run is of another machine, or was just made

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from dapo.errors import UserError
 from dapo.evaluation.statistics import Estimate, estimate_share
-from dapo.files import json_line, lines_of, parse_json, write_atomic
+from dapo.files import json_line, lines_of, lock_file, parse_json, write_atomic
 
 Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
@@ -101,7 +101,7 @@ def add_vote(root: Path, vote: Vote) -> int:
     path, line = votes_path(root), json_line(vote.as_json()).encode()
     try:
         with path.open("a+b", buffering=0) as file:  # a buffer would be written once more when the file is closed
-            fcntl.flock(file, fcntl.LOCK_EX)  # freed with the file
+            lock_file(file, fcntl.LOCK_EX)  # freed with the file
             file.seek(0)
             before = file.read()
             whole = before.rfind(b"\n") + 1
