@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,14 @@ class Scorer(Protocol):
         left out. In the order of ``prompts``."""
         ...
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
-        """The verdict on ``response``. Waits for a free worker and for the score; the deadline ends both."""
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
+        """The verdict on ``response``. Waits for a free worker and for the score; the deadline ends both.
+
+        Args:
+            prompt: whose ``end`` the response goes on from: thinking that is opened there is the response's, too.
+            response: the text.
+            finish_reason: why it ended; None: not known, as of one that was typed.
+        """
         ...
 
     async def close(self) -> None:

@@ -120,7 +120,7 @@ class Service:
         """
         started = time.perf_counter()
         try:
-            reward = await self.scorer.score(item.as_prompt(index), item.response)
+            reward = await self.scorer.score(item.as_prompt(index), item.response, item.finish_reason)
             result = Result.of(index, item, reward)
         except RewardError:
             raise
