@@ -260,7 +260,7 @@ class _Slow:
         if not self.starts:
             raise RewardError("not today")
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str | None = None) -> Reward:
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.001)

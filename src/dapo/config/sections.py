@@ -129,7 +129,7 @@ class DataConfig(Section):
     """Variables of the chat template, such as `{enable_thinking: false}` for Qwen3. One that it does not have is
     refused."""
     today: date | None = None
-    """What a chat template that writes the date (Llama 3's) takes for today. By default the day on which the run starts:
+    """What a chat template that writes the date (Llama 3's) takes for today. By default the day on which a run starts;
     its config.yaml keeps it, so that prompts stay the same."""
     instruction: str = ""
     """Text put after every prompt (templates `plain` and `chat`)."""

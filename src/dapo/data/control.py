@@ -32,7 +32,8 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
 
     Args:
         tokenizer: of Hugging Face.
-        rendered: conversations as the chat template writes them, with the contents of :data:`SAID`.
+        rendered: conversations as the chat template writes them, with the contents of :data:`SAID`. Without the head
+            of a turn to come, where some templates open ``<think>``.
         stop_ids: what ends a response. Of them count those that were added to the vocabulary and are not half of a
             pair of tags: ``</answer>`` ends a response, and is a part of it.
     """
@@ -48,6 +49,8 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
             found.add(token_id)
         elif (added[token_id].special or _BRACKETED.fullmatch(text)) and any(text in whole for whole in rendered):
             partners = [texts[i] for i in others[token_id]]
+            if any((closing := f"{text[0]}/{text[1:]}") in whole for whole in rendered):  # of several tokens, perhaps
+                partners.append(closing)
             if not partners or any(_enclose_turn(text, partner, rendered) for partner in partners):
                 found.add(token_id)
     for token_id in stop_ids:

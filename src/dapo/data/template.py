@@ -68,7 +68,7 @@ class PromptTemplate:
         text = tokenizer.get_chat_template() if has_template else ""
         self.today: date | None = None
         """What the chat template takes for today; None: it does not ask."""
-        if "strftime_now" in text:
+        if self._uses_chat and "strftime_now" in text:
             self.today = config.today or date.today()
             self._how["chat_template"] = _with_date(text, self.today)
         self._check_kwargs(text)
@@ -101,9 +101,8 @@ class PromptTemplate:
         """Ids of the control tokens."""
         rendered: list[str] = []
         for messages in conversations() if getattr(self._tokenizer, "chat_template", None) else ():
-            for begin in (False, True):
-                with suppress(Exception):  # templates raise their own kinds, such as for roles that they do not know
-                    rendered.append(str(self.apply(messages, tokenize=False, add_generation_prompt=begin)))
+            with suppress(Exception):  # templates raise their own kinds, such as for roles that they do not know
+                rendered.append(str(self.apply(messages, tokenize=False)))
         return control_ids(self._tokenizer, rendered, self._stop_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
