@@ -39,24 +39,29 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     texts = {int(token_id): str(token.content) for token_id, token in added.items()}
+    bracketed = {token_id: _name(text) for token_id, text in texts.items() if _BRACKETED.fullmatch(text)}
     found = {getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
-    pairs: dict[str, list[int]] = {}
+    everything = "\n".join(rendered)
     for token_id, text in texts.items():
-        pairs.setdefault(_name(text), []).append(token_id)
-    others = {token_id: [i for i in pairs[_name(text)] if i != token_id] for token_id, text in texts.items()}
-    for token_id, text in texts.items():
-        if added[token_id].special and _name(text) in _USUAL:
+        special = added[token_id].special
+        if special and _name(text) in _USUAL:
             found.add(token_id)
-        elif (added[token_id].special or _BRACKETED.fullmatch(text)) and any(text in whole for whole in rendered):
-            partners = [texts[i] for i in others[token_id]]
-            if any((closing := f"{text[0]}/{text[1:]}") in whole for whole in rendered):  # of several tokens, perhaps
+        elif (special or token_id in bracketed) and text in everything:
+            partners = [texts[i] for i in _partners(token_id, bracketed)]
+            if (closing := f"{text[0]}/{text[1:]}") in everything:  # which may be several tokens
                 partners.append(closing)
             if not partners or any(_enclose_turn(text, partner, rendered) for partner in partners):
                 found.add(token_id)
-    for token_id in stop_ids:
-        if token_id in texts and (not others[token_id] or found & set(others[token_id])):
+    for token_id in texts.keys() & set(stop_ids):
+        partners_ids = _partners(token_id, bracketed)
+        if not partners_ids or found.intersection(partners_ids):
             found.add(token_id)
     return frozenset(token_id for token_id in found if token_id is not None)
+
+
+def _partners(token_id: int, names: Mapping[int, str]) -> list[int]:
+    """The tokens of the same name."""
+    return [other for other, name in names.items() if other != token_id and name == names.get(token_id)]
 
 
 def _words(text: str) -> list[str]:

@@ -153,9 +153,7 @@ def _case(raw: Any, place: str, number: int, config: RewardConfig) -> Case:
     about = {key: str(plain_value(raw[key])) for key in _SHOWN if raw.get(key) is not None}
     reason, end = raw.get("finish_reason"), raw.get("prompt_end") or ""
     if reason not in (None, *get_args(FinishReason)) or type(end) is not str:
-        raise BadRow(
-            f"'finish_reason' must be stop or length, and 'prompt_end' text, got {_shown(reason)}, {_shown(end)}"
-        )
+        raise BadRow(f"'finish_reason' must be stop or length, 'prompt_end' text, got {_shown(reason)}, {_shown(end)}")
     return Case(place, replace(prompt, end=end), text, accepted, is_program, about, reason)
 
 
@@ -230,9 +228,8 @@ async def check_cases(
         checked += await _grade_each(programs, config, one_more)
     if others:
         async with running(make_scorer(config)) as scorer:
-            rewards = await score_each(
-                scorer, [(c.place, c.prompt, c.response, c.finish_reason) for c in others], one_more
-            )
+            items = [(case.place, case.prompt, case.response, case.finish_reason) for case in others]
+            rewards = await score_each(scorer, items, one_more)
             compared = [_compared(case, reward, tolerance) for case, reward in zip(others, rewards, strict=True)]
             checked += await _with_doubts(compared, scorer)
     return sorted(checked, key=lambda one: one.case.prompt.row)

@@ -46,13 +46,8 @@ class Scorer(Protocol):
         ...
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """The verdict on ``response``. Waits for a free worker and for the score; the deadline ends both.
-
-        Args:
-            prompt: whose ``end`` the response goes on from: thinking that is opened there is the response's, too.
-            response: the text.
-            finish_reason: why it ended; None: not known, as of one that was typed.
-        """
+        """The verdict on ``response``, which goes on from ``prompt.end``. Waits for a free worker and the score; the
+        deadline ends both. ``finish_reason``: why the response ended; None: not known, as of one that was typed."""
         ...
 
     async def close(self) -> None:

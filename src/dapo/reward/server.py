@@ -140,7 +140,7 @@ class Service:
             text = f"{name}: {len(rows)} in one request; this server takes {self.limits.max_items} (--max-items)"
             raise HTTPException(422, text)
         for place, row in enumerate(rows):
-            for key in ("prompt", "response", "answer"):
+            for key in ("prompt", "response", "answer", "prompt_end"):
                 length = len(getattr(row, key, None) or "")
                 if length > self.limits.max_text:
                     raise HTTPException(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 
-_NAME = "think(?:ing)?|thoughts?|reasoning"
+_NAME = "(?:think(?:ing)?|thoughts?|reasoning)"
 _TAG = re.compile(
-    rf"<(?P<end>/)?(?:\w{{1,16}}:)?(?P<name>{_NAME})>"
-    r"|\[(?P<end_bracket>/)?(?P<bracket>(?-i:THINK))\]|\u25c1(?P<end_triangle>/)?(?P<triangle>think)\u25b7"
-    rf"|<\|(?:(?P<end_pipe>end)|begin|start)_(?:of_)?(?P<pipe>{_NAME})\|>",
+    rf"</?(?:\w{{1,16}}:)?{_NAME}>|\[/?(?-i:THINK)\]|\u25c1/?think\u25b7|<\|(?:begin|start|end)_(?:of_)?{_NAME}\|>",
     re.IGNORECASE,
 )
-"""Of the named groups those of one form take part in a match: the tag's name, and for a closing tag its mark."""
+_LONGEST_END = 1000
+"""Characters of a prompt's end that are looked at: it may come from anybody."""
 
 
 def outside_thinking(response: str) -> str:
@@ -25,7 +24,7 @@ def outside_thinking(response: str) -> str:
     start = 0  # of the present piece
     within: str | None = None  # name of the block's tag
     for tag in _TAG.finditer(response):
-        name, closes = _read(tag)
+        name, closes = _read(tag[0])
         if within is not None:
             if closes and name == within:
                 within, start = None, tag.end()
@@ -43,15 +42,14 @@ def behind(prompt_end: str, response: str) -> str:
 
     In a prompt a tag is one where a line begins with it, or where it is the last there is: others are spoken of.
     """
-    opened = None
+    opened, prompt_end = None, prompt_end[-_LONGEST_END:]
     for tag in _TAG.finditer(prompt_end):
         alone = not prompt_end[: tag.start()].rpartition("\n")[2].strip() or not prompt_end[tag.end() :].strip()
-        opened = None if _read(tag)[1] else tag[0] if alone else opened
+        opened = None if _read(tag[0])[1] else tag[0] if alone else opened
     return response if opened is None else opened + response
 
 
-def _read(tag: re.Match[str]) -> tuple[str, bool]:
-    """The tag's name, and whether it closes."""
-    found = {group: text for group, text in tag.groupdict().items() if text is not None}
-    name = next(text for group, text in found.items() if not group.startswith("end"))
-    return name.lower(), any(group.startswith("end") for group in found)
+def _read(tag: str) -> tuple[str, bool]:
+    """What the two tags of a pair have in common, and whether it is the closing one."""
+    text = tag.lower()
+    return re.sub("/|begin_|start_|end_", "", text), "/" in text or text.startswith("<|end")
