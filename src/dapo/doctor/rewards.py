@@ -259,7 +259,7 @@ def _right(scored: Sequence[tuple[Prompt, str, Reward]]) -> int:
 
 
 async def scores(
-    scorer: Scorer, written: Sequence[tuple[Prompt, str]], ends: Sequence[FinishReason] = ()
+    scorer: Scorer, written: Sequence[tuple[Prompt, str]], ends: Sequence[FinishReason | None] = ()
 ) -> list[Reward]:
     """Of rows and responses. ``ends``: why they ended, if a model wrote them; others go on from no prompt's end.
 

@@ -275,9 +275,9 @@ async def score_each(
     waiting = iter(enumerate(items))
 
     async def score() -> None:
-        for number, (place, *asked) in waiting:
+        for number, (place, prompt, response, finish_reason) in waiting:
             try:
-                rewards[number] = await scorer.score(*asked)
+                rewards[number] = await scorer.score(prompt, response, finish_reason)
             except RewardError as error:
                 raise RewardError(f"{place}: {error}") from None
             advance()
