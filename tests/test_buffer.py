@@ -106,7 +106,7 @@ class FakeScorer:
     rng: random.Random = field(default_factory=random.Random)
     running: int = 0
 
-    async def score(self, prompt, response):
+    async def score(self, prompt, response, finish_reason=None):
         self.running += 1
         try:
             for _ in range(self.rng.randrange(6)):

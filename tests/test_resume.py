@@ -5,6 +5,7 @@ The number of an entry is that of the public failure cases.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from safetensors.torch import save_file
@@ -30,6 +33,7 @@ from dapo.files import json_line, write_json
 from dapo.inputs import Inputs
 from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
+from dapo.observe.samples import TokenArrays
 from dapo.prepare import Preparer
 from dapo.resume import check_resumable, resume_config
 from dapo.rollout.engine import EngineError
@@ -711,3 +715,78 @@ def test_a_checkpoint_of_other_content_is_named(tmp_path: Path, content: str) ->
     (last_checkpoint(tmp_path) / "state.json").write_text(content)
     with pytest.raises(UserError, match="the state of the run cannot be read"):
         resume(tmp_path)
+
+
+# --- the prompts as the model sees them ---------------------------------------------------------------------------
+
+
+class Clock(date):
+    """A date whose today() is set."""
+
+    now = date(2024, 2, 5)
+
+    @classmethod
+    def today(cls) -> date:  # type: ignore[override]
+        return cls.now
+
+
+DATED = (
+    "{{ strftime_now('%d') }}{% if short %}={% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{% endif %}"
+)
+
+
+@pytest.fixture
+def dated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run of one step whose chat template writes the date, begun on the 5th."""
+    monkeypatch.setattr("dapo.data.template.date", Clock)
+    monkeypatch.setattr(Clock, "now", date(2024, 2, 5))
+    (tmp_path / "chat.jinja").write_text(DATED)
+    run_dated(tmp_path, steps=1)
+    return tmp_path
+
+
+def run_dated(folder: Path, *, steps: int = 2, resume: bool = False, **changes: Any) -> Any:
+    settings = {"data.template": "chat", "data.chat_template": str(folder / "chat.jinja"), "training.steps": steps}
+    inputs = {"resume": RunFolder(folder / "run")} if resume else {}
+    config = config_for(folder / "run", settings | changes)
+    if resume:
+        check_resumable(RunFolder(folder / "run"), config)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    given = {"model": tiny_model(), "tokenizer": tokenizer, "rows": PROMPTS, "reward": text_sum} | inputs
+    return run_experiment(config, Recorder(), Inputs(**given))
+
+
+def prompts_seen(folder: Path) -> set[str]:
+    """The two characters that the prompts of a run begin with."""
+    files = sorted(RunFolder(folder / "run").samples.glob("*.safetensors"))
+    arrays = [TokenArrays.read(path) for path in files]
+    starts = [np.cumsum(one.prompt_lengths) - one.prompt_lengths for one in arrays]
+    return {TOKENIZER.decode(a.prompt_ids[k : k + 2]) for a, ks in zip(arrays, starts, strict=True) for k in ks}
+
+
+def test_a_run_tells_one_date_throughout(dated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert yaml.safe_load((dated / "run" / "config.yaml").read_text())["data"]["today"] == "2024-02-05"
+    monkeypatch.setattr(Clock, "now", date(2024, 2, 17))
+    run_dated(dated, resume=True)
+    assert len(steps_of(dated / "run")) == 2 and prompts_seen(dated) == {"05"}
+    assert resume_config(dated / "run").data.today == date(2024, 2, 5)
+
+
+def test_other_prompts_are_refused(dated: Path) -> None:
+    with pytest.raises(UserError, match=r"what it started from has changed:\nprompts: was"):
+        run_dated(dated, resume=True, **{"data.today": "2024-02-06"})
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs"):
+        run_dated(dated, resume=True, **{"data.chat_template_kwargs": {"short": True}})
+    (dated / "chat.jinja").write_text(DATED + " ")
+    with pytest.raises(UserError, match=r"tokenizer\.hash: was"):
+        run_dated(dated, resume=True)
+
+
+def test_a_run_whose_record_knows_no_prompts_goes_on(dated: Path) -> None:
+    file = RunFolder(dated / "run").fingerprint
+    recorded = json.loads(file.read_text())
+    del recorded["prompts"]
+    write_json(file, recorded)
+    run_dated(dated, resume=True)
+    assert len(steps_of(dated / "run")) == 2

@@ -61,6 +61,7 @@ from dapo.prepare import Preparer
 from dapo.process import Clock, Stopping, closed_in_time, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.redaction import redact
+from dapo.resume import on_day, on_its_day
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
@@ -85,7 +86,7 @@ class Experiment:
             UserError: what is wrong, where, and what would work.
         """
         self.at = RunState(Budget(config.training))
-        self.config = config
+        config = on_its_day(config, inputs.resume) if inputs.resume else config
         self.listener = listener
         check_trackers(config)
         for warning in warnings_for(config):
@@ -96,6 +97,7 @@ class Experiment:
             config.model.tokenizer or config.model.path, config.model.trust_remote_code
         )
         self.template = PromptTemplate(config.data, self.tokenizer)
+        self.config = config = on_day(config, self.template.today)
         self.source = training_prompts(config, inputs, self.template, listener)
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
@@ -108,7 +110,7 @@ class Experiment:
         self._compute = partial(in_thread, pool=training)
         model = policy_model(config, inputs, self.device)
         self.fingerprint = fingerprint(
-            config, model, self.tokenizer, self.source.fingerprint, self.heldout, inputs.reward
+            config, model, self.tokenizer, self.source.fingerprint, self.source.prompts[0], self.heldout, inputs.reward
         )
         model = begin_adapter(model, config.model, config.seed)
         check_lengths(config, model, self.heldout)
@@ -118,6 +120,7 @@ class Experiment:
         self._limits = Limits.of(model, self.device, dtype)
         self.preparer = Preparer(config, self.trainer.policy)  # before the engine, which takes what memory is left
         stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
+        self.template.ends_with(stop_ids)
         check_vocabulary(model, self.tokenizer, stop_ids, listener)
         notice_generation_config(model, listener)
         spare = self.trainer.bytes_to_come

@@ -83,10 +83,12 @@ _OPEN: Mapping[str, Any] = {
     "training": {"tokens_per_micro_batch": 2**40},
 }
 """Where nobody says otherwise."""
+WRITING = ("template", "chat_template", "chat_template_kwargs", "today", "instruction", "system")
+"""Keys of ``data`` that say how a row becomes a prompt."""
 _FROM_RECIPE = {
     "seed": True,
     "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
-    "data": {"prompt_key", "answer_key", "template", "chat_template", "instruction", "system", "max_prompt_length"},
+    "data": {"prompt_key", "answer_key", "max_prompt_length", *WRITING},
     "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples"},
     "reward": True,
     "evaluation": {
@@ -142,7 +144,11 @@ def settings_lines(config: Config) -> list[str]:
     """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
     data, reward, sampling = config.data, config.reward, config.evaluation
     prompt = f"template {data.template}"
-    for name, text in (("instruction", data.instruction), ("system", data.system)):
+    for name, text in (
+        ("instruction", data.instruction),
+        ("system", data.system),
+        ("chat_template_kwargs", data.chat_template_kwargs),
+    ):
         prompt += f", {name} {text!r}" if text else ""
     judged = {key: value for key, value in reward.model_dump(include={"extract", "after", "function"}).items() if value}
     said = "".join(f", {key} {', '.join(v) if isinstance(v, list) else repr(v)}" for key, v in judged.items())
@@ -223,6 +229,7 @@ def load_engine(
     check_positions(prompts, limit, context_limit(model))
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
+    prompting.template.ends_with(stop_ids)
     check_vocabulary(model, prompting.tokenizer, stop_ids, listener)
     notice_generation_config(model, listener)
     return NativeEngine(

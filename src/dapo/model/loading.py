@@ -269,6 +269,17 @@ def stop_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...] | list[int
     return tuple(dict.fromkeys([*found, *extra]))
 
 
+def with_generation_config(shape: Any, path: str) -> Any:
+    """``shape`` with the file beside the weights, which is read with these only."""
+    from transformers import GenerationConfig
+
+    try:
+        shape.generation_config = GenerationConfig.from_pretrained(path, **from_where(path))
+    except (OSError, ValueError):  # there need not be one
+        return shape
+    return shape
+
+
 def context_limit(model: Any) -> int | None:
     """The longest sequence in tokens that the position encoding was made for; None: not stated."""
     limit = getattr(model.config, "max_position_embeddings", None)

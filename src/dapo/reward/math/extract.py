@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from dapo.reward.thinking import outside_thinking
+
 Rule = Literal["boxed", "answer_line"]
 
-_THINK_TAG = re.compile(r"</?think>")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<digit>\d)(?!\w))|\\.|[{}]", re.DOTALL)
 _ANSWER = re.compile(r"\banswer[ \t]*[*_]*[ \t]*[:\uff1a][\s*_]*([^\s*_].*)", re.IGNORECASE)
 
@@ -25,23 +26,6 @@ def final_answer(response: str, rules: Sequence[Rule]) -> str | None:
         if found is not None:
             return found
     return None
-
-
-def outside_thinking(response: str) -> str:
-    """``response`` without its ``<think>`` blocks. One that is not closed goes to the end; one that is closed but not
-    opened (chat templates open it in the prompt) starts at the beginning."""
-    outside: list[str] = []
-    start: int | None = 0  # of the present piece; None: within a block
-    for tag in _THINK_TAG.finditer(response):
-        if tag[0] == "<think>":
-            if start is not None:
-                outside.append(response[start : tag.start()])
-            start = None
-        else:
-            if start is not None:  # never opened
-                outside.clear()
-            start = tag.end()
-    return "".join(outside) if start is None else "".join(outside) + response[start:]
 
 
 def last_box(text: str) -> str | None:

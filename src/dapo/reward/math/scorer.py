@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 
 from dapo.config import MathReward
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, reference
 from dapo.reward.pool import ScoringFailed, WorkerPool
 from dapo.reward.pooled import PooledScorer
+from dapo.reward.thinking import behind
 
 _PLAIN_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
@@ -27,9 +28,9 @@ class MathScorer(PooledScorer):
             memory_mb=config.memory_mb,
         )
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`."""
-        return await self._score({"response": response, "answer": reference(prompt)})
+        return await self._score({"response": behind(prompt.end, response), "answer": reference(prompt)})
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """References that cannot be parsed: they can only be met by their own text."""
