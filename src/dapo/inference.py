@@ -188,13 +188,14 @@ def load_prompting(config: Config) -> Prompting:
         ConfigError: a template was asked for that it does not have.
     """
     from dapo.data.template import PromptTemplate
-    from dapo.model.loading import load_tokenizer
+    from dapo.model.loading import embedding_rows, load_tokenizer
 
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.trust_remote_code)
     if "template" not in config.data.model_fields_set:
         template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
         config = config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
-    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer))
+    rows = embedding_rows(config.model.path, config.model.trust_remote_code)
+    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer, rows))
 
 
 def load_engine(
@@ -215,7 +216,7 @@ def load_engine(
     import torch
 
     from dapo.inputs import cache_bytes, check_vocabulary, device_of, notice_generation_config, set_threads
-    from dapo.model.loading import context_limit, load_model, stop_token_ids
+    from dapo.model.loading import load_model, stop_token_ids
     from dapo.rollout.native.engine import NativeEngine
 
     config = prompting.config
@@ -226,7 +227,7 @@ def load_engine(
     model = load_model(config.model.path, dtype, config.model.trust_remote_code, device)
     model.requires_grad_(False)
     limit = response_limit(config)
-    check_positions(prompts, limit, context_limit(model))
+    check_positions(prompts, limit, model.config)
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
     prompting.template.ends_with(stop_ids)
@@ -244,12 +245,15 @@ def load_engine(
     )
 
 
-def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, positions: int | None) -> None:
+def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:
     """
     Raises:
         DataError: the longest prompt and its response do not fit into the model's positions.
         ConfigError: no response of that length does, whatever the prompt.
     """
+    from dapo.model.loading import POSITIONS_STATED, context_limit
+
+    positions = context_limit(model_config)
     longest, name = max(((p, name) for name, several in prompts.items() for p in several), key=_length)
     size = len(longest.token_ids)
     if positions is None or size + limit <= positions:
@@ -257,12 +261,13 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, positio
     if size >= positions:
         raise DataError(
             f"{name}, row {longest.row + 1}: the prompt has {size} tokens, but the model was made for {positions} "
-            "positions; leave this row out"
+            f"positions ({POSITIONS_STATED}); leave this row out"
         )
     error = ConfigError if limit >= positions else DataError
     raise error(
         f"{name}, row {longest.row + 1}: {size} prompt tokens and up to {limit} response tokens are more than the "
-        f"{positions} positions that the model was made for; use --max-tokens {positions - size} or less"
+        f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
+        f"--max-tokens {positions - size} or less"
     )
 
 

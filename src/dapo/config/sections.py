@@ -89,6 +89,10 @@ class ModelConfig(Section):
     trained, and logits, are always float32."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
+    export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    """Type of the weights in `model-after/` (float32 if one of them is too large for it), and in `model-before/` where
+    it can hold them exactly. `source`: that of the model trained; of a LoRA adapter float32. Checkpoints, from which
+    training goes on, hold float32."""
     lora: LoraConfig = LoraConfig()
     """What of the model is trained."""
 

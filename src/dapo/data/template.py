@@ -41,11 +41,12 @@ class PromptTemplate:
     with the trained model.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, embedding_rows: int | None = None) -> None:
         """
         Args:
             config: template, instruction, system message, and what else the chat template is given.
             tokenizer: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
+            embedding_rows: of the model; a prompt with a token beyond them is refused. None: not known.
 
         Raises:
             ConfigError: template ``chat`` with a tokenizer that has no chat template, a template file that cannot be
@@ -55,6 +56,7 @@ class PromptTemplate:
         self._tokenizer = tokenizer
         self._stop_ids: tuple[int, ...] = ()
         self._how: dict[str, Any] = dict(config.chat_template_kwargs)
+        self.embedding_rows = embedding_rows
         if config.chat_template is not None:
             self._take(config.chat_template)
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -78,13 +80,23 @@ class PromptTemplate:
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
 
         Raises:
-            DataError: the tokenizer's chat template refuses the messages.
+            DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens.
         """
         messages = self._messages(prompt)
         if self._uses_chat:
-            return self._one_bos(self._chat_ids(messages))
+            return self._known(self._one_bos(self._chat_ids(messages)))
         text = "\n\n".join(message["content"] for message in messages)
-        return self._one_bos(self._without_eos(list(self._tokenizer(text, add_special_tokens=True)["input_ids"])))
+        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+        return self._known(self._one_bos(self._without_eos(ids)))
+
+    def _known(self, ids: list[int]) -> list[int]:
+        if ids and self.embedding_rows is not None and max(ids) >= self.embedding_rows:
+            raise DataError(
+                f"the prompt, template included, holds {self._tokenizer.convert_ids_to_tokens(max(ids))!r}, which is "
+                f"token {max(ids)}, but the model's embedding has {self.embedding_rows} rows: leave it out, or give "
+                "the model a row for it (resize_token_embeddings)"
+            )
+        return ids
 
     def show(self, prompt: Prompt, limit: int = 300) -> str:
         """The prompt as the model gets it, special tokens and all, quoted and cut to ``limit`` characters."""

@@ -128,7 +128,7 @@ def check_context(patient: Patient) -> Iterator[Finding]:
     """Whether prompts and responses fit into the positions that the model was made for."""
     found = patient.need(patient.model_config, "model")
     try:
-        check_lengths(patient.config, _Named(found), patient.heldout)
+        check_lengths(patient.config, found, patient.heldout)
     except (ConfigError, DataError) as error:
         text, _, fix = str(error).rpartition("; ")
         yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
@@ -139,21 +139,16 @@ def check_context(patient: Patient) -> Iterator[Finding]:
         "context",
         "pass",
         f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into "
-        f"{context_limit(_Named(found)) or 'any number of'} positions",
+        f"{context_limit(found) or 'any number of'} positions",
     )
-
-
-class _Named:
-    """A model of which only the config is known."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
 
 
 def check_tokens(patient: Patient) -> Iterator[Finding]:
     """Whether model and tokenizer speak of the same tokens: vocabulary, padding, and what ends a response."""
     tokenizer, shape = patient.need(patient.tokenizer, "tokenizer"), patient.need(patient.shape, "model")
     config = patient.config
+    if patient.template is not None:
+        patient.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
     owner = patient.model or with_generation_config(shape, config.model.path)
     stop_ids = stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids)
     heard = _Heard()
@@ -163,11 +158,7 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
         yield Finding("model", "vocabulary", "fail", str(error), "model.tokenizer=FOLDER of the model's own tokenizer")
         return
     except ConfigError as error:
-        name = "stop-tokens"
-        text = str(error)
-        if not set(config.rollout.stop_token_ids).intersection(stop_ids):
-            text = text.replace("rollout.stop_token_ids", "eos_token_id of model or tokenizer")
-        yield Finding("recipe", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
+        yield Finding("recipe", "stop-tokens", "fail", str(error), "mend what the line begins with")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
     others = _of_another_model(patient, rows)
