@@ -82,7 +82,7 @@ def test_a_box_is_taken_whole_and_the_text_around_it_does_not_matter(before, inn
 
 @given(st.lists(BALANCED, min_size=1, max_size=5), st.sampled_from(["boxed", "fbox"]))
 def test_the_last_of_several_boxes_counts(contents, command):
-    text = " and ".join(f"\\{command}{{{content}}}" for content in contents)
+    text = ", so ".join(f"\\{command}{{{content}}}" for content in contents)
     assert final_answer(text, ["boxed"]) == contents[-1].strip()
     assert final_answer(text + r" \boxed{7", ["boxed"]) == contents[-1].strip()  # one that is cut off is none
 
