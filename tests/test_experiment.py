@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from dapo.process import in_thread
 from dapo.resume import check_resumable
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
 from dapo.training.checkpoint import load_tensors
 from dapo.training.trainer import Trainer
@@ -754,7 +756,6 @@ def test_nan_that_comes_up_in_a_run_ends_it_with_a_message(tmp_path: Path) -> No
 
 def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry 36: weights that never arrive are noticed in the next step."""
-    from dapo.rollout.native.engine import NativeEngine
 
     def keep_old(self: Any, version: int, tensors: Any) -> None:
         self._decoder.version = version
@@ -953,6 +954,30 @@ def test_all_updates_of_a_run_are_made_by_one_thread_which_ends_with_it(
     assert not threads[0].is_alive()
 
 
+def test_the_engine_sleeps_from_the_rollout_to_the_new_weights_once_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache's memory is the trainer's meanwhile. The evaluation after the second step finds it awake."""
+    happened: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            happened.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("generate", "sleep", "load_weights", "wake"):
+        noted(NativeEngine, name)
+    noted(Trainer, "update")
+    run(tmp_path, {"training.steps": 2, "evaluation.every": 2}, heldout=PROMPTS[:2])
+    first = [what for what, _ in groupby(happened)]  # one rollout may ask the engine more than once
+    step = ["generate", "sleep", "update", "load_weights", "wake"]
+    assert first == [*step, *step, "generate"]
+
+
 def test_a_scorer_is_closed_even_if_the_engine_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
@@ -963,7 +988,6 @@ def test_a_scorer_is_closed_even_if_the_engine_does_not_stop(tmp_path: Path, mon
         closed.append("scorer")
 
     from dapo.reward.function_scorers import CallableScorer
-    from dapo.rollout.native.engine import NativeEngine
 
     plain = NativeEngine.close
 
