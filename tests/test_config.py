@@ -439,6 +439,35 @@ def test_buffer_as_long_as_the_limit_and_buffer_of_zero_are_fine(load: Load) -> 
     assert load(RECIPE, "algorithm.overlong_buffer.len=0").algorithm.overlong_buffer.len == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "refused", "works"),
+    [
+        (["algorithm.correction.high=1.5"], "algorithm.correction.low=1.5", "algorithm.correction.low=1.499"),
+        (
+            ["rollout.samples_per_prompt=10", "algorithm.kl.mode=loss", "algorithm.kl.target=0.1"],
+            "algorithm.kl.horizon=32",  # 16 x 10 samples are 5 x 32: the coefficient may fall to zero
+            "algorithm.kl.horizon=33",
+        ),
+    ],
+)
+def test_what_is_on_the_border_is_refused_and_the_next_value_works(
+    load: Load, message: Message, overrides: list[str], refused: str, works: str
+) -> None:
+    key, _, _ = refused.partition("=")
+    assert f": {key}: " in message(RECIPE, *overrides, refused)
+    load(RECIPE, *overrides, works)
+
+
+def test_equal_clip_ratios_are_no_warning_and_a_lower_upper_one_is() -> None:
+    def warned(high: float) -> list[str]:
+        ratios = {"clip_ratio_low": 0.2, "clip_ratio_high": high}
+        return warnings_for(build_config({"model": {"path": "m"}, "algorithm": ratios}))
+
+    assert warned(0.2) == []
+    (lower,) = warned(0.19)
+    assert "clip_ratio_high=0.19 is below clip_ratio_low=0.2" in lower
+
+
 def test_warnings() -> None:
     config = build_config(
         {
