@@ -363,8 +363,8 @@ def waiting_group(number, length, version):
 
 
 class InOrder(FakeEngine):
-    """Samples in the order asked for, each of request ``r`` of r + 2 tokens; those of ``never`` do not come, and weights
-    of version ``late`` arrive while a stream without its last samples is closed."""
+    """Samples in the order asked for, each of request ``r`` of r + 2 tokens; those of ``never`` do not come, and
+    weights of version ``late`` arrive while a stream without its last samples is closed."""
 
     never = ()
     late = None
@@ -401,8 +401,8 @@ def in_order(rule, carried, *, version, changes, never=(), late=None):
 
 
 def test_counts_of_a_fill_with_carried_and_stale_groups():
-    """By hand. Waiting: draw 0 of version 0 (3 x 5 tokens), too old for version 2; draw 1 of version 1, of age 1. Drawn:
-    3, 4 and 5 of which 4 is wrong, then, at a keep-rate of (2 + 1) / (3 + 1), 1 / 0.75, so two for the one missing."""
+    """By hand. Waiting: draws 0 and 2 of version 0, too old for version 2; draw 1 of version 1, of age 1. Drawn: 3, 4
+    and 5 of which 4 is wrong, then, at a keep-rate of (2 + 1) / (3 + 1), 1 / 0.75, so two for the one missing."""
     changes = {"rollout.max_staleness": 1, "runtime.deterministic": True}
     waiting = [waiting_group(0, 5, version=0), waiting_group(1, 7, version=1), waiting_group(2, 8, version=0)]
     buffer = in_order(lambda row: WRONG if row == 4 else MIXED, waiting, version=2, changes=changes)
