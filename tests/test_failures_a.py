@@ -213,7 +213,7 @@ def test_a_fixed_response_has_one_reward_on_every_path_failures_32(
         root = tmp_path / name
         made = experiment(root, changes, heldout=PROMPTS[:4], reward=None if changes is in_workers else text_sum)
         samples = samples_of(root)
-        assert {"kept"} < {s["status"] for s in samples} or name == "everything kept"
+        assert ({s["status"] for s in samples} == {"kept"}) == (name == "everything kept")
         for s in samples:
             assert s["reward"] == text_sum(s["prompt"], s["response"]).value
             if s["status"] != "kept":
@@ -222,7 +222,7 @@ def test_a_fixed_response_has_one_reward_on_every_path_failures_32(
             assert s["shaped_reward"] == pytest.approx(s["reward"] + penalty)
             by_response.setdefault((s["response"], s["length"]), set()).add((s["reward"], s["shaped_reward"]))
         for evaluation in (made.before, made.after):
-            assert isinstance(evaluation, Evaluation)
+            assert isinstance(evaluation, Evaluation) and len(evaluation.samples) == 4
             assert all(s.verdict == text_sum("", s.text) for s in evaluation.samples)
     assert all(len(found) == 1 for found in by_response.values())
     # the very same run, wherever the function is called
@@ -253,9 +253,9 @@ def test_after_a_large_update_engine_and_trainer_agree_again_failures_36(tmp_pat
     noise = 1e-5 if dtype == "float32" else 0.02
     assert all(e["mismatch/mean"] < noise for e in entries)
     assert all(e["kl/proximal"] > 1e-3 for e in entries)  # the updates of a step moved it
-    for path in RunFolder(tmp_path / "run").samples.glob("*.jsonl"):
-        step = int(path.stem.removeprefix("step-"))
-        assert all(s["versions"] == [step - 1, step - 1] for s in read_samples(path))
+    for step in (1, 2, 3):
+        samples = read_samples(RunFolder(tmp_path / "run").samples / f"step-{step:05d}.jsonl")
+        assert len(samples) >= 16 and all(s["versions"] == [step - 1, step - 1] for s in samples)
     assert made.engine.version == made.trainer.version == 3
     engine = dict(made.engine._decoder.model.named_parameters())  # type: ignore[attr-defined]
     for name, parameter in made.trainer.policy.model.named_parameters():
