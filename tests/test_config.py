@@ -623,12 +623,13 @@ def mutate(text: str, rng: random.Random) -> str | bytes:
 @pytest.mark.parametrize("seed", range(10))
 def test_any_mutant_validates_or_says_where_it_is_wrong(load: Load, seed: int) -> None:
     rng = random.Random(seed)
-    accepted = 0
+    accepted = refused = 0
     for _ in range(40):
         text = mutate(RECIPE, rng)
         try:
             config = load(text)
         except ConfigError as error:
+            refused += 1
             for line in str(error).splitlines():
                 assert re.search(r"recipe\.yaml(:\d+)?: \S", line), (text, line)
         else:
@@ -636,10 +637,12 @@ def test_any_mutant_validates_or_says_where_it_is_wrong(load: Load, seed: int) -
             build_config(config.model_dump(mode="json"))
             warnings_for(config)
     assert accepted > 0  # comments, spaces and other valid numbers are no errors
+    assert refused > 10
 
 
 @pytest.mark.parametrize("key", all_keys())
 def test_odd_values_for_any_key_are_taken_or_refused_by_name(load: Load, key: str) -> None:
+    refused = 0
     for value in [
         "null",
         "true",
@@ -659,3 +662,5 @@ def test_odd_values_for_any_key_are_taken_or_refused_by_name(load: Load, key: st
             load("model: {path: m}", f"{key}={value}")
         except ConfigError as error:
             assert key.split(".")[0] in str(error), (key, value)
+            refused += 1
+    assert refused > 1, key
