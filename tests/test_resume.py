@@ -552,6 +552,7 @@ def killed_equals_whole(tmp_path: Path, count: int, seed: int) -> None:
     assert outcome(parts) == outcome(whole)
 
 
+@pytest.mark.timeout(900)  # four processes, one after the other
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     killed_equals_whole(tmp_path, 2, seed=SEED)
 
