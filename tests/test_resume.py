@@ -6,6 +6,7 @@ The number of an entry is that of the public failure cases.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -35,6 +36,7 @@ from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import TokenArrays
 from dapo.prepare import Preparer
+from dapo.records import Reward
 from dapo.resume import check_resumable, resume_config
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
@@ -535,6 +537,10 @@ def at_step(number: int, pause: float) -> Callable[[Path], bool]:
     return there
 
 
+SEED = int(os.environ.get("DAPO_KILL_SEED", "18"))
+"""Of the moments of the kills; others are tried by setting it."""
+
+
 def killed_equals_whole(tmp_path: Path, count: int, seed: int) -> None:
     steps = 30
     changes = {"algorithm.filter_groups.on_starved": "train", "training.learning_rate": 1e-4}
@@ -542,7 +548,7 @@ def killed_equals_whole(tmp_path: Path, count: int, seed: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     recipe = str(tmp_path / "r.yaml")
     subprocess.run(command("train", recipe, f"run.dir={whole}"), check=True, env=environment(), capture_output=True)
-    print(f"moments of seed {seed}: killed_equals_whole(tmp_path, {count}, {seed}) draws them again")
+    print(f"moments of seed {seed}; DAPO_KILL_SEED={SEED} draws them again")
     rng = random.Random(seed)
     numbers = sorted(rng.sample(range(steps - 5), count))  # a pause later there is still something to do
     points = [at_step(number, rng.uniform(0, 0.3)) for number in numbers]
@@ -550,14 +556,15 @@ def killed_equals_whole(tmp_path: Path, count: int, seed: int) -> None:
     assert outcome(parts) == outcome(whole)
 
 
+@pytest.mark.timeout(900)  # four processes, one after the other
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    killed_equals_whole(tmp_path, 2, seed=int(time.time()))
+    killed_equals_whole(tmp_path, 2, seed=SEED)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("turn", range(3))
 def test_killed_ten_times_and_resumed_equals_uninterrupted(tmp_path: Path, turn: int) -> None:
-    killed_equals_whole(tmp_path, 10, seed=1000 * turn + time.time_ns() % 1000)
+    killed_equals_whole(tmp_path, 10, seed=SEED + turn)
 
 
 @pytest.mark.nightly
@@ -642,17 +649,26 @@ def test_a_model_with_another_config_is_refused(stopped: Path) -> None:
 
 
 def test_a_lost_record_of_the_best_step_is_written_again(tmp_path: Path) -> None:
-    """Otherwise the best checkpoint would be the next one to go."""
+    """Otherwise the best checkpoint would be the next one to go. Both held-out answers are right after step 2 only."""
+    heldout = [{"prompt": "9+9=", "answer": "8"}, {"prompt": "9+8=", "answer": "7"}]
+    evaluated = itertools.count()
+
+    def reward(prompt: str, response: str) -> Reward:
+        if prompt.startswith("9"):
+            right = next(evaluated) // len(heldout) == 2  # before training, after step 1, after step 2
+            return Reward(right, float(right))
+        return text_sum(prompt, response)
+
     changes = {"evaluation.every": 1, "run.keep_last": 1}
-    run(tmp_path, LONG | changes, heldout=PROMPTS[:4])
+    run(tmp_path, LONG | changes, heldout=heldout, reward=reward)
     checkpoints = Checkpoints(RunFolder(tmp_path).checkpoints)
     best = checkpoints.best
-    assert best is not None
+    assert best is not None and (best["step"], best["value"]) == (2, 1.0)
     (RunFolder(tmp_path).checkpoints / "best.json").write_text('{"step')
-    resume(tmp_path, changes | {"training.steps": 5})
-    after = checkpoints.best
-    assert after is not None and after["value"] >= best["value"]
-    assert after["step"] == 0 or (tmp_path / after["path"]).is_dir()
+    resume(tmp_path, changes | {"training.steps": 5}, heldout=heldout, reward=reward)
+    assert checkpoints.best == best and (tmp_path / best["path"]).is_dir()
+    kept = RunFolder(tmp_path).checkpoints.glob("step-*")
+    assert sorted(path.name for path in kept) == ["step-00002", "step-00005"]
 
 
 def test_a_lost_fingerprint_is_said_aloud(stopped: Path) -> None:

@@ -97,8 +97,9 @@ def test_what_is_thought_is_not_answered(text, inner):
 
 
 @given(st.text(alphabet=r"\boxedf{}<>/thinkAnswer: 1" + "\n", max_size=200))
-def test_any_text_is_taken(text):
-    final_answer(text, ["boxed", "answer_line"])
+def test_of_any_text_the_answer_is_a_part_or_there_is_none(text):
+    found = final_answer(text, ["boxed", "answer_line"])
+    assert found is None or found in text
 
 
 @pytest.mark.parametrize(
