@@ -143,7 +143,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if not file.is_file():
         return
     settings = json.loads(file.read_text(encoding="utf-8"))
-    files, state = getattr(tokenizer, "source_files", ({}, None))
+    nothing: tuple[dict[str, bytes], None] = {}, None
+    files, state = getattr(tokenizer, "source_files", nothing)
     if files and state == _state(tokenizer):  # otherwise tokens were added to it since
         for name, content in files.items():
             (folder / name).write_bytes(content)
