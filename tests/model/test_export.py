@@ -117,6 +117,19 @@ def test_what_a_type_cannot_hold_is_written_in_float32(tmp_path: Path) -> None:
     assert types == {"exact": "float32", "rounded": "bfloat16", "large": "float32"}
 
 
+def test_a_head_of_its_own_is_said_to_be_one(tmp_path: Path) -> None:
+    """Against the source's config, which says tied: others go by the config, and would drop the trained head."""
+    random_model("qwen2", tie_word_embeddings=False).save_pretrained(tmp_path / "source")
+    file = tmp_path / "source/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    model = load_model(tmp_path / "source")
+    (tmp_path / "export").mkdir()
+    export_model(model, tmp_path / "export")
+    written = json.loads((tmp_path / "export/config.json").read_text())
+    assert written["tie_word_embeddings"] is False
+    assert "lm_head.weight" in load_file(tmp_path / "export/model.safetensors")
+
+
 def test_settings_for_generation_are_those_of_the_source_with_what_ended_responses(tmp_path: Path) -> None:
     folder = source(tmp_path / "from", "qwen2")
     settings = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 5], "of_an_engine": "kept"}  # no do_sample

@@ -51,7 +51,12 @@ def export_model(
             model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
         finally:
             model.generation_config = settings
-        _complete_config(folder / "config.json", source, model.dtype if dtype is None or weights is None else dtype)
+        known = {
+            "dtype": str(model.dtype if dtype is None or weights is None else dtype)[6:],
+            # a head of its own may be there against what the config says
+            "tie_word_embeddings": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        }
+        _complete_config(folder / "config.json", source, known)
         if source and "auto_map" in _read(folder / "config.json"):
             for path in (path for pattern in _CODE for path in source.glob(pattern)):
                 shutil.copyfile(path, folder / path.name)
@@ -80,12 +85,13 @@ def _in_type(model: Any, dtype: torch.dtype | None, exact: bool) -> dict[str, to
     return found
 
 
-def _complete_config(file: Path, source: Path | None, dtype: torch.dtype) -> None:
-    """Add what the source's config has and Transformers did not keep, and what older readers look for."""
+def _complete_config(file: Path, source: Path | None, known: Mapping[str, Any]) -> None:
+    """Add what the source's config has and Transformers did not keep, what is ``known`` of the weights, and what older
+    readers look for."""
     config, original = _read(file), _read(source / "config.json") if source else {}
     if original.get("model_type") == config["model_type"]:
         config = {key: value for key, value in original.items() if not key.startswith("_")} | config
-    config["dtype"] = str(dtype)[6:]
+    config |= known
     write_json(file, config | older_keys(config))
 
 
