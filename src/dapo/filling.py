@@ -290,7 +290,7 @@ class Filling:
 
     async def _score(self, draw: Draw, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
-        reward = self.scores.take(await self._scorer.score(draw.prompt, text))
+        reward = self.scores.take(await self._scorer.score(draw.prompt, text, sample.finish_reason))
         draw.scored[sample.index] = replace(sample, text=text, reward=reward)
         self._finish_if_whole(draw)
 

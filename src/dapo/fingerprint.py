@@ -25,6 +25,7 @@ def fingerprint(
     model: Any,
     tokenizer: Any,
     train: Mapping[str, Any],
+    prompt: Prompt,
     heldout: Sequence[Prompt],
     reward: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def fingerprint(
         config: the recipe.
         model, tokenizer: loaded.
         train: fingerprint of the training rows.
+        prompt: the first one to train on.
         heldout: to evaluate on.
         reward: a function passed from Python, which stands in for the recipe's reward.
     """
@@ -41,6 +43,7 @@ def fingerprint(
         "device": next(model.parameters()).device.type,
         "model": fingerprint_model(model),
         "tokenizer": fingerprint_tokenizer(tokenizer),
+        "prompts": _hash([one.token_ids for one in (prompt, *heldout)]),
         "data.train": train,
         "evaluation.data": fingerprint_prompts(heldout),
         "reward": fingerprint_reward(config, reward),
@@ -138,8 +141,8 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
             listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
         return
     then.pop("settings", None)  # resume.py has compared them
-    changed = list(differences(then, json.loads(json.dumps(plain(now)))))
-    changed = [line for line in changed if not line.startswith("device: was null")]  # an older run
+    known = {key: value for key, value in now.items() if key in then}  # an older run recorded less
+    changed = list(differences(then, json.loads(json.dumps(plain(known)))))
     allowed = ("reward.",) if deterministic else ("reward.", "device:")
     refused = [line for line in changed if not line.startswith(allowed)]
     if refused:

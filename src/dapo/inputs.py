@@ -18,7 +18,7 @@ from dapo.config.processors import GENERATION_CONFIG
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError, first_line
-from dapo.model.loading import context_limit, copy_model
+from dapo.model.loading import POSITIONS_STATED, context_limit, copy_model, named_stop_ids
 from dapo.process import keep_freed_memory
 from dapo.progress import Listener
 from dapo.records import Prompt
@@ -240,7 +240,9 @@ def check_vocabulary(model: Any, tokenizer: Any, stop_ids: Sequence[int], listen
         raise ModelError(f"tokenizer: has token ids up to {highest}, but the model's vocabulary has {size} rows")
     wrong = [i for i in stop_ids if not 0 <= i < size]
     if wrong:
-        raise ConfigError(f"rollout.stop_token_ids: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
+        named = named_stop_ids(model, tokenizer).items()
+        where = next((name for name, ids in named if wrong[0] in ids), "rollout.stop_token_ids")
+        raise ConfigError(f"{where}: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
     if not stop_ids:
         listener.warning("neither model nor tokenizer names a stop token: every response will run to its limit")
 
@@ -281,13 +283,18 @@ def _evaluation_response(config: Config) -> int:
     return config.evaluation.max_response_length or config.rollout.max_response_length
 
 
-def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) -> None:
+def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] = ()) -> None:
     """
+    Args:
+        config: the recipe.
+        model_config: Transformers' config of the model.
+        heldout: to evaluate on.
+
     Raises:
         ConfigError: prompts and responses may be longer than the model has positions for.
         DataError: a held-out prompt and its response are.
     """
-    limit = context_limit(model)
+    limit = context_limit(model_config)
     prompt, response = config.data.max_prompt_length, longest_response(config)
     longest = max(heldout, key=lambda p: len(p.token_ids), default=None)
     if limit is not None and longest is not None and len(longest.token_ids) + _evaluation_response(config) > limit:
@@ -295,7 +302,8 @@ def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) ->
         advice = f"use evaluation.max_response_length={room} or leave it out" if room > 0 else "leave it out"
         raise DataError(
             f"evaluation.data: row {longest.row + 1}: {size} prompt tokens + {_evaluation_response(config)} response "
-            f"tokens, but the model was made for {limit} positions, and an evaluation skips no row; {advice}"
+            f"tokens, but the model was made for {limit} positions ({POSITIONS_STATED}), and an evaluation skips no "
+            f"row; {advice}"
         )
     if limit is None or prompt + response <= limit:
         return
@@ -311,7 +319,8 @@ def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) ->
         proposed["algorithm.overlong_buffer.len"] = works // 5
     raise ConfigError(
         f"data.max_prompt_length: {prompt} prompt tokens + {response} response tokens = {prompt + response}, but "
-        f"the model was made for {limit} positions; use {', '.join(f'{k}={v}' for k, v in proposed.items())}"
+        f"the model was made for {limit} positions ({POSITIONS_STATED}); use "
+        f"{', '.join(f'{k}={v}' for k, v in proposed.items())}"
     )
 
 

@@ -246,3 +246,5 @@ def test_mangled_lines_are_read_or_named(tmp_path, at, cut, noise):
         except DataError as error:
             assert all(text.startswith(f"{path}:") for text in str(error).splitlines())
             assert f"{path}:2: " in str(error)
+        else:
+            assert not line.isascii()  # what is not ASCII may well be good; all else that is bad was refused

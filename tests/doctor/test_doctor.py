@@ -130,7 +130,7 @@ def test_memory_that_is_too_small_is_told_before_the_weights_are_loaded(
     assert any(one["name"] == "not-checked" and "weights" in one["found"] for one in findings)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_memory_of_a_gpu_that_is_elsewhere_is_predicted(case: Path) -> None:
     findings = doctor("runtime.device=cuda", code=2)
     assert set(complaints(findings)) == {"device"}

@@ -111,7 +111,7 @@ def test_a_typed_prompt_has_a_verdict_if_its_answer_is_given(client: httpx.Clien
     without = samples_of(stream(client, prompt="9*9=", samples=1))[0, 0]["verdict"]
     assert without["correct"] is None and without["error"] == "the reward needs a reference answer"
     given = samples_of(stream(client, prompt="9*9=", answer="1", samples=1))[0, 0]["verdict"]
-    assert given["correct"] in (True, False) and given["error"] is None
+    assert given["correct"] is (given["extracted"] == "1") and given["error"] is None
 
 
 @pytest.mark.parametrize(

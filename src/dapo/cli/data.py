@@ -178,7 +178,9 @@ def _measure(config: Config, tokenizer: str | None, recipe: Path | None, templat
             return PromptTemplate(data.model_copy(update={"template": "plain"}), found)
         return PromptTemplate(data, found)
 
-    said = data.model_dump(mode="json", include={"template", "chat_template", "instruction", "system"})
+    from dapo.inference import WRITING
+
+    said = data.model_dump(mode="json", include=set(WRITING))
     files = [Path(name)] + ([Path(data.chat_template).parent] if data.chat_template else [])
     return Measure(load, [str(name), unnamed, said, [file_identity(file) for file in files]])
 

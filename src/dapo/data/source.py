@@ -82,7 +82,8 @@ def read_prompts(
         try:
             row = rows[number]
             eaten += [f"{row.place}: {said}"] if (said := row.eaten(rows.keys(number))) else []
-            prompts.append(Prompt(number, row.text, encode(row, template), row.answer, row.meta))
+            ids = encode(row, template)
+            prompts.append(Prompt(number, row.text, ids, row.answer, row.meta, template.end(ids)))
         except BadRow as fault:
             faults.append(f"{rows.place(number)}: {fault}")
     if faults:
@@ -179,7 +180,8 @@ class PromptSource:
         source = self._streams[stream]
         row = source.rows[number]
         ids = encode(row, self._template)
-        return Prompt(self._starts[stream] + number, row.text, ids, source.answer(number, row), row.meta)
+        end = self._template.end(ids)
+        return Prompt(self._starts[stream] + number, row.text, ids, source.answer(number, row), row.meta, end)
 
     def _skip(self, fault: str, new: bool) -> None:
         """Go on without a row, or stop; ``new``: nobody heard of it yet."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo.config import TrainingConfig
+from dapo.config import DataConfig, TrainingConfig
+from dapo.data.template import PromptTemplate
 from dapo.demo.task import ANSWER_MARK, Expression
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.decoder import Decoder
@@ -96,6 +97,7 @@ def warm_up(
 
 def _skill(model: Any, tokenizer: Any, exam: list[Expression]) -> float:
     """Share of right answers when the response is made to begin with the first step."""
+    template = PromptTemplate(DataConfig(template="plain"), tokenizer)
     decoder = Decoder(model, [tokenizer.eos_token_id], max_sequence_tokens=96, max_concurrent_samples=256)
     for i, expression in enumerate(exam):
         ids = tokenizer(expression.prompt + expression.steps[0][0]).input_ids
@@ -103,6 +105,6 @@ def _skill(model: Any, tokenizer: Any, exam: list[Expression]) -> float:
     right = 0
     while decoder.busy:
         for _, sample in decoder.step():
-            text = tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+            text = template.decode(sample.token_ids.tolist())
             right += text.rpartition(ANSWER_MARK)[2] == exam[sample.request_id].answer
     return right / len(exam)

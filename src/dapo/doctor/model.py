@@ -19,8 +19,15 @@ from dapo.inputs import (
     set_threads,
 )
 from dapo.model.adapters import adapter_parameters, find_adapter
-from dapo.model.hub import from_where, hub_answers, is_name
-from dapo.model.loading import check_supported, context_limit, load_tokenizer, read_config, stop_token_ids
+from dapo.model.hub import hub_answers, is_name
+from dapo.model.loading import (
+    check_supported,
+    context_limit,
+    load_tokenizer,
+    read_config,
+    stop_token_ids,
+    with_generation_config,
+)
 from dapo.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 
@@ -121,7 +128,7 @@ def check_context(patient: Patient) -> Iterator[Finding]:
     """Whether prompts and responses fit into the positions that the model was made for."""
     found = patient.need(patient.model_config, "model")
     try:
-        check_lengths(patient.config, _Named(found), patient.heldout)
+        check_lengths(patient.config, found, patient.heldout)
     except (ConfigError, DataError) as error:
         text, _, fix = str(error).rpartition("; ")
         yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
@@ -132,22 +139,17 @@ def check_context(patient: Patient) -> Iterator[Finding]:
         "context",
         "pass",
         f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into "
-        f"{context_limit(_Named(found)) or 'any number of'} positions",
+        f"{context_limit(found) or 'any number of'} positions",
     )
-
-
-class _Named:
-    """A model of which only the config is known."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
 
 
 def check_tokens(patient: Patient) -> Iterator[Finding]:
     """Whether model and tokenizer speak of the same tokens: vocabulary, padding, and what ends a response."""
     tokenizer, shape = patient.need(patient.tokenizer, "tokenizer"), patient.need(patient.shape, "model")
     config = patient.config
-    owner = patient.model or _with_generation_config(shape, config.model.path)
+    if patient.template is not None:
+        patient.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
+    owner = patient.model or with_generation_config(shape, config.model.path)
     stop_ids = stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids)
     heard = _Heard()
     try:
@@ -156,11 +158,7 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
         yield Finding("model", "vocabulary", "fail", str(error), "model.tokenizer=FOLDER of the model's own tokenizer")
         return
     except ConfigError as error:
-        name = "stop-tokens"
-        text = str(error)
-        if not set(config.rollout.stop_token_ids).intersection(stop_ids):
-            text = text.replace("rollout.stop_token_ids", "eos_token_id of model or tokenizer")
-        yield Finding("recipe", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
+        yield Finding("recipe", "stop-tokens", "fail", str(error), "mend what the line begins with")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
     others = _of_another_model(patient, rows)
@@ -195,17 +193,6 @@ def _of_another_model(patient: Patient, rows: int) -> str | None:
     if same >= 0.9 * len(given):
         return None
     return f"{len(given) - same:,} of {len(given):,} tokens of model.tokenizer have another id in the model's own"
-
-
-def _with_generation_config(shape: Any, path: str) -> Any:
-    """``shape`` with the file beside the weights, which is read with these only."""
-    from transformers import GenerationConfig
-
-    try:
-        shape.generation_config = GenerationConfig.from_pretrained(path, **from_where(path))
-    except (OSError, ValueError):  # there need not be one
-        return shape
-    return shape
 
 
 class _Heard(QuietListener):
@@ -270,7 +257,7 @@ def _end_of_turn(patient: Patient) -> int | None:
         return None
     turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     try:
-        ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        ids = patient.need(patient.template, "template").apply(turns, tokenize=True)
         said = tokenizer("4", add_special_tokens=False)["input_ids"][-1]
     except Exception:  # templates raise their own kinds; prompts are tried elsewhere
         return None
@@ -338,7 +325,7 @@ def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> 
         return False
     turn = [{"role": "user", "content": "2+2="}]
     try:
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        text = template.apply(turn, tokenize=False, add_generation_prompt=True)
     except Exception:  # prompts are tried elsewhere
         return False
     return str(text).startswith(tokenizer.bos_token * 2)
@@ -350,10 +337,11 @@ def check_chat(patient: Patient) -> Iterator[Finding]:
     if data.template == "plain" or not getattr(tokenizer, "chat_template", None):
         return
     turns = [{"role": "user", "content": "2+2="}]
+    write = patient.need(patient.template, "template").apply
     try:
-        asked, bare = (_written(tokenizer, turns, add_generation_prompt=begin) for begin in (True, False))
-        answered = _written(tokenizer, [*turns, {"role": "assistant", "content": "4"}])
-        system = data.system and _written(tokenizer, [{"role": "system", "content": data.system}, *turns])
+        asked, bare = (write(turns, tokenize=False, add_generation_prompt=begin) for begin in (True, False))
+        answered = write([*turns, {"role": "assistant", "content": "4"}], tokenize=False)
+        system = data.system and write([{"role": "system", "content": data.system}, *turns], tokenize=False)
     except Exception:  # prompts are tried elsewhere
         return
     head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
@@ -374,10 +362,6 @@ def check_chat(patient: Patient) -> Iterator[Finding]:
             f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt",
             "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE",
         )
-
-
-def _written(tokenizer: Any, turns: list[dict[str, str]], **how: Any) -> str:
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, **how))
 
 
 def check_weights(patient: Patient) -> Iterator[Finding]:

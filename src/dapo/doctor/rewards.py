@@ -23,7 +23,7 @@ from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import RewardError
 from dapo.escapes import restored
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running, score_each
 from dapo.reward.contract import Scorer
@@ -262,13 +262,18 @@ def _right(scored: Sequence[tuple[Prompt, str, Reward]]) -> int:
     return sum(reward.correct is True for _, _, reward in scored)
 
 
-async def scores(scorer: Scorer, written: Sequence[tuple[Prompt, str]]) -> list[Reward]:
-    """Of rows and responses.
+async def scores(
+    scorer: Scorer, written: Sequence[tuple[Prompt, str]], ends: Sequence[FinishReason | None] = ()
+) -> list[Reward]:
+    """Of rows and responses. ``ends``: why they ended, if a model wrote them; others go on from no prompt's end.
 
     Raises:
         RewardError: the reward breaks its contract.
     """
-    items = [(f"row {prompt.row + 1}", prompt, text) for prompt, text in written]
+    items = [
+        (f"row {p.row + 1}", p if end else replace(p, end=""), text, end)
+        for (p, text), end in zip(written, ends or [None] * len(written), strict=True)
+    ]
     try:
         return await score_each(scorer, items, lambda: None)
     except ExceptionGroup as group:  # of scores at the same time: one of them says enough

@@ -270,14 +270,16 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
     marked = [(p, text) for p in prompts for text in markers if text in p.text]
     if marked:
         prompt, text = marked[0]
-        rows = len({p.row for p, _ in marked})
+        rows, plain = len({p.row for p, _ in marked}), config.data.template == "plain"
         yield Finding(
             "data",
             "special-tokens",
             "warn",
             f"{rows} of {len(prompts)} rows hold special tokens as text, such as {text!r} in row {prompt.row + 1}: "
-            "they were put through a template before",
-            "take them out of the rows, or data.template=plain",
+            + ("the model reads them as marks, not as text" if plain else "they were put through a template before"),
+            "take them out of the rows, unless they are meant so"
+            if plain
+            else "take them out of the rows, or data.template=plain",
         )
     blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
     if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
@@ -307,7 +309,7 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
         for finding in check_content(with_keys(config, config.evaluation.data), spread(patient.heldout, LOOKED_AT)):
             yield replace(finding, found=f"evaluation.data: {finding.found}")
     yield from check_stops(config, prompts)
-    positions = None if patient.shape is None else context_limit(patient.shape)
+    positions = None if patient.shape is None else context_limit(patient.shape.config)
     yield from check_room(config, prompts, tokenizer, positions)
     everything = list(patient.need(patient.source, "tokenized data").untokenized())
     yield from check_given_away(config, spread(everything, READ))

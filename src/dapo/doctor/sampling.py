@@ -94,9 +94,11 @@ async def _engine(
     patient: Patient, prompts: Sequence[Prompt], samples: int, tokens: int
 ) -> AsyncIterator[NativeEngine]:
     config, model, template = patient.config, patient.model, patient.need(patient.template, "template")
+    stop_ids = stop_token_ids(model, patient.tokenizer, config.rollout.stop_token_ids)
+    template.ends_with(stop_ids)
     engine = NativeEngine(
         copy_model(model, getattr(torch, config.model.compute_dtype)),
-        stop_token_ids(model, patient.tokenizer, config.rollout.stop_token_ids),
+        stop_ids,
         max_sequence_tokens=max(len(p.token_ids) for p in prompts) + tokens,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
         cache_bytes=cache_bytes(config),
@@ -151,7 +153,8 @@ async def shifted(config: Config, groups: Sequence[Group], answers: Mapping[int,
         for shift, which in ((1, "next"), (-1, "previous")):
             moved = [(g, answers.get(g.prompt.row + shift)) for g in groups]
             asked = [(g, replace(g.prompt, answer=a)) for g, a in moved if a not in (None, g.prompt.answer)]
-            found = iter(await scores(scorer, [(prompt, s.text) for g, prompt in asked for s in g.samples]))
+            texts = [(prompt, s.text) for g, prompt in asked for s in g.samples]
+            found = iter(await scores(scorer, texts, [s.finish_reason for g, _ in asked for s in g.samples]))
             right = sum(_most([next(found) for _ in g.samples]) for g, _ in asked)
             if right >= _SHIFTED_PROMPTS and own <= right / _SHIFTED_PROMPTS:
                 text = (
@@ -175,11 +178,11 @@ def _is_open(groups: Sequence[Group]) -> bool:
 async def _scored(patient: Patient, prompts: Sequence[Prompt]) -> list[Group]:
     config, template = patient.config, patient.need(patient.template, "template")
     groups = await _sample(patient, prompts, config.rollout.samples_per_prompt, config.rollout.max_response_length)
-    texts = [template.decode(s.token_ids.tolist()) for g in groups for s in g.samples]
-    owners = [g.prompt for g in groups for _ in g.samples]
+    samples = [(g.prompt, s) for g in groups for s in g.samples]
+    texts = [(prompt, template.decode(s.token_ids.tolist())) for prompt, s in samples]
     async with running(make_scorer(impatient(config.reward))) as scorer:
-        rewards = iter(await scores(scorer, list(zip(owners, texts, strict=True))))
-    metric, said = config.algorithm.filter_groups.metric, iter(texts)
+        rewards = iter(await scores(scorer, texts, [s.finish_reason for _, s in samples]))
+    metric, said = config.algorithm.filter_groups.metric, iter([text for _, text in texts])
 
     def judged_sample(sample: Sample) -> Sample:
         return replace(sample, text=next(said), reward=in_place_of_failed(next(rewards), config.reward, metric))

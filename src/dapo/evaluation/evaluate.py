@@ -60,7 +60,7 @@ async def evaluate(
 
     async def score(sample: Sample) -> None:
         text = decode(sample.token_ids.tolist())
-        reward = await scorer.score(prompts[sample.request_id], text)
+        reward = await scorer.score(prompts[sample.request_id], text, sample.finish_reason)
         found[sample.request_id, sample.index] = replace(sample, text=text, reward=reward)
         progress(len(found), total)
 

@@ -220,12 +220,16 @@ def read_weights(model: Any, adapter: Adapter) -> None:
             raise ModelError(f"adapter {adapter.folder}: {len(names)} {what} weights, such as {sorted(names)[0]}")
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter that is on ``model`` in the layout of PEFT, its base named, into ``folder``, which exists."""
+def save_adapter(model: Any, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapter that is on ``model`` in the layout of PEFT, its base named, into ``folder``, which exists.
+
+    ``state``: to take the weights from, by the names of all parameters; None: those in memory.
+    """
     from safetensors.torch import save_file
 
     peft = _peft("adapter")
-    weights = peft.get_peft_model_state_dict(model, state_dict=adapter_parameters(model), save_embedding_layers=False)
+    chosen = {name: (state or {}).get(name, parameter) for name, parameter in adapter_parameters(model).items()}
+    weights = peft.get_peft_model_state_dict(model, state_dict=chosen, save_embedding_layers=False)
     tensors = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])

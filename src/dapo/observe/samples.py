@@ -4,7 +4,7 @@ Consumes: groups as they left the buffer, each with its status, and the reports 
 files per step, each whole or not at all; a step that is made again after a resume replaces its files.
 
 ``step-00012.jsonl`` holds one JSON object per sample. Fields: ``draw`` ``row`` ``index`` (which sample), ``prompt``
-``response`` ``extracted`` ``gold`` (the texts), ``correct`` ``reward`` ``parts`` ``error`` (the verdict),
+``prompt_end`` ``response`` ``extracted`` ``gold`` (texts), ``correct`` ``reward`` ``parts`` ``error`` (the verdict),
 ``shaped_reward`` ``advantage`` ``in_loss`` (what training sees; null and false where the group was not trained on),
 ``length`` ``finish_reason`` ``versions`` (first and last policy version of its tokens) and ``status``; where the
 held-out check was asked ``check_correct`` and ``check_reward``, too.
@@ -283,6 +283,7 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
             "index": sample.index,
             "status": status,
             "prompt": group.prompt.text,
+            "prompt_end": group.prompt.end,
             "response": sample.text,
             "gold": group.prompt.answer,
             **_verdict(sample),

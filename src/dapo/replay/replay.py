@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, UserError
 from dapo.inputs import determinism
-from dapo.model.loading import load_tokenizer
+from dapo.model.loading import load_tokenizer, read_config, stop_token_ids, with_generation_config
 from dapo.observe.run_view import RunView
 from dapo.observe.step import statistic
 from dapo.prepare import Update, shape
@@ -204,6 +205,10 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
     try:
         tokenizer = load_tokenizer(str(folder), config.model.trust_remote_code)
         template = PromptTemplate(config.data, tokenizer)
+        if (folder / "config.json").is_file():  # not of an adapter
+            owner = SimpleNamespace(config=read_config(str(folder), config.model.trust_remote_code))
+            owner = with_generation_config(owner, str(folder))
+            template.ends_with(stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
     except UserError as error:
         found.missing.append(f"texts of tokens: {folder} holds no tokenizer that can be loaded: {error}")
         return lambda token: ""

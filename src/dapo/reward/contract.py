@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ class Scorer(Protocol):
         left out. In the order of ``prompts``."""
         ...
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
-        """The verdict on ``response``. Waits for a free worker and for the score; the deadline ends both."""
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
+        """The verdict on ``response``, which goes on from ``prompt.end``. Waits for a free worker and the score; the
+        deadline ends both. ``finish_reason``: why the response ended; None: not known, as of one that was typed."""
         ...
 
     async def close(self) -> None:

@@ -29,6 +29,8 @@ BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float |
 ASYNC_AT_ONCE = 64
 """Calls of an async function that a worker awaits together."""
 _IN_BATCHES = ("prompts", "responses", "answers")
+_IF_NAMED = ("finish_reason", "prompt_end")
+"""Arguments for functions that name them; with an s in batches. In ``**meta`` are the keys of the row and no others."""
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
@@ -160,27 +162,31 @@ class BoundFunction:
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
-    def arguments(self, prompt: str, response: str, answer: str | None, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, meta: Mapping[str, Any], **said: Any) -> dict[str, Any]:
         """The keyword arguments for one call: only those that the function takes, unless it takes any.
+
+        Args:
+            meta: the row's further keys.
+            said: "prompt", "response" and "answer"; and what only a function gets that names it (:data:`_IF_NAMED`).
 
         Raises:
             RewardError: it demands a parameter that there is no value for.
         """
-        return self._demanded({**meta, "prompt": prompt, "response": response, "answer": answer, **self.args})
+        return self._demanded({**meta, **self._without_unnamed(said), **self.args})
 
     def batch_arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The same for one call of a batched function: a list for each key, with None where an item lacks it.
 
         Args:
-            items: with "prompt", "response", "answer" and "meta".
+            items: each as for :meth:`arguments`.
 
         Raises:
             RewardError: it demands a parameter that no item has a value for.
         """
         keys = dict.fromkeys(key for item in items for key in item["meta"])
         lists = {key: [item["meta"].get(key) for item in items] for key in keys}
-        lists |= {f"{key}s": [item[key] for item in items] for key in ("prompt", "response", "answer")}
-        return self._demanded({**lists, **self.args})
+        said = {f"{key}s": [item[key] for item in items] for key in items[0] if key != "meta"}
+        return self._demanded({**lists, **self._without_unnamed(said), **self.args})
 
     def rewards(self, result: Any, count: int) -> list[Reward]:
         """The rewards of the ``count`` responses of one call that returned ``result``.
@@ -217,6 +223,9 @@ class BoundFunction:
                     f"{CONTRACT if self.responses_per_call is None else BATCH_CONTRACT}{hint}"
                 )
         return self._accepted(offered)
+
+    def _without_unnamed(self, said: dict[str, Any]) -> dict[str, Any]:
+        return {key: v for key, v in said.items() if key.rstrip("s") not in _IF_NAMED or key in (self.parameters or {})}
 
     def _accepted(self, offered: dict[str, Any]) -> dict[str, Any]:
         if self.parameters is None or any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):

@@ -156,7 +156,7 @@ class Monitor:
 
         async def score(group: Group, sample: Sample) -> tuple[Sample, Reward]:
             async with room:
-                return sample, await check.score(group.prompt, sample.text)
+                return sample, await check.score(group.prompt, sample.text, sample.finish_reason)
 
         tasks = [asyncio.create_task(score(*pair)) for pair in chosen]
         try:

@@ -26,7 +26,7 @@ from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow
 from dapo.errors import DataError, UserError
 from dapo.observe.samples import read_samples, samples_path
-from dapo.records import Group, Prompt, Reward, Sample
+from dapo.records import FinishReason, Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running, score_each
 from dapo.reward.contract import Scorer, in_place_of_failed
@@ -173,12 +173,12 @@ async def _rescore_step(
 ) -> StepChange:
     path = samples_path(folder.samples, step)
 
-    def read() -> tuple[list[dict[str, Any]], list[tuple[str, Prompt, str]]]:
+    def read() -> tuple[list[dict[str, Any]], list[tuple[str, Prompt, str, FinishReason | None]]]:
         samples, items = read_samples(path), []
         for number, sample in enumerate(samples, start=1):
             place = f"{path}:{number}"
             _check(sample, place)
-            items.append((place, rows.prompt(sample, place), sample["response"]))
+            items.append((place, rows.prompt(sample, place), sample["response"], sample.get("finish_reason")))
         return samples, items
 
     samples, items = await asyncio.to_thread(read)
@@ -272,7 +272,7 @@ class StoredRows:
                 found = f"{row.place} is another prompt" if row else f"there are {len(self._rows)} rows"
                 raise DataError(f"{place}: sampled from row {number + 1} of the data, which has changed: {found}")
             meta = dict(row.meta)
-        return Prompt(number, sample["prompt"], (), sample["gold"], meta)
+        return Prompt(number, sample["prompt"], (), sample["gold"], meta, sample.get("prompt_end") or "")
 
 
 # --- what changed -------------------------------------------------------------------------------------------------

@@ -295,13 +295,14 @@ class Trainer:
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write the weights (float32) in Hugging Face layout, or those of the adapter in PEFT's. Whole or not at all.
+    def save(self, folder: Path, **how: Any) -> None:
+        """Write the weights in Hugging Face layout, or those of the adapter in PEFT's, in float32 unless ``how`` says
+        otherwise (:func:`dapo.model.export.export_model`). Whole or not at all.
 
         Raises:
             FileExistsError: the folder exists and is not empty.
         """
-        save_model(self.policy.model, folder)
+        save_model(self.policy.model, folder, **how)
 
     def load(self, folder: Path) -> None:
         """Continue from the weights that :meth:`save` wrote.

@@ -12,14 +12,14 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dapo.config import RewardConfig
 from dapo.errors import UserError
 from dapo.observe.run_view import RunView
-from dapo.records import Prompt, Sample
+from dapo.records import FinishReason, Prompt, Sample
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling
@@ -182,11 +182,12 @@ class _Judge:
         )
         self._scorer = scorer
 
-    async def verdict(self, response: str) -> Event:
+    async def verdict(self, response: str, finish_reason: FinishReason, prompt_end: str) -> Event:
         if isinstance(self._scorer, str):
             return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": self._scorer}
         try:
-            reward = await self._scorer.score(self._prompt, response)
+            prompt = replace(self._prompt, end=prompt_end)
+            reward = await self._scorer.score(prompt, response, finish_reason)
         except UserError as error:
             return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": str(error)}
         value = None if reward.error else reward.value
@@ -204,6 +205,7 @@ class _Side:
     async def answer(self, ids: tuple[int, ...]) -> None:
         """Sample, tell what is written meanwhile, and judge what is done."""
         asked = self._asked
+        self._prompt_end = self._model.prompting.template.end(ids)
         limit = min(asked.max_tokens or self._model.max_tokens, self._model.max_tokens)
         sampling = Sampling(asked.temperature, limit, top_logprobs=TOP)
         seeds = tuple(sample_seed(asked.seed, 0, 0, index) for index in range(asked.samples))  # the same on both sides
@@ -246,7 +248,7 @@ class _Side:
                 "tokens": list(self._tokens(sample)),
                 "length": sample.length,
                 "finish_reason": sample.finish_reason,
-                "verdict": await self._judge.verdict(text),
+                "verdict": await self._judge.verdict(text, sample.finish_reason, self._prompt_end),
             }
         )
 

@@ -105,6 +105,9 @@ def load(path: Path, device: str) -> Loaded:
     Raises:
         UserError: it cannot be loaded.
     """
+    from dapo.model.adapters import find_adapter
+    from dapo.model.loading import context_limit, read_config
+
     run = path.parent if path.name.startswith("model-") else path.parents[2]
     found = FoundModel(str(path), run / "config.yaml")
     bounds: dict[str, Any] = {"runtime": {"device": device}, "rollout": {"max_concurrent_samples": MOST_SAMPLES * HELD}}
@@ -112,22 +115,13 @@ def load(path: Path, device: str) -> Loaded:
     limit = min(response_limit(config), MOST_TOKENS)
     config = inference_config(found, bounds, {"evaluation": {"max_response_length": limit}})
     prompting = load_prompting(config)
-    longest = min(config.data.max_prompt_length, _positions(path, default=2**20) - limit)
+    adapter = find_adapter(path)
+    positions = context_limit(read_config(adapter.base if adapter else str(path), config.model.trust_remote_code))
+    longest = min(config.data.max_prompt_length, (positions or 2**20) - limit)
     room = {"prompt": [Prompt(0, "", (0,) * max(longest, 1))]}
     with _loading:
         engine = load_engine(prompting, room, MOST_SAMPLES * HELD, QuietListener())
     return Loaded(prompting, engine, limit, longest)
-
-
-def _positions(path: Path, default: int) -> int:
-    """How many positions the model was made for, by its config."""
-    from transformers import AutoConfig
-
-    try:
-        known = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
-    except (OSError, ValueError):  # such as of an adapter; what is wrong shows when the model is loaded
-        return default
-    return int(known) if known else default
 
 
 def _stamp(path: Path) -> int:

@@ -174,7 +174,7 @@ def test_a_sandbox_that_does_not_start_is_the_users_affair_and_no_verdict(tmp_pa
     try:
         with pytest.raises(RewardError, match="No permissions to create new namespace"):
             Sandbox(Limits(2**30, 32, 2**26)).check()
-        with pytest.raises(SandboxFailed):
+        with pytest.raises(SandboxFailed, match="No permissions to create new namespace"):
             Grader(CONFIG).grade("print(7)\n", read_tests([{"stdin": "", "stdout": "7"}], None))
     finally:
         module._arguments.cache_clear()

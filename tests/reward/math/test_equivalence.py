@@ -97,3 +97,17 @@ def test_score_tells_wrong_from_no_answer():  # failures.md 50
     for response in ("", "I do not know", r"\boxed{}"):  # failures.md 73
         none = score_math(response, "0", ["boxed"])
         assert (none.correct, none.value, none.parts) == (False, -1.0, {"answer_found": 0.0})
+
+
+def test_a_reference_that_has_no_value_is_none():
+    for gold in (r"\frac{1}{0}", r"(1, \frac{0}{0})", r"\infty-\infty", r"\ln 0", "9^{9^{9^{9}}}"):
+        assert not _bounded(readable, gold)
+    for gold in (
+        r"x \equiv 2 \pmod{5}",
+        r"f(x)=x+c \text{ for any real } c",
+        "AD",
+        "6:00",
+        r"\frac{AB}{CD}=2",
+        r"\infty",
+    ):
+        assert _bounded(readable, gold)

@@ -47,7 +47,10 @@ def test_math_solutions_agree_with_their_own_answer():
     """An identity check: the answer was cut out of the solution's last box."""
     all_rows = rows("math")
     assert len(all_rows) == 7347
-    assert [r["id"] for r in all_rows if not score_math(r["solution"], r["answer"], RULES).correct] == []
+    # in eight the solution boxes two or more values side by side, and the row's answer is only the last of them
+    several = ["00331", "00501", "03918", "04170", "05318", "05345", "06725", "07267"]
+    missed = [r["id"] for r in all_rows if not score_math(r["solution"], r["answer"], RULES).correct]
+    assert missed == [f"math_train-{number}" for number in several]
 
 
 def test_all_references_of_math_can_be_read():

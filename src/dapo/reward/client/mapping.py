@@ -68,8 +68,10 @@ def _value(found: re.Match[str], call: Call) -> Any:
     prompt = call.prompt
     fields = {"prompt": prompt.text, "response": call.response, "answer": prompt.answer, "meta": dict(prompt.meta)}
     name = found[0]
+    if name == "$item":
+        return fields
     if not name.startswith("$meta."):
-        return fields if name == "$item" else fields[name[1:]]
+        return (fields | {"finish_reason": call.finish_reason, "prompt_end": prompt.end})[name[1:]]
     value = _in_meta(prompt, name)
     if value is _NOTHING:
         raise RewardError(f"row {prompt.row + 1} has no {name}, which the reward server is sent")

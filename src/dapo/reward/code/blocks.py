@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo.reward.code.names import root_name
-from dapo.reward.math.extract import outside_thinking
+from dapo.reward.thinking import outside_thinking
 
 _FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+")  # never takes a step back: linear time
 _PYTHON = re.compile(r"\{?\.?(?:i?python|py)[0-9.]*\}?")

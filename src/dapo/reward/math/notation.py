@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import partial
 
 _UNICODE = {
     "−": "-", "–": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
@@ -18,7 +19,7 @@ _UNICODE = {
     "°": r"^\circ ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "ε": r"\epsilon ",
     "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ",
     "ω": r"\omega ", "Δ": r"\Delta ", "¢": r"\text{ cents}", "“": '"', "”": '"', "′": "'", "’": "'",
-    "⟨": "(", "⟩": ")", "∣": "|", "…": r"\ldots ", "ⁿ": "^{n}",
+    "⟨": "(", "⟩": ")", "∣": "|", "…": r"\ldots ", "ⁿ": "^{n}", "≡": r"\equiv ", "∀": r"\forall ",
 }  # fmt: skip
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -33,6 +34,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\\\\s*\[[\d.]+\s*[a-z]+\]", r"\\\\"),  # a row of a matrix with more space after it
         (r"\\cr(?![A-Za-z])", r"\\\\"),
         (r"(?<!\\)\\[()\[\]]", " "),  # math delimiters \( \) \[ \]
+        (r"(?<=\d)(?:\s*\\!)*\s*(?:\{,\}(?:\s*\\!)*|,\s*\\!(?:\s*\\!)*)\s*(?=\d{3}(?!\d))", ""),  # 2,\! 500
         (r"(?<=\d)\{,\}(?=\d)", ","),
         (r"\{:\}", ":"),
         (r"\\!", ""),
@@ -42,7 +44,6 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\(?:left|right)\s*\.", ""),
         (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])", ""),
         (r"\\(?:tiny|small|large|Large|LARGE|huge|Huge|normalsize|(?:text|script)style)(?![A-Za-z])", " "),
-        (r"\\pmod\s*(\w)", r"\\pmod{\1}"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (r"\\lbrack(?![A-Za-z])", "["),
@@ -67,7 +68,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str]] = [
         (r"\\text\s*\{([^A-Za-z{}]*|\d[\dA-Za-z]*(?=\}\s*_)[^{}]*)\}", r" \1 "),  # no words: numbers set upright
         (r"\((\d[\dA-Za-z]*)\)\s*(?=_)", r"\1"),
         *((rf"_\s*\{{?\s*(?:\\text\s*\{{)?\s*{word}(?![A-Za-z])[\s}}]*", f"_{{{base}}}") for base, word in _BASES),
-        (r"(?<![A-Za-z])(\d[\dA-F]*)\s*(?:\\text\s*\{)?\s*\(?\s*base[\s}]*(\d+)[\s)}]*", r"\1_{\2}"),
+        (r"(?<![A-Za-z\d])(\d[\dA-F]*+)\s*(?:\\text\s*\{)?\s*\(?\s*base[\s}]*(\d+)[\s)}]*", r"\1_{\2}"),
         (r"(?<![A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2}"),
@@ -115,6 +116,10 @@ _MULTIPLIED = re.compile(
     rf"(?<=[\d}}])\s*(?:(?P<open>\\text\s*\{{)\s*)?(?P<word>{'|'.join(_MULTIPLIERS)})(?![A-Za-z])\s*(?P<close>\}})?",
     re.IGNORECASE,
 )
+_MODULUS = re.compile(
+    r"((?:\\text\s*\{\s*)?(?:\(\s*)?(?:\\text\s*\{\s*)?\\?(?<![A-Za-z])[pb]?mod(?:ulo)?(?![A-Za-z])[\s}{]*)"
+    r"((?:\\pi|\w)\w*(?:\^\s*\{?\w+\}?)?)(?:\s*[)}])*"
+)
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _CONNECTIVES = [
     (re.compile(rf"\\text\s*\{{\s*,?\s*{word}\s*,?\s*\}}|(?<![A-Za-z\\{{]){word}(?![A-Za-z}}])"), rf" \\{token} ")
@@ -129,7 +134,7 @@ def canonical(text: str) -> str:
     text = _without_dollars(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    text = _multiplied(text)
+    text = _multiplied(_MODULUS.sub(partial(_modulus, r"\equiv" in text), text))
     for pattern, replacement in _CONNECTIVES:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip().strip('"').removeprefix("=").lstrip()
@@ -139,6 +144,13 @@ def canonical(text: str) -> str:
         text = _GROUPED.sub(lambda m: re.sub(r"[ ,]", "", m[0]), text)
     text = text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith("\\,") else text
     return _without_braces(text)
+
+
+def _modulus(is_congruence: bool, match: re.Match[str]) -> str:
+    r"""``(mod 5)`` as ``\pmod{5}``; in ``17 \bmod 5`` it is an operation."""
+    if not is_congruence and "(" not in match[1] and "pmod" not in match[1]:
+        return match[0]
+    return rf" \pmod{{{match[2]}}}"
 
 
 def _multiplied(text: str) -> str:
@@ -213,6 +225,11 @@ _OTHER_CHOICE = re.compile(
     r"(?<![A-Za-z])(?:[A-J](?![A-Za-z])|[a-j][).](?![A-Za-z]))|(?:,|\\l(?:or|and)|(?<![A-Za-z])(?:or|and))\s*\(?[A-Ja-j](?![A-Za-z])"
 )
 _CHOICES = re.compile(r"\(?[A-J]\)?(?:(?:[,;&\s]|\\land)+\(?[A-J]\)?)+")
+_LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-Ja-j])"
+_SEVERAL = re.compile(rf"{_LETTER}(?:\s*(?:[,;&、]|\\land(?![A-Za-z]))?\s*{_LETTER})+")
+_ANNOUNCED = re.compile(
+    r"(?:the |correct |right )*(?:answer|option|choice|statement)s?(?: are| is)?\s*:?", re.IGNORECASE
+)
 _LIST = re.compile(r"[,;]|\\l(?:and|or)(?![A-Za-z])")
 
 
@@ -243,6 +260,26 @@ def same_choice(gold: str, answer: str) -> bool:
     if marked is None or (marked[1] or marked[2]).upper() != letter:
         return False
     return not _OTHER_CHOICE.search(text[marked.end() :])
+
+
+def several_choices(text: str, is_gold: bool) -> frozenset[str] | None:
+    """The letters that a canonical text names as choices, two or more: ``AD``, ``A, D``, ``(A) and (D)``, ``{A, D}``.
+
+    In a reference they are capital letters or stand in brackets, each of them, and those that run together are in
+    alphabetical order: "BA" may be a segment, "ad" a product, and "DBAC" an order of events.
+    """
+    text = re.sub(r"""\\?[{}]|["'\[\]]""", " ", _TEXT.sub(r" \1 ", text)).strip()
+    text = _ANNOUNCED.sub("", text, count=1).strip() if _ANNOUNCED.match(text) else text
+    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
+        text = text[1:-1].strip()
+    letters = re.findall("[A-Ja-j]", text.replace(r"\land", ""))
+    if len(set(letters)) != len(letters) or not _SEVERAL.fullmatch(text):
+        return None
+    if is_gold and not (text.count("(") == len(letters) or "".join(letters).isupper()):
+        return None
+    if is_gold and text.isalpha() and letters != sorted(letters):
+        return None
+    return frozenset(letter.upper() for letter in letters)
 
 
 def _items(text: str) -> list[str]:
