@@ -149,7 +149,7 @@ def _token_logprobs(prompting: Prompting, sample: Sample) -> list[dict[str, Any]
         return None
 
     def told(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"id": token_id, "token": str(prompting.tokenizer.decode([token_id])), "logprob": logprob}
+        return {"id": token_id, "token": prompting.template.text([token_id]), "logprob": logprob}
 
     drawn = zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
     top = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)

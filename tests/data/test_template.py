@@ -3,7 +3,7 @@
 from datetime import date, timedelta
 
 import pytest
-from tokenizers_for_tests import CHAT, CHAT_WITH_BOS, char_tokenizer
+from tokenizers_for_tests import CHAT, CHAT_WITH_BOS, byte_tokenizer, char_tokenizer, sentencepiece_tokenizer
 
 from dapo.config import DataConfig
 from dapo.data.template import PromptTemplate
@@ -96,6 +96,25 @@ def test_decode_leaves_control_tokens_out_and_takes_empty_responses():  # failur
     assert template.decode(ids) == "a , b."
     assert template.decode([tokenizer.eos_token_id]) == ""
     assert template.decode([]) == ""
+
+
+@pytest.mark.parametrize("make", [char_tokenizer, byte_tokenizer, sentencepiece_tokenizer])
+def test_ids_without_a_token_do_not_vanish_from_a_text(make):  # models have more rows than their tokenizers have tokens
+    tokenizer = make()
+    template = PromptTemplate(DataConfig(template="plain"), tokenizer)
+    four = tokenizer.get_vocab()["8" if make is sentencepiece_tokenizer else "4"]
+    said = tokenizer.decode([four])
+    assert template.decode([four, 400, four]) == f"{said}\ufffd{said}"
+    assert template.decode([400, tokenizer.eos_token_id, four, 401, 402]) == f"\ufffd{said}\ufffd\ufffd"
+    assert template.decode([four, tokenizer.eos_token_id]) == said
+
+
+def test_a_token_that_is_there_twice_is_text_both_times():
+    tokenizer = char_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    template = PromptTemplate(DataConfig(template="plain"), tokenizer)
+    tokenizer.get_vocab = lambda: {token: i for token, i in vocabulary.items() if token != "4"}
+    assert template.decode([vocabulary["4"], vocabulary["2"]]) == "42"
 
 
 def test_the_instruction_goes_with_the_last_question_of_several_turns():  # not with the first one

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,22 @@ class PromptTemplate:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a response: of all its tokens but the control tokens, which are no part of what is said."""
-        ids = [int(token) for token in token_ids if token not in self.control]
+        return self.text(token for token in token_ids if token not in self.control)
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens, control tokens too. An id that the tokenizer does not have (models have rows without a
+        token) is U+FFFD, as what stands on its two sides is not one text."""
+        parts = groupby(map(int, token_ids), self._has_token)
+        return "".join(self._plain([*ids]) if there else "\ufffd" * len([*ids]) for there, ids in parts)
+
+    def _has_token(self, token_id: int) -> bool:
+        return token_id in self._vocabulary or bool(self._plain([token_id]))  # which has each text but once
+
+    @cached_property
+    def _vocabulary(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.get_vocab().values())
+
+    def _plain(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def end(self, prompt_ids: Sequence[int]) -> str:

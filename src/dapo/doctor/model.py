@@ -168,7 +168,9 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
         yield Finding("model", "vocabulary", "warn", others, fix)
         return
     patient.words_known = True
-    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}")
+    empty = max(0, rows - len(tokenizer))
+    said = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
+    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{said}")
     yield from _stop_tokens(patient, owner, stop_ids)
     yield from _padding(patient, rows)
     notice_generation_config(owner, said := _Heard())

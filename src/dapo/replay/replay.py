@@ -215,7 +215,7 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
     if stored.no_tokens is None:
         for draw, index, fault in differing_texts(stored, template.decode):
             found.differences.append(Difference(fault, draw=draw, index=index))
-    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return lambda token: template.text([token])
 
 
 def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Config) -> None:

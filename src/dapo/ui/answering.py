@@ -255,11 +255,11 @@ class _Side:
     def _tokens(self, sample: Sample) -> Iterator[list[Any]]:
         """Text, probability and, as text and probability each, the most likely tokens in its place."""
         assert sample.top_ids is not None and sample.top_logprobs is not None  # they were asked for
-        tokenizer = self._model.prompting.tokenizer
+        template = self._model.prompting.template
         texts = self._pieces().add(sample.token_ids.tolist(), last=True)
         tops = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
         for text, logprob, (ids, logprobs) in zip(texts, sample.logprobs.tolist(), tops, strict=True):
-            best = [[str(tokenizer.decode([i])), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
+            best = [[template.text([i]), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
             yield [text, _probability(logprob), best]
 
 

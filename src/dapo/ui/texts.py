@@ -44,7 +44,8 @@ def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text that each token adds, those that end a response too."""
-    return Pieces(lambda some: str(tokenizer.decode(some, skip_special_tokens=False))).add(ids, last=True)
+    texts = Pieces(lambda some: str(tokenizer.decode(some, skip_special_tokens=False))).add(ids, last=True)
+    return [text if tokenizer.id_to_token(i) is not None else "\ufffd" for text, i in zip(texts, ids, strict=True)]
 
 
 def tokenizer_of(folder: RunFolder) -> Any:
