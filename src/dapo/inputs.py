@@ -135,10 +135,8 @@ def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, l
     ):
         if count:
             listener.warning(f"data.train: {count} of {looked_at} {what}")
-    if report.eaten:
-        listener.warning(
-            f"data.train: {len(report.eaten)} of {looked_at} rows hold control characters, such as {report.eaten[0]}"
-        )
+    for what, places in report.doubts.items():
+        listener.warning(f"data.train: {len(places)} of {looked_at} rows {what}, such as {places[0]}")
     if all(prompt.answer is None for prompt in source.untokenized()):
         listener.warning(
             f"data.train: no row has an answer under {data.answer_key!r} (data.answer_key); a reward function is given "

@@ -21,6 +21,7 @@ from dapo.cli import app
 from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
+from dapo.demo.task import make_tokenizer
 from dapo.doctor import host, memory, model, rewards, sampling, settings
 from dapo.doctor import rows as prompt_rows
 from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
@@ -34,6 +35,7 @@ from dapo.reward.check import running
 from dapo.reward.contract import Doubt
 from dapo.training.lora import trainable_shape
 from dapo.training.policy import Policy
+from helpers import random_model
 
 
 @pytest.fixture(scope="module")
@@ -512,3 +514,10 @@ def test_a_check_keeps_what_it_found_before_it_broke() -> None:
     found, missing = run_check(_patient(), Entry("half", "model", half))
     assert [one.status for one in found] == ["pass", "fail"] and missing is None
     assert "RuntimeError: gone" in found[1].found
+
+
+def test_rows_of_the_model_without_a_token_are_counted(case: Path) -> None:
+    size = len(make_tokenizer())
+    random_model("qwen2", vocab_size=size + 30).save_pretrained(case / "model")
+    (found,) = (one for one in doctor(code=0) if one["name"] == "vocabulary")
+    assert found["status"] == "pass" and "; 30 rows have no token" in found["found"]

@@ -94,7 +94,7 @@ def check(
         train, evaluation = _files(config, recipe, words or [], against or [])
         if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
-        measure = _measure(config, tokenizer, recipe, template)
+        measure, needed = _measure(config, tokenizer, recipe, template), _needs_answer(config)
         progress = StatusLine(quiet, "reading")
         try:
             found = check_data(
@@ -102,7 +102,7 @@ def check(
                 evaluation,
                 config.data,
                 measure,
-                answer_required=recipe is not None and _needs_answer(config),
+                answer_required=None if needed and recipe is None else needed,
                 progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
             )
         finally:
@@ -226,9 +226,9 @@ def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ())
             yield ""
     for report in (*found.train, *found.evaluation):
         yield from _faults(report)
-        if report.eaten:
-            yield f"warning: {report.eaten:,} rows of {report.file} hold control characters, such as"
-            yield from (visible(f"  {example}") for example in report.examples)
+        for what, (count, examples) in report.doubts.items():
+            yield f"warning: {count:,} rows of {report.file} {what}, such as"
+            yield from (visible(f"  {example}") for example in examples)
             yield ""
     for title, reports in (("training", found.train), ("evaluation", found.evaluation)):
         if reports:

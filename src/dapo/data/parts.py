@@ -77,7 +77,7 @@ def _first_faults(parts: Sequence[Part]) -> Iterator[str]:
             yield f"{streams[part].place(number)}: {fault}"
 
 
-def keys_of(item: DataItem, data: DataConfig, answer_required: bool) -> Keys:
+def keys_of(item: DataItem, data: DataConfig, answer_required: bool | None) -> Keys:
     """
     Raises:
         ConfigError: prompt and answer are the same key.

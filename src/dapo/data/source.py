@@ -69,7 +69,7 @@ def read_prompts(
         template: the one that the rollout uses too.
         answer_required: whether a row without an answer is a fault.
         limit: use the first so many rows.
-        warn: hears of rows that hold control characters.
+        warn: hears of rows that may be wrong (:meth:`Row.doubts`).
 
     Raises:
         DataError: a file or a row is bad; names all of them.
@@ -77,19 +77,20 @@ def read_prompts(
     rows = Rows(open_parts(data, source, answer_required)[0])
     prompts: list[Prompt] = []
     faults: list[str] = []
-    eaten: list[str] = []
+    doubts: dict[str, list[str]] = {}
     for number in range(len(rows) if limit is None else min(limit, len(rows))):
         try:
             row = rows[number]
-            eaten += [f"{row.place}: {said}"] if (said := row.eaten(rows.keys(number))) else []
+            for what, said in row.doubts(rows.keys(number)):
+                doubts.setdefault(what, []).append(f"{row.place}: {said}")
             ids = encode(row, template)
             prompts.append(Prompt(number, row.text, ids, row.answer, row.meta, template.end(ids)))
         except BadRow as fault:
             faults.append(f"{rows.place(number)}: {fault}")
     if faults:
         raise DataError(listed(faults))
-    if eaten:
-        warn(f"{len(eaten)} rows hold control characters, such as {eaten[0]}")
+    for what, places in doubts.items():
+        warn(f"{len(places)} of {len(prompts)} rows {what}, such as {places[0]}")
     return tuple(prompts)
 
 

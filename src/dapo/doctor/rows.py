@@ -12,6 +12,7 @@ from typing import Any
 
 from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
+from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.doctor.answers import (
@@ -37,6 +38,11 @@ MANY_EPOCHS = 30
 
 _LAST_TURN = re.compile(r"^(system|user|assistant): ", re.MULTILINE)
 """How :attr:`Prompt.text` writes who speaks."""
+_DOUBTS = {
+    EATEN: ("control-characters", "write the rows with a JSON library, which doubles backslashes"),
+    NO_ANSWER: ("placeholders", "leave those rows out: a response that says the same would be right"),
+}
+"""Name and remedy of what may be wrong with rows (:meth:`Row.doubts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +128,11 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         fails=True,
     )
     for key, reports in (("data.train", train), ("evaluation.data", held_out)):
-        examples = [example for report in reports for example in report.examples]
-        yield _Trouble(
-            "control-characters",
-            sum(report.eaten for report in reports),
-            f"{key}: {sum(report.eaten for report in reports):,} rows hold control characters, such as "
-            + "".join(examples[:1]),
-            "write the rows with a JSON library, which doubles backslashes",
-        )
+        for what, (name, fix) in _DOUBTS.items():
+            told = [report.doubts[what] for report in reports if what in report.doubts]
+            count = sum(number for number, _ in told)
+            first = "".join(example for _, examples in told[:1] for example in examples[:1])
+            yield _Trouble(name, count, f"{key}: {count:,} rows {what}, such as {first}", fix)
     unanswered = sum(report.missing_answers for report in train)
     yield _Trouble(
         "answers",
