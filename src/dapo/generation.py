@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dapo.config import Config
@@ -28,26 +28,17 @@ class Response:
     prompt_number: int
     sample_number: int
     prompt: str
-    prompt_tokens: int
     text: str
     finish_reason: str
+    prompt_tokens: int
     tokens: int
     logprob: float
     token_logprobs: list[dict[str, Any]] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """By the names that users of JSON see."""
-        found = {
-            "prompt_number": self.prompt_number,
-            "sample_number": self.sample_number,
-            "prompt": self.prompt,
-            "response": self.text,
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": self.prompt_tokens,
-            "tokens": self.tokens,
-            "logprob": self.logprob,
-        }
-        return found if self.token_logprobs is None else found | {"token_logprobs": self.token_logprobs}
+        found = {"response" if name == "text" else name: value for name, value in asdict(self).items()}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def generate_responses(

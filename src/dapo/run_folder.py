@@ -191,8 +191,7 @@ class RunFolder:
                 ) from None
             if missing is not None:
                 tell(
-                    f"{self.root}: this file system has no locks ({missing.strerror}): see to it that no other process "
-                    "writes to this run"
+                    f"{self.root}: its file system has no locks ({missing.strerror}): let no other process write to it"
                 )
             yield
 

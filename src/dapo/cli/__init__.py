@@ -69,20 +69,8 @@ def _root(
     pass
 
 
-for _command in (
-    train.train,
-    doctor.doctor,
-    evaluate.evaluate,
-    generate.generate,
-    inspect.inspect,
-    ui.ui,
-    config.config,
-    demo.demo,
-):
-    app.command(epilog=EXIT_CODES)(_command)
-app.command(epilog=EXIT_CODES)(replay.replay)
-app.command(epilog=EXIT_CODES)(report.report)
-app.command(epilog=EXIT_CODES)(votes.votes)
+for _module in (train, doctor, evaluate, generate, inspect, ui, config, demo, replay, report, votes):
+    app.command(epilog=EXIT_CODES)(getattr(_module, _module.__name__.rpartition(".")[2]))
 app.add_typer(data.app, name="data")
 app.add_typer(reward.app, name="reward")
 app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)

@@ -89,12 +89,13 @@ def check(
     with errors_for_people(debug):
         from dapo.data.check import check_data
         from dapo.escapes import eaten_in
+        from dapo.reward.build import needs_answer
 
         config = _config(recipe, words or [], template, tokenizer)
         train, evaluation = _files(config, recipe, words or [], against or [])
         if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
-        measure, needed = _measure(config, tokenizer, recipe, template), _needs_answer(config)
+        measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
         progress = StatusLine(quiet, "reading")
         try:
             found = check_data(
@@ -151,12 +152,6 @@ def _files(
     if not train and not compared:
         raise ConfigError("no files are named; give FILES, or --recipe with files in data.train")
     return train, compared or (config.evaluation.data if recipe is not None else [])
-
-
-def _needs_answer(config: Config) -> bool:
-    from dapo.reward.build import needs_answer
-
-    return needs_answer(config.reward)
 
 
 def _measure(config: Config, tokenizer: str | None, recipe: Path | None, template: str | None) -> Measure:

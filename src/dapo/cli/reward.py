@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +79,7 @@ def check(
         agreed = sum(one.agrees for one in checked)
         for one in checked:
             if not one.agrees:
-                _print_lines([*disagreement(one), ""])
+                print(*disagreement(one), "", sep="\n")
         if output is not None:
             found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
             _write(output, {**found, "verdicts": [one.as_json() for one in checked]})
@@ -161,7 +161,7 @@ def score(
             progress.close()
         seconds = time.perf_counter() - started
         print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
-        _print_lines(summary.lines())
+        print(*summary.lines(), sep="\n")
         if output is not None:
             _write(output, {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3), "steps": told})
         if not quiet:
@@ -189,11 +189,6 @@ def _steps(view: RunView, text: str) -> list[int]:
 
 
 # --- what is said -------------------------------------------------------------------------------------------------
-
-
-def _print_lines(lines: Iterator[str] | Sequence[str]) -> None:
-    for line in lines:
-        print(line)
 
 
 def _told(config: RewardConfig) -> Any:

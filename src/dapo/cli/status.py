@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
+from dapo.terminal import Terminal
+
 
 class StatusLine:
     """One line on the terminal that says how far it is; nothing where there is no terminal.
@@ -12,8 +16,6 @@ class StatusLine:
     """
 
     def __init__(self, quiet: bool, text: str) -> None:
-        from dapo.terminal import Terminal
-
         console = Terminal(stderr=True)
         self._status = None if quiet or not console.is_terminal else console.status(text)
         if self._status is not None:
@@ -21,8 +23,6 @@ class StatusLine:
 
     def __call__(self, text: str) -> None:
         """Say ``text`` from now on; it is shown as it is."""
-        from rich.text import Text
-
         if self._status is not None:
             self._status.update(Text(text))
 

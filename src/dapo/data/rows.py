@@ -44,15 +44,11 @@ class Row:
     meta: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
 
-    def eaten(self, keys: Keys) -> str | None:
-        """Where backslashes were eaten (:mod:`dapo.escapes`): in which keys, and what was probably meant."""
-        found = eaten_in(self.prompt, keys.prompt) + eaten_in(self.answer, keys.answer, is_answer=True)
-        return "; ".join([*found, *eaten_in(self.meta)][:3]) or None
-
     def doubts(self, keys: Keys) -> Iterator[tuple[str, str]]:
         """What may well be wrong with a row that can be used: what to say of all such rows, and where it is."""
-        if eaten := self.eaten(keys):
-            yield EATEN, eaten
+        eaten = eaten_in(self.prompt, keys.prompt) + eaten_in(self.answer, keys.answer, is_answer=True)
+        if found := [*eaten, *eaten_in(self.meta)][:3]:
+            yield EATEN, "; ".join(found)
         if keys.answer_required is not False and _NO_ANSWER.fullmatch(self.answer or ""):
             yield NO_ANSWER, f"{keys.answer} is {self.answer!r}"
 
