@@ -258,12 +258,14 @@ def _in_use(root: Path) -> bool:
 def _recipe(path: Path) -> dict[str, Any]:
     """
     Raises:
-        UserError: it is no YAML, or is too large: not of a run of ours, or edited since.
+        UserError: it is too large, or nested too deeply, so it is none that a run of ours wrote.
     """
     try:
         value = load_yaml(read_text(path))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'problem', None) or error}") from None
+    except yaml.composer.ComposerError as error:
+        raise UserError(f"{path}: cannot be read: {error.problem}") from None
+    except (OSError, ValueError, yaml.YAMLError):  # half written
+        return {}
     return value if isinstance(value, dict) else {}
 
 
