@@ -14,6 +14,7 @@ metrics.jsonl: its weights are not kept, so nobody waits for them. A cell that f
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import json
 import math
@@ -23,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -147,7 +147,8 @@ def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
     command = [sys.executable, __file__, "cell", cell.table, "--only", cell.name, *places]
     command += ["--set", *options.set] if options.set else []
     with (options.out / f"{cell.name}.log").open("w") as log:
-        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, start_new_session=True)
+        own = {"start_new_session": True, "preexec_fn": end_with_parent}
+        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, **own)
         try:
             while child.poll() is None and not (folder / "done").exists() and time.time() < began + cell.limit_s:
                 time.sleep(0.2)
@@ -181,13 +182,12 @@ def say(text: str) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train one cell in this process, which ends when the one that started it does."""
+    """Train one cell in this process."""
     from rollout_ours import measure_limits
 
     from dapo.inputs import device_of
     from dapo.launch import run_experiment
 
-    threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
     cell = next(c for c in declared(options.declared, options.table) if [c.name] == options.only)
     folder = options.out / cell.name
     own = {**cell.settings, "seed": cell.seed, "run.dir": folder}
@@ -206,11 +206,10 @@ def train(options: argparse.Namespace) -> None:
     run_experiment(config, Ending())
 
 
-def end_with(parent: int) -> None:
-    """End this process and those it started once its parent has ended."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.killpg(0, signal.SIGKILL)
+def end_with_parent() -> None:
+    """Have Linux kill this process at once when the one that started it ends: its folder will be another's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which the program to come inherits
 
 
 def curves(folder: Path) -> dict[str, Any]:
@@ -314,7 +313,8 @@ def mechanisms(results: Results) -> list[str]:
         "|---" * 11 + "|",
     ]
     for name, group in results.items():
-        last = {key: fmean(fmean(r["steps"][key][-LAST:]) for r in group) for key in STEP}
+        names = ("entropy", "length", "truncated", "mixed", "drawn", "all_wrong", "clip_low", "clip_high")
+        last = {key: fmean(fmean(r["steps"][key][-LAST:]) for r in group) for key in names}
         seconds = fmean(60 * r["steps"]["minutes"][-1] / len(r["steps"]["step"]) for r in group)
         steps = fmean(len(r["steps"]["step"]) for r in group)
         cut = fmean(r["evaluations"]["truncated"][-1] for r in group)
