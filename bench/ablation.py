@@ -7,13 +7,13 @@ usage: python bench/ablation.py run TABLE [--until SECONDS] [--only CELL ...] [-
 way. Several may run beside each other (one a GPU, by ``CUDA_VISIBLE_DEVICES``): a cell is claimed by a lock. With
 ``--until`` (seconds since 1970) none begins that would end later. A cell is over when its last evaluation is in
 metrics.jsonl: its weights are not kept, so nobody waits for them. A cell that fails is named and left for another call.
-
-``table`` compares what is filled at equal time and at equal samples, as cells.yaml declares.
+``table`` compares what is filled, as cells.yaml declares.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import json
 import math
@@ -23,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -130,7 +129,7 @@ def run(options: argparse.Namespace) -> list[str]:
             if cell.file(options.results).exists():
                 continue
             if time.time() + (longest or cell.limit_s) > options.until:
-                say(f"{cell.name}: not begun, there is no time left for it")
+                print(f"{time.ctime()} {cell.name}: not begun, there is no time left for it", flush=True)
                 break
             if seconds := attempt(cell, options):
                 longest = max(longest, seconds)
@@ -142,12 +141,13 @@ def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
     """Run a cell and write its result; the seconds it took, or None if it did not come to its end."""
     folder, began = options.out / cell.name, time.time()
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
-    say(f"{cell.name}: begins")
-    places = ["--declared", options.declared, "--out", options.out]
-    command = [sys.executable, __file__, "cell", cell.table, "--only", cell.name, *places]
+    print(f"{time.ctime()} {cell.name}: begins", flush=True)
+    command = [sys.executable, __file__, "cell", cell.table, "--only", cell.name]
+    command += ["--declared", options.declared, "--out", options.out]
     command += ["--set", *options.set] if options.set else []
     with (options.out / f"{cell.name}.log").open("w") as log:
-        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, start_new_session=True)
+        own = {"start_new_session": True, "preexec_fn": end_with_parent}
+        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, **own)
         try:
             while child.poll() is None and not (folder / "done").exists() and time.time() < began + cell.limit_s:
                 time.sleep(0.2)
@@ -157,7 +157,7 @@ def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
             child.wait()
     seconds = time.time() - began
     if not (folder / "done").exists():
-        say(f"{cell.name}: did not come to its end in {seconds:.0f} s; see {log.name}")
+        print(f"{time.ctime()} {cell.name}: did not come to its end in {seconds:.0f} s; see {log.name}", flush=True)
         return None
     for name in ("model-before", "model-after", "checkpoints"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -172,22 +172,18 @@ def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
     }
     write_atomic(cell.file(options.results), [written(result) + "\n"])
     last = result["evaluations"]
-    say(f"{cell.name}: {last['accuracy'][-1]:.1%} after {last['minutes'][-1]:.2f} minutes, {seconds:.0f} s in all")
+    what = f"{last['accuracy'][-1]:.1%} after {last['minutes'][-1]:.2f} minutes, {seconds:.0f} s in all"
+    print(f"{time.ctime()} {cell.name}: {what}", flush=True)
     return seconds
 
 
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
 def train(options: argparse.Namespace) -> None:
-    """Train one cell in this process, which ends when the one that started it does."""
+    """Train one cell in this process."""
     from rollout_ours import measure_limits
 
     from dapo.inputs import device_of
     from dapo.launch import run_experiment
 
-    threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
     cell = next(c for c in declared(options.declared, options.table) if [c.name] == options.only)
     folder = options.out / cell.name
     own = {**cell.settings, "seed": cell.seed, "run.dir": folder}
@@ -206,11 +202,10 @@ def train(options: argparse.Namespace) -> None:
     run_experiment(config, Ending())
 
 
-def end_with(parent: int) -> None:
-    """End this process and those it started once its parent has ended."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.killpg(0, signal.SIGKILL)
+def end_with_parent() -> None:
+    """Have Linux kill this process at once when the one that started it ends: its folder will be another's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which the program to come inherits
 
 
 def curves(folder: Path) -> dict[str, Any]:
@@ -293,8 +288,8 @@ def accuracies(results: Results) -> list[str]:
         for axis, end in ends.items()
     }
     spread = {axis: noise(values[axis].values()) for axis in AXES}
-    heads = [text.format(ends[axis]) for axis, text in AXES.items()]
-    lines = [f"| variant | seeds | {' | '.join(heads)} | minus the one above | minus the first |", "|---" * 7 + "|"]
+    heads = " | ".join(text.format(ends[axis]) for axis, text in AXES.items())
+    lines = [f"| variant | seeds | {heads} | minus the one above | minus the first |", "|---" * 7 + "|"]
     names = list(results)
     for number, name in enumerate(names):
         count = len(results[name])
@@ -314,7 +309,8 @@ def mechanisms(results: Results) -> list[str]:
         "|---" * 11 + "|",
     ]
     for name, group in results.items():
-        last = {key: fmean(fmean(r["steps"][key][-LAST:]) for r in group) for key in STEP}
+        names = ("entropy", "length", "truncated", "mixed", "drawn", "all_wrong", "clip_low", "clip_high")
+        last = {key: fmean(fmean(r["steps"][key][-LAST:]) for r in group) for key in names}
         seconds = fmean(60 * r["steps"]["minutes"][-1] / len(r["steps"]["step"]) for r in group)
         steps = fmean(len(r["steps"]["step"]) for r in group)
         cut = fmean(r["evaluations"]["truncated"][-1] for r in group)

@@ -63,6 +63,19 @@ def test_the_clip_has_something_to_do_and_the_test_set_is_not_read() -> None:
     assert [Path(item.path).name for item in config.evaluation.data] == ["judge.jsonl"]
 
 
+def test_on_the_cpu_each_variant_leaves_one_technique_out() -> None:
+    cells = ablation.declared(ablation.DECLARED, "arithmetic")
+    whole = config_of(cells[0]).algorithm
+    assert cells[0].variant == "dapo" and whole.overlong_buffer.enable and whole.filter_groups.enable
+    assert (whole.clip_ratio_high, whole.loss_agg_mode) == (0.28, "token-mean") and not whole.overlong_filtering
+    seeds = {v: [c.seed for c in cells if c.variant == v] for v in dict.fromkeys(c.variant for c in cells)}
+    assert set(map(tuple, seeds.values())) == {(2, 3, 4, 5, 6, 7)}  # the trials had seed 1
+    for cell in cells:
+        assert len(cell.settings) == {"dapo": 0, "naive": 4}.get(cell.variant, 1)
+        assert cell.variant == "dapo" or config_of(cell).algorithm != whole
+        assert cell.limit_s <= 1200
+
+
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
@@ -139,15 +152,15 @@ def tiny(tmp_path: Path) -> Path:
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_response_length": 12},
         "reward": {"kind": "exact"},
         "algorithm": {"filter_groups": {"enable": False}, "overlong_buffer": {"len": 4}},
-        "training": {"steps": 40, "groups_per_update": 1, "tokens_per_micro_batch": 1024},
-        "evaluation": {"data": "rows.jsonl", "rows": 8},
+        "training": {"steps": 10, "groups_per_update": 1, "tokens_per_micro_batch": 1024},
+        "evaluation": {"data": "rows.jsonl", "rows": 4},
         "run": {"save_every": 0},
     }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     variants = {"naive": {}, "token-level": {"algorithm.clip_ratio_high": 0.28}}
     table = {
         "recipe": "tiny.yaml",
-        "limit_s": 120,
+        "limit_s": 600,
         "variants": variants,
         "cells": ["naive 1", "token-level 1", "naive 2"],
     }
@@ -161,7 +174,7 @@ def places(folder: Path) -> list[str]:
 
 def test_a_cell_without_time_and_one_of_another_runner_are_not_begun(tiny: Path, capsys: Any) -> None:
     options = ["run", "tiny", *places(tiny), "--out", str(tiny / "runs")]
-    assert ablation.main([*options, "--until", str(time.time() + 60)]) == []
+    assert ablation.main([*options, "--until", str(time.time() + 500)]) == []
     assert "tiny-naive-seed1: not begun" in capsys.readouterr().out
     with (tiny / "runs" / "tiny-naive-seed1.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -186,8 +199,8 @@ def test_a_runner_that_is_killed_loses_the_cell_under_way_and_no_more(tiny: Path
     assert first.read_bytes() == kept
     found = json.loads(second.read_text())
     assert found["settings"] == {"algorithm.clip_ratio_high": 0.28} and found["commit"] == "abc"
-    assert found["evaluations"]["step"] == [0, 40] and len(found["steps"]["minutes"]) == 40
-    assert found["evaluations"]["samples_trained"] == [0, 40 * 16]
+    assert found["evaluations"]["step"] == [0, 10] and len(found["steps"]["minutes"]) == 10
+    assert found["evaluations"]["samples_trained"] == [0, 10 * 16]
     assert not (tiny / "runs/tiny-token-level-seed1/model-after").exists()
     capsys.readouterr()
     lines = ablation.main(["table", "tiny", *places(tiny), "--plots", str(tiny)])
@@ -238,6 +251,12 @@ def test_every_result_is_of_a_declared_cell_and_ran_as_declared(results: ablatio
     cut = [100 * found["steps"]["truncated"][0] for found in every]
     assert f"{min(cut):.0f} to {max(cut):.0f}% of the samples of the first step are cut" in prose
     assert {f"{found['evaluations']['accuracy'][0]:.1%}" for found in every} == {"29.8%"} and "29.8% are right" in prose
+
+
+def test_the_page_says_how_many_cells_on_the_cpu_are_filled(prose: str) -> None:
+    filled = len(list(ablation.RESULTS.glob("arithmetic-*.json")))
+    cells = ablation.declared(ablation.DECLARED, "arithmetic")
+    assert f"**{filled} of {len(cells)} are filled**" in prose
 
 
 def test_the_tables_are_those_of_the_results(results: ablation.Results, page: str) -> None:
