@@ -169,8 +169,8 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
         return
     patient.words_known = True
     empty = max(0, rows - len(tokenizer))
-    said = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
-    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{said}")
+    more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
+    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
     yield from _stop_tokens(patient, owner, stop_ids)
     yield from _padding(patient, rows)
     notice_generation_config(owner, said := _Heard())
