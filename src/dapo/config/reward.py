@@ -424,8 +424,6 @@ def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]
 def _check_address(url: str, example: str, key: str, *, query: bool = False) -> None:
     """
     Args:
-        url: address of a server.
-        example: of one.
         key: of the recipe; it names the environment variable with a login.
         query: whether it may hold a query.
 

@@ -22,7 +22,6 @@ class ArrowTable(Table):
     def __init__(self, name: str, rows: Any, content: str) -> None:
         """
         Args:
-            name: of the file or data set.
             rows: a ``datasets.Dataset``.
             content: hash of what it holds.
         """
@@ -74,10 +73,8 @@ def open_dataset(path: str, config: str | None, split: str | None, name: str) ->
     """A data set of the hub, or a folder: one that ``save_to_disk`` wrote, or one of data files.
 
     Args:
-        path: name on the hub, or folder.
         config: which of several data sets under one name.
         split: by default ``train`` where there is one, or the only one.
-        name: for messages.
 
     Raises:
         DataError: there is no such data set, configuration or split.

@@ -44,7 +44,6 @@ class PromptTemplate:
     def __init__(self, config: DataConfig, tokenizer: Any, embedding_rows: int | None = None) -> None:
         """
         Args:
-            config: template, instruction, system message, and what else the chat template is given.
             tokenizer: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
             embedding_rows: of the model; a prompt with a token beyond them is refused. None: not known.
 

@@ -33,10 +33,7 @@ async def evaluate(
     """Sample ``evaluation.samples_per_prompt`` responses to each prompt and score them.
 
     The same run seed gives the same samples for the same weights, whatever was trained in between.
-
-    Args:
-        prompts: exactly these are evaluated.
-        progress: called with samples done and samples in all.
+    ``progress``: called with samples done and samples in all.
 
     Raises:
         RewardError: the reward function broke its contract, or too many scores failed.

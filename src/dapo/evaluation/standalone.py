@@ -77,8 +77,6 @@ def evaluate_files(
     ``evaluation.rows`` of each).
 
     Args:
-        config: of the whole.
-        listener: hears what happens.
         write: called after each item with the results so far, so that nothing that goes wrong later can spoil them,
             and with the config that has the picked template in it.
         published: how rows are read that are as the benchmark's authors publish them; others are read as ever.
@@ -215,9 +213,7 @@ def report(
 
     Args:
         config: with the template in it.
-        results: of :func:`evaluate_files`.
         about: what else was picked, such as recipe and benchmark.
-        command: the command line.
     """
     sections = ("seed", "model", "data", "reward", "evaluation", "runtime")
     settings = redact({name: value for name, value in config.model_dump(mode="json").items() if name in sections})

@@ -51,8 +51,6 @@ def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Sta
     """The furthest kept weights from which an update can be reached; if there are none, why.
 
     Args:
-        folder: of the run.
-        config: the run's.
         step: from 1.
         update: from 0.
     """
@@ -142,7 +140,6 @@ class Rerun:
         """Make the updates of the next step and compare them with what was recorded.
 
         Args:
-            stored: the step.
             last: stop after this update; None: after all of them.
             visit: sees every update before it is made.
 

@@ -204,12 +204,7 @@ async def check_cases(
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[Checked]:
     """Score every case.
-
-    Args:
-        cases: of :func:`read_cases`.
-        config: the recipe's ``reward`` section.
-        tolerance: how far, absolutely or relative to it, a reward may be from an expected number.
-        advance: hears how many are done.
+    ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
 
     Raises:
         RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case.

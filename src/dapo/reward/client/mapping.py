@@ -136,9 +136,7 @@ def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward 
 
     Args:
         results: what the reply has of them.
-        count: how many there must be.
         value: path of the reward in a result.
-        name: of the server.
 
     Raises:
         BadReply: it is not a list of that many.
