@@ -328,10 +328,7 @@ class CheckpointWriter:
             return self._checkpoints.save(snapshot)
 
     def check(self) -> None:
-        """
-        Raises:
-            UserError: the last checkpoint could not be written.
-        """
+        """Raises UserError: the last checkpoint could not be written."""
         if self._under_way is not None and self._under_way[0].done():
             self._result()
 

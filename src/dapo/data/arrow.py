@@ -49,10 +49,7 @@ class ArrowTable(Table):
 
 
 def open_parquet(path: Path, name: str) -> ArrowTable:
-    """
-    Raises:
-        DataError: missing, not Parquet, damaged, or without rows.
-    """
+    """Raises DataError: missing, not Parquet, damaged, or without rows."""
     if not path.is_file():
         raise DataError(f"{name}: no such file")
     datasets = _library(f"{name}: Parquet files")

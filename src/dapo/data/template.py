@@ -132,10 +132,8 @@ class PromptTemplate:
         return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **self._how, **how)
 
     def _check_kwargs(self, text: str) -> None:
-        """
-        Raises:
-            ConfigError: a variable is given that the chat template does not have, so that nothing would come of it.
-        """
+        """Raises ConfigError: a variable is given that the chat template does not have, so that nothing would come of
+        it."""
         given = self._config.chat_template_kwargs
         if self._config.today is not None and self.today is None:
             raise ConfigError("data.today: the chat template does not ask for the date (strftime_now); leave it out")

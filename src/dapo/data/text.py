@@ -199,10 +199,7 @@ class _OnDisk:
             yield chunk
 
     def check(self) -> None:
-        """
-        Raises:
-            _Changed: it was written to.
-        """
+        """Raises _Changed: it was written to."""
         if self._now() != self._stat:
             raise _Changed
 

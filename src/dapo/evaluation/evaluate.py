@@ -79,10 +79,8 @@ async def evaluate(
 
 
 def _check_errors(errors: Sequence[str], total: int, config: Config) -> None:
-    """
-    Raises:
-        RewardError: the share of failed scores is above ``reward.max_error_rate``: an average over the rest would lie.
-    """
+    """Raises RewardError: the share of failed scores is above ``reward.max_error_rate``: an average over the rest would
+    lie."""
     limit = config.reward.max_error_rate
     if len(errors) > limit * total:
         raise RewardError(

@@ -138,10 +138,7 @@ async def _running(prompting: Prompting, engine: Engine) -> AsyncIterator[Scorer
 
 
 def _prompts(prompting: Prompting, item: DataItem, listener: Listener) -> tuple[Prompt, ...]:
-    """
-    Raises:
-        DataError: a row is bad, or longer than ``data.max_prompt_length``.
-    """
+    """Raises DataError: a row is bad, or longer than ``data.max_prompt_length``."""
     config = prompting.config
     limit = config.data.max_prompt_length
     prompts = read_prompts(
@@ -188,10 +185,7 @@ def _bare_answers(
     file: str, prompts: tuple[Prompt, ...], published: Published, listener: Listener
 ) -> tuple[Prompt, ...]:
     """The rows with what stands after the mark as their answers, if any of them has one.
-
-    Raises:
-        DataError: some have none, so that it is not known what to compare with.
-    """
+    Raises DataError: some have none, so that it is not known what to compare with."""
     if not any(published.mark in (prompt.answer or "") for prompt in prompts):
         return prompts
     answers = [published.answer(prompt.answer or "") for prompt in prompts]

@@ -249,10 +249,8 @@ def can_be_compiled(model: Any) -> bool:
 
 
 def check_ends(model: Any) -> None:
-    """
-    Raises:
-        ModelError: the embedding or the output head carries an adapter, of which the head's computation knows nothing.
-    """
+    """Raises ModelError: the embedding or the output head carries an adapter, of which the head's computation knows
+    nothing."""
     for name, module in (("embedding", model.get_input_embeddings()), ("output head", model.get_output_embeddings())):
         if any(hasattr(module, wrapped) for wrapped in ("base_layer", "modules_to_save", "original_module")):
             raise ModelError(

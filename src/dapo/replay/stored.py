@@ -50,10 +50,7 @@ class StoredStep:
 
 
 def read_step(folder: RunFolder, step: int) -> StoredStep:
-    """
-    Raises:
-        UserError: a file is damaged, or is not of the same step as the others.
-    """
+    """Raises UserError: a file is damaged, or is not of the same step as the others."""
     path = samples_path(folder.samples, step)
     lines = read_samples(path)
     for number, line in enumerate(lines, start=1):

@@ -187,10 +187,7 @@ class Rerun:
         return replace(prepared, packed=packed)
 
     def _require_vocabulary(self, stored: StoredStep) -> None:
-        """
-        Raises:
-            UserError: a token that the model does not have, which a GPU would fail on without a word of it.
-        """
+        """Raises UserError: a token that the model does not have, which a GPU would fail on without a word of it."""
         size = self.trainer.policy.model.get_input_embeddings().num_embeddings
         for group in stored.trained:
             for sample in group.samples:

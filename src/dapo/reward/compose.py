@@ -155,10 +155,7 @@ class _Failures:
         self._latest: deque[str | None] = deque(maxlen=_LATEST)
 
     def take(self, error: str | None) -> None:
-        """
-        Raises:
-            RewardError: the share of failed scores is above the part's ``max_error_rate``.
-        """
+        """Raises RewardError: the share of failed scores is above the part's ``max_error_rate``."""
         self._latest.append(error)
         made = len(self._latest)
         if error is None or made < _ENOUGH:

@@ -202,10 +202,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _check(sample: Mapping[str, Any], place: str) -> None:
-    """
-    Raises:
-        UserError: it is not what a run writes.
-    """
+    """Raises UserError: it is not what a run writes."""
     bad = [key for key, kinds in _FIELDS.items() if key not in sample or type(sample[key]) not in kinds]
     if not bad and sample["error"] is None and sample["reward"] is None:
         bad = ["reward"]

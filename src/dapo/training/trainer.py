@@ -399,10 +399,7 @@ class Trainer:
 
     def _skip(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], loss: float, norm: float) -> str:
         """Count an update that is not finite, find out why and keep it: what there is to say.
-
-        Raises:
-            NumericalError: too many in a row.
-        """
+        Raises NumericalError: too many in a row."""
         fault = self._diagnosis(batch, inputs, objective)
         in_row = self._skipped_in_row + 1
         reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"
