@@ -107,10 +107,8 @@ def _differences(tokenizer: Any, said: Any, named: set[str]) -> list[str]:
     said.no_padding()
     said.encode_special_tokens = backend.encode_special_tokens
     for text in (*_PROBES, " a ".join(ours)):  # a class may also change texts before they get there
-        if (
-            list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            != said.encode(text, add_special_tokens=False).ids
-        ):
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if ids != said.encode(text, add_special_tokens=False).ids:
             found.append(f"the ids of {text!r}")
     return found
 
