@@ -104,7 +104,7 @@ def older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = {key: value for key, value in rotary.items() if key != "rope_theta"}
     kind = scaling.get("rope_type", "default")
     found["rope_theta"] = rotary["rope_theta"]
-    found["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}  # type: before version 4.43
+    found["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}  # "type" before version 4.43
     return found
 
 
