@@ -256,10 +256,7 @@ class Experiment:
 
     async def _open_folder(self) -> None:
         """A new run folder, or one that a run goes on in: from its latest checkpoint, or from the start if it has none.
-
-        Raises:
-            UserError: the folder cannot be used, or the run started from something else.
-        """
+        Raises UserError: the folder cannot be used, or the run started from something else."""
         resumed, tell = self._inputs.resume, self.listener.warning
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config, tell=tell)
         if self._inputs.lock is not None:

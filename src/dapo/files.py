@@ -58,10 +58,7 @@ def read_json(path: Path, most: int = 16 * 2**20) -> Any:
 
 
 def parse_json(text: str | bytes, decoder: json.JSONDecoder | None = None) -> Any:
-    """
-    Raises:
-        ValueError: it is no JSON, or nested too deeply.
-    """
+    """Raises ValueError: it is no JSON, or nested too deeply."""
     try:
         return (decoder or _DECODER).decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
@@ -155,11 +152,8 @@ def lock_file(file: IO[Any], how: int) -> OSError | None:
 
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """
-    Raises:
-        UserError: ``what`` cannot be written. Whatever is raised inside is taken for that: to safetensors and to
-            tokenizers a full disk is no OSError.
-    """
+    """Raises UserError: ``what`` cannot be written. Whatever is raised inside is taken for that: to safetensors and to
+    tokenizers a full disk is no OSError."""
     try:
         yield
     except UserError:

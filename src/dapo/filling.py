@@ -112,18 +112,11 @@ class Filling:
     ) -> None:
         """
         Args:
-            step: rollout step, from 0.
             draw: the next prompt and the number of its draw.
-            engine: that samples.
-            scorer: that gives the verdicts.
-            decode: response token ids to the text that is scored.
-            config: of the run.
-            keep_rate: of earlier steps.
             carried: good groups of earlier steps.
             resumed: the draws of an interrupted fill of this step, each with the samples that it had.
             rounds: times that it had drawn prompts.
             train_version: policy version that will be trained, or None for the engine's.
-            progress: hears how many groups are kept, of how many, and what it took.
         """
         self._draw = draw
         self._engine = engine

@@ -32,11 +32,8 @@ def fingerprint(
     """All that a run starts from.
 
     Args:
-        config: the recipe.
-        model, tokenizer: loaded.
         train: fingerprint of the training rows.
         prompt: the first one to train on.
-        heldout: to evaluate on.
         reward: a function passed from Python, which stands in for the recipe's reward.
     """
     return {
@@ -92,11 +89,7 @@ def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def fingerprint_reward(config: Config, function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Kind, and for a user's file a hash over it; of every part, if it is put together.
-
-    Args:
-        config: the recipe.
-        function: a function passed from Python, which stands in for the recipe's reward.
-    """
+    ``function``: a function passed from Python, which stands in for the recipe's reward."""
     if function is not None:
         return {"kind": "python", "function": getattr(function, "__qualname__", type(function).__name__)}
     reward = config.reward

@@ -73,10 +73,6 @@ def native_engine(
     """The engine of this process, with a copy of the model's weights.
 
     Args:
-        config: the recipe.
-        model: holds the weights that the run starts from.
-        stop_ids: tokens that end a response.
-        template: gives text for token ids.
         heldout: prompts that it has to have room for, beside those to train on.
         spare_bytes: memory to leave to the trainer.
 
@@ -282,11 +278,7 @@ def _evaluation_response(config: Config) -> int:
 
 
 def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] = ()) -> None:
-    """
-    Args:
-        config: the recipe.
-        model_config: Transformers' config of the model.
-        heldout: to evaluate on.
+    """Refuse lengths that the model has no positions for.
 
     Raises:
         ConfigError: prompts and responses may be longer than the model has positions for.

@@ -109,15 +109,10 @@ class Keeper:
     ) -> None:
         """
         Args:
-            folder: of the run; exists.
-            config: which checkpoints to write and to keep.
             at: where the run stands; changed by :meth:`load`, read by all others.
             best: of the evaluations so far.
             roles: what else remembers, by the names that their states have in a checkpoint.
-            trainer: whose weights and optimizer are kept.
-            tokenizer: goes with the weights.
             stopping: hears what the last checkpoint is.
-            tell: hears of what is wrong and does not end the run.
             stop_ids: tokens that end a response; go with the weights too.
             export_dtype: of the weights in ``model-after/``, and in ``model-before/`` if it holds them; None: float32.
 
@@ -147,10 +142,7 @@ class Keeper:
 
     def save_model(self, folder: Path, exact: bool = False) -> None:
         """Weights and tokenizer in Hugging Face layout, for other programs too.
-
-        Args:
-            folder: to be made.
-            exact: lose nothing of the weights.
+        ``exact``: lose nothing of the weights.
 
         Raises:
             UserError: they cannot be written.

@@ -94,11 +94,7 @@ def blanks(value: Any, key: str = "") -> Iterator[str]:
 
 def require_secrets(value: Any, place: object, remedy: str, key: str = "") -> None:
     """Refuse a recipe that was read from a run folder, as long as secrets are blank in it.
-
-    Args:
-        value: the recipe's keys and values, or those below ``key``.
-        place: where it was read.
-        remedy: how they are given.
+    ``value``: the recipe's keys and values, or those below ``key``.
 
     Raises:
         ConfigError: some are blank.

@@ -81,10 +81,7 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: ``folder`` is no run's, or ``config`` would make it another run.
-    """
+    """Raises ConfigError: ``folder`` is no run's, or ``config`` would make it another run."""
     stored = _settings(folder)
     refused = list(_refused(redact(_with_new_keys(stored)), redact(config.model_dump(mode="json"))))
     if refused:

@@ -424,8 +424,6 @@ def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]
 def _check_address(url: str, example: str, key: str, *, query: bool = False) -> None:
     """
     Args:
-        url: address of a server.
-        example: of one.
         key: of the recipe; it names the environment variable with a login.
         query: whether it may hold a query.
 
@@ -447,10 +445,7 @@ def _check_address(url: str, example: str, key: str, *, query: bool = False) -> 
 
 
 def _check_fields(template: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: it has a field that there is not, or does not send the response.
-    """
+    """Raises ValueError: it has a field that there is not, or does not send the response."""
     known = "known are $item, $prompt, $response, $answer, $finish_reason, $prompt_end, $meta and $meta.KEY"
     unknown = re.search(r"\$[A-Za-z_]\w*", FIELD.sub("", json.dumps(template)))
     if unknown:

@@ -141,12 +141,7 @@ def check_data(
     """Read all rows of all files.
 
     Args:
-        train: files to train on.
-        evaluation: files to compare them with.
-        data: keys and length limit.
-        measure: how to measure prompts.
         answer_required: whether a row without an answer is bad; None: not known.
-        progress: hears how far it is.
 
     Raises:
         DataError: a file cannot be read at all.

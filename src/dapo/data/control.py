@@ -31,7 +31,6 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
     one of tags is that the template puts a message of the system's or the user's, or the name of a role, between them.
 
     Args:
-        tokenizer: of Hugging Face.
         rendered: conversations as the chat template writes them, with the contents of :data:`SAID`. Without the head
             of a turn to come, where some templates open ``<think>``.
         stop_ids: what ends a response. Of them count those that were added to the vocabulary and are not half of a

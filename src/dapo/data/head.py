@@ -53,10 +53,7 @@ class Head:
     """The first rows, read one by one: which are good, and what is wrong with the others."""
 
     def __init__(self, streams: Sequence[Stream], template: PromptTemplate, data: DataConfig) -> None:
-        """
-        Raises:
-            DataError: as the recipe's policy says, or if no row is left.
-        """
+        """Raises DataError: as the recipe's policy says, or if no row is left."""
         self._streams, self._template, self._data = streams, template, data
         self._starts = [0, *accumulate(len(stream.rows) for stream in streams)]
         self._size = self._starts[-1]

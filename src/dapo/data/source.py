@@ -37,10 +37,7 @@ def load_prompts(
     """Prompts to train on, without end.
 
     Args:
-        data: the recipe's ``data`` section.
-        source: files and data sets, or rows from Python.
         template: the one that the rollout uses too.
-        seed: of the run.
         answer_required: whether a row without an answer is a fault (``reward.build.needs_answer``).
         warn: hears of bad rows that are skipped when they are drawn.
 
@@ -64,10 +61,6 @@ def read_prompts(
     """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
 
     Args:
-        data: the recipe's ``data`` section.
-        source: files and data sets, or rows from Python.
-        template: the one that the rollout uses too.
-        answer_required: whether a row without an answer is a fault.
         limit: use the first so many rows.
         warn: hears of rows that may be wrong (:meth:`Row.doubts`).
 
@@ -111,11 +104,7 @@ class PromptSource:
         Args:
             streams: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
                 identity (``Prompt.row``).
-            template: turns a row into token ids.
-            data: length limit, order and what to do with bad rows.
-            seed: of the run.
             weights: of the streams; each draw is from one of them, chosen at random in this proportion.
-            warn: hears of bad rows that are skipped when they are drawn.
 
         Raises:
             DataError: a row is bad, or none is short enough.

@@ -45,7 +45,6 @@ class PromptTemplate:
     def __init__(self, config: DataConfig, tokenizer: Any, embedding_rows: int | None = None) -> None:
         """
         Args:
-            config: template, instruction, system message, and what else the chat template is given.
             tokenizer: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
             embedding_rows: of the model; a prompt with a token beyond them is refused. None: not known.
 
@@ -149,10 +148,8 @@ class PromptTemplate:
         return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **self._how, **how)
 
     def _check_kwargs(self, text: str) -> None:
-        """
-        Raises:
-            ConfigError: a variable is given that the chat template does not have, so that nothing would come of it.
-        """
+        """Raises ConfigError: a variable is given that the chat template does not have, so that nothing would come of
+        it."""
         given = self._config.chat_template_kwargs
         if self._config.today is not None and self.today is None:
             raise ConfigError("data.today: the chat template does not ask for the date (strftime_now); leave it out")

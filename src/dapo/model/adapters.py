@@ -127,7 +127,6 @@ def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None, read:
 
     Args:
         model: the base, without an adapter. It is frozen.
-        adapter: as found.
         dtype: of the adapter's parameters; None: that of the layers that they are on.
         read: the weights too, and not the shapes alone.
 
@@ -153,7 +152,6 @@ def new_adapter(model: Any, rank: int, alpha: float, target_modules: list[str] |
     Args:
         model: the base, from a folder or the hub. It is frozen.
         rank, alpha, target_modules: see ``dapo.config.sections.LoraConfig``.
-        seed: of its random start.
 
     Raises:
         ModelError: PEFT is not installed, or the model has no such modules.
@@ -251,10 +249,8 @@ def can_be_compiled(model: Any) -> bool:
 
 
 def check_ends(model: Any) -> None:
-    """
-    Raises:
-        ModelError: the embedding or the output head carries an adapter, of which the head's computation knows nothing.
-    """
+    """Raises ModelError: the embedding or the output head carries an adapter, of which the head's computation knows
+    nothing."""
     for name, module in (("embedding", model.get_input_embeddings()), ("output head", model.get_output_embeddings())):
         if any(hasattr(module, wrapped) for wrapped in ("base_layer", "modules_to_save", "original_module")):
             raise ModelError(

@@ -36,7 +36,6 @@ def export_model(
 
     Args:
         model: its config's ``name_or_path`` says where it came from, which has what a loaded config lacks.
-        folder: exists.
         dtype: of the weights; None, or where one would become infinite: as they are in memory.
         exact: leave them as they are in memory if ``dtype`` cannot hold every number of them.
         stop_ids: what ended a response; () leaves that as it was.

@@ -47,7 +47,6 @@ def load_model(
         source: folder in Hugging Face layout, name on the hub, folder of a LoRA adapter in PEFT layout (its base is
             loaded and the adapter put on it, unmerged), or a loaded ``PreTrainedModel`` (used as it is: its parameters
             are changed to ``dtype`` in place).
-        dtype: type of the parameters.
         trust_remote_code: allow code that comes with the model to run.
         device: where the model is to be; None: the CPU, and a loaded one stays where it is. With accelerate installed
             weights are read right onto it.
@@ -304,10 +303,6 @@ def named_stop_ids(model: Any, tokenizer: Any) -> dict[str, list[int]]:
 def embedding_rows(source: Any, trust_remote_code: bool = False) -> int | None:
     """How many tokens a model knows, before its weights are read; None: its config does not state it.
 
-    Args:
-        source: as for :func:`load_model`.
-        trust_remote_code: allow code that comes with the model to run.
-
     Raises:
         ModelError: as :func:`read_config`.
     """
@@ -336,9 +331,6 @@ def context_limit(config: Any) -> int | None:
     Rotary settings that stretch positions multiply it: YaRN its ``original_max_position_embeddings``, linear and
     dynamic scaling ``max_position_embeddings``, unless they name the original too. Those of Llama 3 and Gemma 3 are
     in ``max_position_embeddings`` already.
-
-    Args:
-        config: Transformers' config of the model.
     """
     stated = [int(value) for name in _LENGTHS if (value := getattr(config, name, None))]
     rotary = getattr(config, "rope_parameters", None) or {}

@@ -45,10 +45,7 @@ def as_its_file_says(tokenizer: Any, name: str) -> Any:
     Token ids would then not be those that the model was trained on, nor those of other programs. Which tokens begin
     and end texts, and the chat template, stay as tokenizer_config.json says. The files stay with the tokenizer, as
     ``source_files``, for :func:`save_tokenizer`.
-
-    Args:
-        tokenizer: as AutoTokenizer has made it.
-        name: what it was loaded by. Without a tokenizer.json there is nothing to compare with.
+    ``name``: what it was loaded by. Without a tokenizer.json there is nothing to compare with.
 
     Raises:
         ModelError: the files contradict each other, or what they say cannot be had.
@@ -110,10 +107,8 @@ def _differences(tokenizer: Any, said: Any, named: set[str]) -> list[str]:
     said.no_padding()
     said.encode_special_tokens = backend.encode_special_tokens
     for text in (*_PROBES, " a ".join(ours)):  # a class may also change texts before they get there
-        if (
-            list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            != said.encode(text, add_special_tokens=False).ids
-        ):
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if ids != said.encode(text, add_special_tokens=False).ids:
             found.append(f"the ids of {text!r}")
     return found
 
@@ -132,12 +127,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write it so that Transformers 4 and 5 and other programs read what this run used: files as they were loaded,
-    the chat template that prompts were written by, and a class that leaves tokenizer.json as it is.
-
-    Args:
-        tokenizer: of :func:`dapo.model.loading.load_tokenizer`, or any other of Transformers.
-        folder: exists.
-    """
+    the chat template that prompts were written by, and a class that leaves tokenizer.json as it is."""
     tokenizer.save_pretrained(folder)
     file = folder / CONFIG
     if not file.is_file():

@@ -91,13 +91,11 @@ def replay(
     """Make a rollout step again.
 
     Args:
-        root: run folder.
         step: from 1, as in ``samples/``.
         update: of the step, from 0: only this one is reported; None: all of them.
         sample: draw and index of the one whose tokens are wanted.
         gradients: per update, for so many samples the gradient norm; one backward pass each.
         rewards: score the samples again, which may cost calls of a judge.
-        phase: hears what is going on.
 
     Raises:
         UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.

@@ -133,10 +133,7 @@ def _open(file: str) -> Table:
 
 
 def _case(raw: Any, place: str, number: int, config: RewardConfig) -> Case:
-    """
-    Raises:
-        BadRow: it is not a case, or not one for this reward.
-    """
+    """Raises BadRow: it is not a case, or not one for this reward."""
     if not isinstance(raw, Mapping):
         raise BadRow(f"expected an object such as {_EXAMPLE}, got {_shown(raw)}")
     is_program = "solution" in raw and "response" not in raw
@@ -204,12 +201,7 @@ async def check_cases(
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[Checked]:
     """Score every case.
-
-    Args:
-        cases: of :func:`read_cases`.
-        config: the recipe's ``reward`` section.
-        tolerance: how far, absolutely or relative to it, a reward may be from an expected number.
-        advance: hears how many are done.
+    ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
 
     Raises:
         RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case.
@@ -293,10 +285,7 @@ async def score_each(
 
 async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Callable[[], None]) -> list[Checked]:
     """Run programs as they stand against their tests, in worker processes as the code reward does.
-
-    Raises:
-        RewardError: the sandbox is missing.
-    """
+    Raises RewardError: the sandbox is missing."""
     from dapo.reward.code.names import TOLERANCE_KEY
     from dapo.reward.code.scorer import UNSAFE
 

@@ -52,10 +52,7 @@ class ComposedScorer:
 
     A part that fails with ``on_error: drop`` leaves the sample without a verdict, also where it would not have counted
     (a later tier): ``only_if`` has it computed only where it is needed.
-
-    Args:
-        config: how the parts are put together.
-        scorers: one for each part, by its name. They are started and closed with this one.
+    ``scorers``: one for each part, by its name. They are started and closed with this one.
     """
 
     def __init__(self, config: ComposeReward, scorers: Mapping[str, Scorer]) -> None:
@@ -158,10 +155,7 @@ class _Failures:
         self._latest: deque[str | None] = deque(maxlen=_LATEST)
 
     def take(self, error: str | None) -> None:
-        """
-        Raises:
-            RewardError: the share of failed scores is above the part's ``max_error_rate``.
-        """
+        """Raises RewardError: the share of failed scores is above the part's ``max_error_rate``."""
         self._latest.append(error)
         made = len(self._latest)
         if error is None or made < _ENOUGH:

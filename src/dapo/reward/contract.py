@@ -57,12 +57,7 @@ class Scorer(Protocol):
 
 def in_place_of_failed(reward: Reward, config: RewardConfig, metric: str) -> Reward:
     """What stands for a score (``reward.on_error``): itself, unless it failed and a value is to be taken instead.
-
-    Args:
-        reward: the score.
-        config: the recipe's ``reward`` section.
-        metric: ``algorithm.filter_groups.metric``; under ``acc`` what stands for a failed score is not right.
-    """
+    ``metric``: ``algorithm.filter_groups.metric``; under ``acc`` what stands for a failed score is not right."""
     if reward.error is None or config.on_error == "drop":
         return reward
     return replace(reward, error=None, correct=False if metric == "acc" else None, value=config.error_value)

@@ -16,7 +16,6 @@ def score_exact(response: str, answer: str, after: str | None) -> Reward:
 
     Args:
         response: the response; its thinking blocks are left out.
-        answer: the reference.
         after: the answer text is what follows the last occurrence of this marker; None: the whole response. A response
             without the marker has no answer and is wrong.
     """

@@ -38,10 +38,8 @@ _IF_NAMED = ("finish_reason", "prompt_end")
 
 def load_function(spec: str) -> Callable[..., Any]:
     """The function that ``spec`` names.
-
-    Args:
-        spec: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
-            under); a relative path starts in the working folder.
+    ``spec``: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
+    under); a relative path starts in the working folder.
 
     Raises:
         RewardError: the file or module is missing, fails while being imported, or holds no such function.
@@ -124,12 +122,7 @@ def _shortened(text: str, limit: int = 500) -> str:
 
 class BoundFunction:
     """A reward function with its name and what the recipe says of it.
-
-    Args:
-        function: the function.
-        name: what to call it in messages.
-        args: constant arguments.
-        responses_per_call: most responses in one call; None: as it is declared, by default one at a time.
+    ``responses_per_call``: most responses in one call; None: as it is declared, by default one at a time.
 
     Raises:
         RewardError: it takes no such arguments, or is declared to take one response at a time.
@@ -164,10 +157,7 @@ class BoundFunction:
 
     def arguments(self, meta: Mapping[str, Any], **said: Any) -> dict[str, Any]:
         """The keyword arguments for one call: only those that the function takes, unless it takes any.
-
-        Args:
-            meta: the row's further keys.
-            said: "prompt", "response" and "answer"; and what only a function gets that names it (:data:`_IF_NAMED`).
+        ``said``: "prompt", "response" and "answer"; and what only a function gets that names it (:data:`_IF_NAMED`).
 
         Raises:
             RewardError: it demands a parameter that there is no value for.
@@ -176,9 +166,7 @@ class BoundFunction:
 
     def batch_arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The same for one call of a batched function: a list for each key, with None where an item lacks it.
-
-        Args:
-            items: each as for :meth:`arguments`.
+        ``items``: each as for :meth:`arguments`.
 
         Raises:
             RewardError: it demands a parameter that no item has a value for.
@@ -244,9 +232,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
     A message is {"items": [...]}, one item unless the function is batched, or async: then its calls are awaited
     together. Its reply is {"rewards": [...]}, or {"raised": message}. Or it is {"about": true}, answered with
     {"responses_per_call": ...}: only the worker has the function.
-
-    Args:
-        options: "function" (its spec), "args" and "responses_per_call".
+    ``options``: "function" (its spec), "args" and "responses_per_call".
     """
     spec = options["function"]
     bound = BoundFunction(load_function(spec), spec, options["args"], options["responses_per_call"])

@@ -172,11 +172,7 @@ class CallableScorer:
         return bound.rewards(result, len(items))
 
     async def _timed_call(self, arguments: dict[str, Any]) -> Any:
-        """What the function returned.
-
-        Raises:
-            ScoringFailed: it raised, or took too long.
-        """
+        """What the function returned. Raises ScoringFailed: it raised, or took too long."""
         self._check_lost_threads()
         work = asyncio.create_task(self._result(arguments))
         self._tasks.add(work)

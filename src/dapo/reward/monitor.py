@@ -55,7 +55,6 @@ class Monitor:
     def __init__(self, config: MonitorConfig, check: Scorer | None, seed: int = 0) -> None:
         """
         Args:
-            config: the recipe's ``monitor`` section.
             check: scores for ``config.check``; started and closed by the caller.
             seed: decides which samples are checked.
         """

@@ -152,11 +152,6 @@ async def rescore(
     """Score the samples of some steps again, one step after the other.
 
     Args:
-        folder: of the run.
-        steps: those to score; each has samples.
-        reward: the other reward.
-        config: the run's; dynamic sampling decides as it says.
-        rows: gives the prompts.
         hear: called for each step with what changed.
         advance: called with its step for every sample that is done.
 
@@ -207,10 +202,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _check(sample: Mapping[str, Any], place: str) -> None:
-    """
-    Raises:
-        UserError: it is not what a run writes.
-    """
+    """Raises UserError: it is not what a run writes."""
     bad = [key for key, kinds in _FIELDS.items() if key not in sample or type(sample[key]) not in kinds]
     if not bad and sample["error"] is None and sample["reward"] is None:
         bad = ["reward"]
@@ -232,11 +224,7 @@ class StoredRows:
     """The prompts of stored samples, with the further keys of their rows if the reward may want them."""
 
     def __init__(self, config: Config, reward: RewardConfig, warn: Callable[[str], None]) -> None:
-        """
-        Args:
-            config: the run's, which names its data.
-            reward: the one to score with.
-            warn: hears that the data is not there; only a reward that cannot do without it ends here.
+        """``warn``: hears that the data is not there; only a reward that cannot do without it ends here.
 
         Raises:
             DataError: the reward runs tests, and the rows that hold them cannot be read.

@@ -134,10 +134,7 @@ class Service:
         return result
 
     def check(self, name: str, rows: Sequence[Row]) -> None:
-        """
-        Raises:
-            HTTPException: 422, there are too many ``rows``, or one holds too long a text.
-        """
+        """Raises HTTPException: 422, there are too many ``rows``, or one holds too long a text."""
         if len(rows) > self.limits.max_items:
             text = f"{name}: {len(rows)} in one request; this server takes {self.limits.max_items} (--max-items)"
             raise HTTPException(422, text)

@@ -71,11 +71,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], folder: Path
 ) -> dict[str, Any]:
     """Continue with what :func:`save_optimizer` wrote; settings of the optimizer stay. Returns the counters.
-
-    Args:
-        optimizer: of ``parameters``, in their order.
-        parameters: by name.
-        folder: the one written to.
+    ``optimizer``: of ``parameters``, in their order.
 
     Raises:
         UserError: missing or damaged, or of another model.

@@ -173,10 +173,7 @@ class Trainer:
 
         That is ``lr + spent (final - lr)``, and of it (step + 1) / W during the warm-up. It depends on nothing else, so
         a resumed run cannot get it wrong.
-
-        Args:
-            step: from 0.
-            spent: the share of the run that is over (:attr:`dapo.budget.Budget.spent`).
+        ``spent``: the share of the run that is over (:attr:`dapo.budget.Budget.spent`).
         """
         config, warmup = self._config, self._config.warmup_steps
         final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate
@@ -204,7 +201,6 @@ class Trainer:
         Args:
             batch: the mini-batch, R response tokens.
             inputs: what the objective needs of these R tokens.
-            objective: gives loss and statistics of any part of them.
 
         Raises:
             ConfigError: a sequence is longer than the token budget.
@@ -403,10 +399,7 @@ class Trainer:
 
     def _skip(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], loss: float, norm: float) -> str:
         """Count an update that is not finite, find out why and keep it: what there is to say.
-
-        Raises:
-            NumericalError: too many in a row.
-        """
+        Raises NumericalError: too many in a row."""
         fault = self._diagnosis(batch, inputs, objective)
         in_row = self._skipped_in_row + 1
         reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"

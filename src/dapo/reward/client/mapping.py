@@ -94,10 +94,7 @@ def as_text(value: Any) -> str:
 
 
 def to_json(body: Any) -> bytes:
-    """
-    Raises:
-        RewardError: a row holds what is not JSON.
-    """
+    """Raises RewardError: a row holds what is not JSON."""
     try:  # half a letter, which UTF-8 cannot hold, becomes a question mark
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     except (TypeError, ValueError) as error:
@@ -105,10 +102,7 @@ def to_json(body: Any) -> bytes:
 
 
 def from_json(body: bytes) -> Any:
-    """
-    Raises:
-        BadReply: it is not JSON.
-    """
+    """Raises BadReply: it is not JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -136,9 +130,7 @@ def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward 
 
     Args:
         results: what the reply has of them.
-        count: how many there must be.
         value: path of the reward in a result.
-        name: of the server.
 
     Raises:
         BadReply: it is not a list of that many.

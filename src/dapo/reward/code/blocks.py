@@ -41,7 +41,6 @@ def find_program(response: str, entry_point: str | None, called: Sequence[str] =
     """The program in a response; None if there is none.
 
     Args:
-        response: the whole text.
         entry_point: what the tests call, such as ``add`` or ``Solution().add``; ``__main__`` or None: not known.
         called: names that the tests use, tried if there is no entry point.
     """

@@ -38,7 +38,6 @@ class RewardNetwork:
     Args:
         text: how prompt and response are written.
         forward: the padded batch and its sequences to scores ``[B]``, float32.
-        device: of the network.
         pad_id: what the batch is filled up with.
     """
 
