@@ -77,11 +77,7 @@ def _values(config: Config, open_keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _restricted(values: Mapping[str, Any], key: str, config: Config) -> dict[str, Any]:
-    """``values`` with the branch of ``key`` only.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
+    """``values`` with the branch of ``key`` only. Raises ConfigError if there is none."""
     from dapo.config import all_keys
     from dapo.config.messages import nearest_key
 

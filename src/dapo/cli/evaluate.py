@@ -132,11 +132,7 @@ def _sorted_out(data: Sequence[str] | None, words: Sequence[str] | None) -> tupl
 
 
 def _check_data(config: Config) -> None:
-    """
-    Raises:
-        ConfigError: none are named, or one twice.
-        DataError: one does not exist.
-    """
+    """Raises ConfigError if no file is named, or one twice, and DataError if one does not exist."""
     from dapo.plan import missing_files
 
     files = [item.path for item in config.evaluation.data]

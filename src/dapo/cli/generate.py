@@ -131,11 +131,7 @@ def generate(
 
 
 def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
-    """
-    Raises:
-        ConfigError: there is nothing to generate from.
-        DataError: a prompt is empty.
-    """
+    """Raises ConfigError if there is nothing to generate from, and DataError if a prompt is empty."""
     if not prompts and data is None:
         raise ConfigError("nothing to generate from: give a PROMPT, - for standard input, or --data FILE")
     if prompts.count("-") > 1:

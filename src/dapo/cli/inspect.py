@@ -135,10 +135,7 @@ def inspect(
 
 
 def _require_alone(span: Steps, wanted: SampleFilter, sort: _Sort | None, table: bool) -> None:
-    """
-    Raises:
-        ConfigError: something was asked for that a comparison of two steps does not look at.
-    """
+    """Raises ConfigError if something was asked for that a comparison of two steps does not look at."""
     from dapo.observe.samples import SampleFilter
 
     others = {"--step": span, "--sort": sort, "--table": table, "a filter": wanted != SampleFilter(row=wanted.row)}

@@ -24,8 +24,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 def options_layer(given: Mapping[str, tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Options of the command line as settings, and for messages which option each key comes from.
 
-    Args:
-        given: by the option's name its key of the config and its value; None: not given.
+    ``given``: by the option's name its key of the config and its value; None: not given.
     """
     from dapo.config import nested
 

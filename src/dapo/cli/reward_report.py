@@ -58,13 +58,9 @@ def _expected(value: Expected) -> str:
 
 
 class Summary:
-    """All steps together. Keeps numbers, and no more samples than are shown."""
+    """All steps together. Keeps numbers, and no more samples than are shown, at most ``examples``."""
 
     def __init__(self, examples: int) -> None:
-        """
-        Args:
-            examples: most samples to show.
-        """
         self._most = examples
         self._examples: dict[str, list[Change]] = {kind: [] for kind in KINDS}
         self._steps: list[tuple[str, dict[str, float]]] = []

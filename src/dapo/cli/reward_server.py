@@ -65,10 +65,7 @@ def reward_server(
 
 
 def _token(name: str | None) -> str | None:
-    """
-    Raises:
-        ConfigError: the variable is not set.
-    """
+    """Raises ConfigError if the variable is not set."""
     if name is None:
         return None
     token = os.environ.get(name, "").strip()

@@ -19,11 +19,7 @@ _MOST_LETTERS = 1000
 
 
 def statuses(text: str | None) -> tuple[str, ...]:
-    """The statuses in a list such as ``kept,all_wrong``.
-
-    Raises:
-        ConfigError: one of them is unknown.
-    """
+    """The statuses in a list such as ``kept,all_wrong``. Raises ConfigError if one is unknown."""
     names = tuple(filter(None, (part.strip() for part in (text or "").split(","))))
     for name in names:
         if name not in STATUSES:

@@ -110,9 +110,8 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
 def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -> Iterator[Stopping]:
     """SIGTERM and Ctrl-C inside of the block stop the run that is in it, within a bounded time, with their exit code.
 
-    Args:
-        within_s: seconds from the signal to the end, until the run that begins says how many it has.
-        resume: the run that goes on, if it is none that begins.
+    ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
+    run that goes on, if it is none that begins.
     """
 
     def code_of(error: BaseException) -> int:
@@ -141,12 +140,8 @@ def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
 
 
 def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
-    """What to do after a run, as far as the files for it exist.
-
-    Args:
-        run_dir: its folder.
-        longer: a setting with which it would train on.
-        secrets: keys of its recipe that config.yaml does not keep.
+    """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
+    ``secrets``: keys of its recipe that config.yaml does not keep.
     """
     if run_dir is None:
         return []
@@ -196,10 +191,7 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
 
 
 def _require_files(config: Config, recipe: Path) -> None:
-    """
-    Raises:
-        DataError: a file that the recipe names does not exist.
-    """
+    """Raises DataError if a file that the recipe names does not exist."""
     from dapo.plan import missing_files, remedy
 
     missing = missing_files(config)
@@ -208,10 +200,7 @@ def _require_files(config: Config, recipe: Path) -> None:
 
 
 def _require_model(config: Config) -> None:
-    """
-    Raises:
-        ModelError: its folder, or that of its tokenizer, does not exist.
-    """
+    """Raises ModelError if its folder, or that of its tokenizer, does not exist."""
     from dapo.model.hub import require_folder
 
     require_folder("model.path:", config.model.path)
@@ -220,11 +209,7 @@ def _require_model(config: Config) -> None:
 
 
 def _try_template(config: Config) -> None:
-    """Load a tokenizer that lies in a folder, and see whether prompts can be written with it as the recipe says.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Raises UserError if a tokenizer that lies in a folder cannot write prompts as the recipe says."""
     name = config.model.tokenizer or config.model.path
     if not Path(name).expanduser().is_dir():
         return

@@ -174,12 +174,7 @@ def _quiet() -> Iterator[None]:
 
 
 async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Whether the reward is sane on the rows' own answers.
-
-    Args:
-        config: of the run.
-        scorer: started.
-        prompts: rows of the data; their token ids may be left out.
+    """Whether the reward, whose scorer is started, is sane on the rows' own answers (token ids may be left out).
 
     Raises:
         RewardError: the reward breaks its contract.

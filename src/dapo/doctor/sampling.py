@@ -141,12 +141,8 @@ def check_probe(patient: Patient) -> Iterator[Finding]:
 async def shifted(config: Config, groups: Sequence[Group], answers: Mapping[int, str | None]) -> list[Finding]:
     """Whether most responses are right by the answer of the row before or after, and not by their own row's.
 
-    Only a model that solves prompts can show it; of one that does not, nothing is said.
-
-    Args:
-        config: of the run.
-        groups: sampled and scored, with texts.
-        answers: of all rows, by their number.
+    Only a model that solves prompts can show it; of one that does not, nothing is said. ``groups``: sampled and scored,
+    with texts. ``answers``: of all rows, by their number.
     """
     own = sum(_most([s.verdict for s in g.scored]) for g in groups)
     async with running(make_scorer(config.reward)) as scorer:

@@ -19,17 +19,15 @@ class TensorBoardTracker:
     """Writes every number of a step as a scalar and puts it on the disk before the next step begins.
 
     What is not finite is written as it is, which TensorBoard marks. Steps without a number are left out.
+
+    Args:
+        folder: made if missing. Event files of earlier parts of the run stay beside the new one.
+        config: the recipe as YAML, shown as text; written by the first part of a run.
+        keep_until: on resume, the last step that stays: TensorBoard drops what earlier files say of later steps.
+            Below 0: all steps.
     """
 
     def __init__(self, folder: Path, config: str, keep_until: int | None = None) -> None:
-        """Start an event file in ``folder``.
-
-        Args:
-            folder: made if missing. Event files of earlier parts of the run stay beside the new one.
-            config: the recipe as YAML, shown as text; written by the first part of a run.
-            keep_until: on resume, the last step that stays: TensorBoard drops what earlier files say of later steps.
-                Below 0: all steps.
-        """
         self._writer: Any = FileWriter(str(folder))
         if keep_until is None:
             self._add_text("config", config.splitlines(), 0)
@@ -37,7 +35,6 @@ class TensorBoardTracker:
             self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), keep_until + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
         values = []
         for name, value in metrics.items():
             number = value.item() if hasattr(value, "item") else value
@@ -48,7 +45,6 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
         self._add_text("summary", [f"{name}: {value}" for name, value in summary.items()], int(summary.get("steps", 0)))
 
     def _add_text(self, name: str, lines: Sequence[str], step: int) -> None:

@@ -76,7 +76,7 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
 
     Args:
         folders: run folders, or folders that hold runs; nothing else is read.
-        token: what a client must show; None: there is no token, and only this machine's own names are answered.
+        token: what a client must show; None: only this machine's own names are answered.
         period: seconds between two looks at the files for what is new.
     """
     app = FastAPI(title="dapo", version=dapo.__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -383,10 +383,7 @@ def _outcomes(view: RunView, stored: Sequence[queries.Row]) -> list[dict[str, An
 
 
 def _group_of(run: Run, step: int, draw: int) -> list[queries.Row]:
-    """
-    Raises:
-        NotHere: there is no such group.
-    """
+    """Raises NotHere if there is no such group."""
     found = queries.group(run.samples(), step, draw)
     if not found:
         raise NotHere(f"step {step} of {run.name} has no draw {draw}")
