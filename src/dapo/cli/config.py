@@ -13,6 +13,7 @@ import typer
 from dapo.cli.completion import complete_key, complete_recipe
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, Overrides
+from dapo.cli.output import print_json
 from dapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def config(
             values = _restricted(values, key, resolved)
         reference = _reference(resolved)
         if as_json:
-            print(json.dumps(_as_json(values, reference, docs), indent=2, ensure_ascii=False))
+            print_json(_as_json(values, reference, docs))
         else:
             _show("\n".join(_document(values, reference, docs)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +13,9 @@ from typer.core import TyperCommand
 
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import EXIT_CODES, errors_for_people
-from dapo.cli.options import Debug
-from dapo.cli.status import StatusLine
-from dapo.errors import ConfigError, UserError
+from dapo.cli.options import Debug, JsonFile
+from dapo.cli.output import status_line, write_results
+from dapo.errors import ConfigError
 from dapo.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def check(
     template: Annotated[
         str | None, typer.Option(metavar="NAME", help="plain, chat or dapo: how a row becomes a prompt.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")] = None,
+    output: JsonFile = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
     ] = False,
@@ -95,8 +94,7 @@ def check(
         if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
         measure = _measure(config, tokenizer, recipe, template)
-        progress = StatusLine(quiet, "reading")
-        try:
+        with status_line(quiet, "reading") as progress:
             found = check_data(
                 train,
                 evaluation,
@@ -105,14 +103,12 @@ def check(
                 answer_required=recipe is not None and _needs_answer(config),
                 progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
             )
-        finally:
-            progress.close()
         doubts = eaten_in(config.model_dump(mode="json"))
         doubts += [line for item in (*train, *evaluation) for line in _answers(config, item)]
         for line in report_lines(found, config, doubts):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
         if output is not None:
-            _write(output, found, doubts)
+            write_results(output, {**found.as_json(), "answers": doubts})
         if found.bad or (strict and found.doubts):
             raise typer.Exit(2)
 
@@ -200,17 +196,6 @@ def _answers(config: Config, item: DataItem) -> list[str]:
             row = rows[number]
             prompts.append(Prompt(number, row.text, (), row.answer))
     return doubts_about(config, item, prompts)
-
-
-def _write(output: Path, found: CheckReport, doubts: Sequence[str]) -> None:
-    from dapo.files import write_json
-    from dapo.redaction import redact_command
-
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, {"command": redact_command(sys.argv), **found.as_json(), "answers": doubts})
-    except OSError as error:
-        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
 
 
 # --- what is said -------------------------------------------------------------------------------------------------

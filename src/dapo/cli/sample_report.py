@@ -34,14 +34,15 @@ def show(sample: Mapping[str, Any], width: int, full: bool) -> Iterator[str]:
     place = "  ".join(f"{name} {sample.get(name)}" for name in ("step", "row", "draw", "index"))
     yield f"{place}  {status} ({STATUSES.get(status, 'unknown')})"
     for name in ("prompt", "response"):
-        yield from _text(name, str(sample.get(name, "(the texts of this step are gone)")), width, full)
-    yield f"  extracted {_value(sample.get('extracted'))}  gold {_value(sample.get('gold'))}  {verdict(sample)}"
+        yield from text_lines(name, str(sample.get(name, "(the texts of this step are gone)")), width, full)
+    yield f"  extracted {one_line(sample.get('extracted'))}  gold {one_line(sample.get('gold'))}  {verdict(sample)}"
     yield f"  {_numbers(sample)}"
     if measures := _measures(sample):
         yield f"  {measures}"
 
 
-def _text(name: str, text: str, width: int, full: bool) -> Iterator[str]:
+def text_lines(name: str, text: str, width: int, full: bool) -> Iterator[str]:
+    """A text of a sample behind its name, ``width`` cells wide; cut in the middle unless ``full``."""
     if not full and len(text) > _MOST_LETTERS:
         half = _MOST_LETTERS // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} letters; --full shows them]\n{text[-half:]}"
@@ -79,7 +80,8 @@ def _number(value: Any) -> str:
     return f"{value:+.4g}" if isinstance(value, int | float) else "-"
 
 
-def _value(text: Any) -> str:
+def one_line(text: Any) -> str:
+    """A text that was found, or that there is none."""
     return "none" if text is None else visible(text).replace("\n", "\\n")
 
 
@@ -111,7 +113,7 @@ def table(samples: Sequence[Mapping[str, Any]], width: int) -> Table:
     if room >= _LEAST_RESPONSE:
         found.add_column("response", no_wrap=True)
     for row, sample in zip(rows, samples, strict=True):
-        response = [_cut(_value(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
+        response = [_cut(one_line(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
         found.add_row(*map(Text, [*row, *response]))
     return found
 
@@ -122,7 +124,7 @@ def _cells(sample: Mapping[str, Any]) -> list[str]:
     entropy = "-" if sample.get("entropy") is None else f"{sample['entropy']:.3f}"
     places = [str(sample.get(name)) for name in ("step", "row", "draw", "index", "status")]
     numbers = [_number(sample.get("reward")), _number(sample.get("advantage")), str(sample.get("length")), entropy]
-    answers = [_cut(_value(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
+    answers = [_cut(one_line(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
     return [*places, said, *numbers, *answers]
 
 

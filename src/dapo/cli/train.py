@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,8 +88,7 @@ def _page(folder: Path) -> AbstractContextManager[None]:
 def _train(config: Config, resume: Path | None, quiet: bool) -> None:
     from dapo.progress import make_listener
 
-    listener = make_listener(quiet)
-    try:
+    with closing(make_listener(quiet)) as listener:
         with stopped_by_signals(config.run.stop_within_s, resume) as stopping:
             listener.phase("loading")
             from dapo.inputs import Inputs
@@ -98,8 +97,6 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
             folder = RunFolder(resume) if resume else None
             summary = run_experiment(config, listener, Inputs(resume=folder), stopping)
         listener.finished(summary)
-    finally:
-        listener.close()
     if not quiet:
         secrets = list(blanks(redact(config.model_dump(mode="json"))))
         for line in next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets):
