@@ -68,12 +68,8 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
         yield Finding("recipe", "chat-template", "fail", text, fix or "data.chat_template=FILE that can be used")
         return
     has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
-    yield Finding(
-        "model",
-        "tokenizer",
-        "pass",
-        f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}",
-    )
+    text = f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}"
+    yield Finding("model", "tokenizer", "pass", text)
 
 
 def check_architecture(patient: Patient) -> Iterator[Finding]:
@@ -137,14 +133,9 @@ def check_context(patient: Patient) -> Iterator[Finding]:
         text, _, fix = str(error).rpartition("; ")
         yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
         return
-    data, rollout = patient.config.data, patient.config.rollout
-    yield Finding(
-        "model",
-        "context",
-        "pass",
-        f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into "
-        f"{context_limit(found) or 'any number of'} positions",
-    )
+    data, rollout, positions = patient.config.data, patient.config.rollout, context_limit(found) or "any number of"
+    text = f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into {positions}"
+    yield Finding("model", "context", "pass", f"{text} positions")
 
 
 def check_tokens(patient: Patient) -> Iterator[Finding]:
@@ -278,11 +269,10 @@ def _padding(patient: Patient, rows: int) -> Iterator[Finding]:
             "tokenizer.pad_token = tokenizer.eos_token, and save it",
         )
         return
-    same = " (also ends a response; lengths come from the engine, so that does no harm)"
     told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
-    yield Finding(
-        "model", "padding", "pass", told + (same if pad is not None and pad == tokenizer.eos_token_id else "")
-    )
+    if pad is not None and pad == tokenizer.eos_token_id:
+        told += " (also ends a response; lengths come from the engine, so that does no harm)"
+    yield Finding("model", "padding", "pass", told)
 
 
 def check_bos(patient: Patient) -> Iterator[Finding]:

@@ -72,12 +72,8 @@ def check_rows(patient: Patient) -> Iterator[Finding]:
     if not any(one.fails for one in troubles):
         rows = sum(report.rows for report in found.train)
         held_out = sum(report.rows for report in found.evaluation)
-        yield Finding(
-            "data",
-            "rows",
-            "pass",
-            f"{rows:,} to train on, {held_out:,} to evaluate on, every one read" + _lengths(found),
-        )
+        text = f"{rows:,} to train on, {held_out:,} to evaluate on, every one read{_lengths(found)}"
+        yield Finding("data", "rows", "pass", text)
     near = sum(pair.near for pair in found.overlap)
     if found.evaluation and not sum(pair.exact for pair in found.overlap):
         also = f"; {near:,} share 13 words in a row with one (dapo data check shows them)" if near else ""
@@ -220,13 +216,8 @@ def _load(patient: Patient, template: PromptTemplate, needed: bool, already: boo
     if report.whole and report.usable < wanted and not already:
         whole = report.usable // config.training.groups_per_update * config.training.groups_per_update
         fix = f"rollout.prompts_per_step={whole or report.usable}" + ("" if whole else " training.groups_per_update=1")
-        yield Finding(
-            "data",
-            "rows",
-            "fail",
-            f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})",
-            f"{fix}, or more data",
-        )
+        text = f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})"
+        yield Finding("data", "rows", "fail", text, f"{fix}, or more data")
     yield from _epochs(config, report.usable if report.whole else report.rows)
 
 
@@ -252,12 +243,8 @@ def check_sample(patient: Patient) -> Iterator[Finding]:
     special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
     said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
     answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
-    yield Finding(
-        "data",
-        "prompt",
-        "pass",
-        f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})",
-    )
+    text = f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})"
+    yield Finding("data", "prompt", "pass", text)
     yield from _odd_prompts(patient, prompts)
 
 
@@ -277,9 +264,7 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             "special-tokens",
             f"{rows} of {len(prompts)} rows hold special tokens as text, such as {text!r} in row {prompt.row + 1}: "
             + ("the model reads them as marks, not as text" if plain else "they were put through a template before"),
-            "take them out of the rows, unless they are meant so"
-            if plain
-            else "take them out of the rows, or data.template=plain",
+            f"take them out of the rows, {'unless they are meant so' if plain else 'or data.template=plain'}",
         )
     blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
     if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
@@ -353,11 +338,8 @@ def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Find
     asked = [text for text in seen if any(words[rule] in text for rule in reward.extract)]
     if not asked:
         works = "data.template=dapo" if "answer_line" in reward.extract else "data.instruction=' Put it in \\boxed{}.'"
-        yield _warning(
-            "answer-format",
-            'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)',
-            works,
-        )
+        text = 'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)'
+        yield _warning("answer-format", text, works)
 
 
 def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) -> Iterator[Finding]:
