@@ -7,7 +7,6 @@ is gone on with if there is one. Nothing leaves the machine unless the service's
 from __future__ import annotations
 
 import logging
-import numbers
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import flat
-from dapo.observe.trackers import Tracker
+from dapo.observe.trackers import Tracker, numbers_of
 
 PROJECT = "dapo"
 
@@ -42,7 +41,7 @@ class WandbTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_numbers(metrics), step=step)
+        self._run.log(numbers_of(metrics), step=step)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update({f"summary/{name}": value for name, value in flat(summary)})
@@ -81,7 +80,7 @@ class MlflowTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = int(1000 * time.time())
-        batch = [self._metric(_name(name), value, now, step) for name, value in _numbers(metrics).items()]
+        batch = [self._metric(_name(name), value, now, step) for name, value in numbers_of(metrics).items()]
         self._client.log_batch(self._id, metrics=batch)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
@@ -115,7 +114,7 @@ class TrackioTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(_numbers(metrics), step=step)
+        self._run.log(numbers_of(metrics), step=step)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         lines = "\n".join(f"- {name}: {value}" for name, value in flat(summary))
@@ -133,12 +132,6 @@ TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
 }
 """By the names that ``run.trackers`` knows; each takes the run folder, the key of the run and the recipe without its
 secrets."""
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that there are; one that is not finite stays so."""
-    found = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-    return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}
 
 
 def _name(name: str) -> str:

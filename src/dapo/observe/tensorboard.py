@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard import summary as summaries
 
+from dapo.observe.trackers import numbers_of
 from dapo.terminal import visible
 
 
@@ -35,11 +35,7 @@ class TensorBoardTracker:
             self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), keep_until + 1)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values = []
-        for name, value in metrics.items():
-            number = value.item() if hasattr(value, "item") else value
-            if isinstance(number, numbers.Real):
-                values.append(Summary.Value(tag=name, simple_value=float(number)))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers_of(metrics).items()]
         if values:  # in one event: each in its own takes several times as long
             self._writer.add_summary(Summary(value=values), step)
         self._writer.flush()

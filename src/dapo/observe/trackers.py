@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import numbers
 import queue
 import secrets
 import threading
@@ -40,6 +41,12 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """No more will come."""
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that there are; one that is not finite stays so."""
+    found = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}
 
 
 class Background:
