@@ -15,7 +15,7 @@ from rich.table import Table
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, options_layer
 from dapo.cli.output import require_writable
-from dapo.errors import ConfigError, DataError, UserError
+from dapo.errors import ConfigError, UserError
 from dapo.terminal import Terminal, counted
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _sorted_out(data: Sequence[str] | None, words: Sequence[str] | None) -> tupl
 
 def _check_data(config: Config) -> None:
     """Raises ConfigError if no file is named, or one twice, and DataError if one does not exist."""
-    from dapo.plan import missing_files
+    from dapo.plan import require_files
 
     files = [item.path for item in config.evaluation.data]
     if not files:
@@ -126,9 +126,7 @@ def _check_data(config: Config) -> None:
     twice = [item.path for item in config.evaluation.data if config.evaluation.data.count(item) > 1]
     if twice:
         raise ConfigError(f"--data: {twice[0]} is named twice")
-    missing = missing_files(config)
-    if missing:
-        raise DataError("\n".join(missing))
+    require_files(config)
 
 
 def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:

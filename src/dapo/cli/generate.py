@@ -77,7 +77,7 @@ def generate(
     with errors_for_people(debug):
         from dapo.inference import find_model, inference_config
         from dapo.model.hub import require_at_hand
-        from dapo.plan import missing_files
+        from dapo.plan import require_files
         from dapo.progress import make_listener
 
         if top_logprobs and not as_json:
@@ -102,9 +102,7 @@ def generate(
         asked = {"evaluation": {"samples_per_prompt": 1, "data": [data] if data else [], "rows": None}}
         options, where = options_layer(given)
         config = inference_config(found, asked, options, overrides=settings or [], where=where)
-        missing = missing_files(config)
-        if missing:
-            raise DataError("\n".join(missing))
+        require_files(config)
         with closing(make_listener(quiet, Console(stderr=True))) as listener:
             if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
                 listener.warning("at temperature 0 all samples of a prompt are alike; use --temperature 1")

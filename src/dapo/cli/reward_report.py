@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 from dapo.cli.inspect import _width
-from dapo.cli.sample_report import one_line, text_lines
+from dapo.cli.sample_report import RIGHT, one_line, text_lines
 from dapo.cli.tables import columns
 from dapo.records import Reward
 from dapo.reward.check import Checked, Expected
@@ -19,9 +18,8 @@ def in_words(reward: Reward) -> str:
     """A verdict for a person."""
     if reward.error is not None:
         return f"no verdict: {visible(reward.error)}"
-    words: dict[Any, str] = {True: "right", False: "wrong"}
     parts = "".join(f", {visible(name)} {value:g}" for name, value in reward.parts.items())
-    return f"{words.get(reward.correct, 'neither right nor wrong')} (reward {reward.value:+.6g}{parts})"
+    return f"{RIGHT.get(reward.correct, 'neither right nor wrong')} (reward {reward.value:+.6g}{parts})"
 
 
 # --- disagreements ------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from dapo.terminal import visible
 _MOST_LETTERS = 1000
 """Of a text that is cut: so many are shown, the beginning and the end."""
 
+RIGHT: Mapping[Any, str] = {True: "right", False: "wrong"}
+
 
 def statuses(text: str | None) -> tuple[str, ...]:
     """The statuses in a list such as ``kept,all_wrong``. Raises ConfigError if one is unknown."""
@@ -57,8 +59,7 @@ def verdict(sample: Mapping[str, Any]) -> str:
     """In words."""
     if sample.get("error"):
         return f"no verdict: {visible(sample['error'])}"
-    words: dict[Any, str] = {True: "right", False: "wrong"}
-    return words.get(sample.get("correct"), "neither right nor wrong")
+    return RIGHT.get(sample.get("correct"), "neither right nor wrong")
 
 
 def _numbers(sample: Mapping[str, Any]) -> str:
@@ -119,8 +120,7 @@ def table(samples: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 
 def _cells(sample: Mapping[str, Any]) -> list[str]:
-    words: dict[Any, str] = {True: "right", False: "wrong"}
-    said = "failed" if sample.get("error") else words.get(sample.get("correct"), "-")
+    said = "failed" if sample.get("error") else RIGHT.get(sample.get("correct"), "-")
     entropy = "-" if sample.get("entropy") is None else f"{sample['entropy']:.3f}"
     places = [str(sample.get(name)) for name in ("step", "row", "draw", "index", "status")]
     numbers = [_number(sample.get("reward")), _number(sample.get("advantage")), str(sample.get("length")), entropy]

@@ -14,7 +14,7 @@ from rich.text import Text
 from dapo.cli.completion import complete_recipe, complete_run
 from dapo.cli.errors import complain, errors_for_people, exit_code
 from dapo.cli.options import Debug, Overrides, Quiet
-from dapo.errors import ConfigError, DataError, UserError
+from dapo.errors import ConfigError, UserError
 from dapo.process import Stopped, Stopping
 from dapo.redaction import blanks, redact, require_secrets
 from dapo.run_folder import RunFolder
@@ -162,7 +162,7 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
 
 def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     from dapo.config import warnings_for
-    from dapo.plan import plan_of
+    from dapo.plan import plan_of, require_files
     from dapo.run_folder import config_yaml
 
     console = Terminal()
@@ -182,18 +182,9 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
             console.print(Text.assemble(("warning: ", "bold yellow"), warning))
     else:  # as comments, so that the whole is YAML
         print(config_yaml(config) + "\n".join(f"# {note}" for note in notes))
-    _require_files(config, recipe)
+    require_files(config, recipe)
     _require_model(config)
     _try_template(config)
-
-
-def _require_files(config: Config, recipe: Path) -> None:
-    """Raises DataError if a file that the recipe names does not exist."""
-    from dapo.plan import missing_files, remedy
-
-    missing = missing_files(config)
-    if missing:
-        raise DataError("\n".join([*missing, *filter(None, [remedy(recipe)])]))
 
 
 def _require_model(config: Config) -> None:
@@ -242,9 +233,10 @@ def _require_data(config: Config, recipe: Path) -> None:
     """What can be told before torch is loaded."""
     from dapo.model.hub import require_at_hand
     from dapo.observe.trackers import check_trackers
+    from dapo.plan import require_files
 
     check_trackers(config)
     if not config.data.train and config.training.steps:
         raise ConfigError(f"{recipe}: data.train: required but not given; files of prompts to train on (JSONL)")
-    _require_files(config, recipe)
+    require_files(config, recipe)
     require_at_hand("model.path:", config.model.path)
