@@ -191,7 +191,7 @@ def test_two_models_are_held_and_each_is_loaded_once_while_it_is(run: Path, monk
     loaded: list[str] = []
     real = models.load
     monkeypatch.setattr(
-        models, "load", lambda path, device: loaded.append(path.parent.name + path.name) or real(path)
+        models, "load", lambda path: loaded.append(path.parent.name + path.name) or real(path)
     )
 
     async def ask() -> None:
