@@ -66,14 +66,23 @@ def make_listener(quiet: bool = False, console: Console | None = None) -> Listen
     return LiveListener(console) if console.is_terminal and not console.is_dumb_terminal else PlainListener(console)
 
 
-class QuietListener(Listener):
+class QuietListener:
     """Warnings, on standard error, and nothing else."""
+
+    def phase(self, text: str) -> None: ...
+    def advance(self, done: int, total: int, note: str = "") -> None: ...
+    def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None: ...
+    def started(self, plan: dict[str, Any]) -> None: ...
+    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None: ...
+    def evaluated(self, name: str, metrics: dict[str, Any]) -> None: ...
+    def finished(self, summary: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
     def warning(self, text: str) -> None:
         print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
-class PlainListener(Listener):
+class PlainListener:
     """One line per event, for files and pipes; in a step that takes long, one every half a minute too."""
 
     _EVERY_S = 30.0
@@ -129,6 +138,8 @@ class PlainListener(Listener):
             self._say(f"{label}: {before} before, {after} after")
         for line in closing_lines(summary):
             self._say(line)
+
+    def close(self) -> None: ...
 
 
 class LiveListener:

@@ -190,9 +190,7 @@ async def all_of(answerer: Answerer, what: Asked) -> list[dict[str, Any]]:
 def test_two_models_are_held_and_each_is_loaded_once_while_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     real = models.load
-    monkeypatch.setattr(
-        models, "load", lambda path: loaded.append(path.parent.name + path.name) or real(path)
-    )
+    monkeypatch.setattr(models, "load", lambda path: loaded.append(path.parent.name + path.name) or real(path))
 
     async def ask() -> None:
         answerer = Answerer()
