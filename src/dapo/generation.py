@@ -48,15 +48,9 @@ def generate_responses(
     show: Callable[[Response], None],
     top_logprobs: int = 0,
 ) -> None:
-    """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of
-    ``evaluation.data``, whose answers are not needed.
-
-    Args:
-        config: ``evaluation`` holds the sampling and the files.
-        texts: prompts.
-        listener: hears what happens.
-        show: called with each response as soon as all before it are there.
-        top_logprobs: how many of the most likely tokens to report at each place.
+    """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of ``evaluation.data``, whose
+    answers are not needed. ``show`` is called with each response as soon as all before it are there; ``top_logprobs``
+    of the most likely tokens are reported at each place.
 
     Raises:
         UserError: something in model or data is wrong.
@@ -75,11 +69,7 @@ def generate_responses(
 
 
 def _prompts(prompting: Prompting, texts: Sequence[str]) -> dict[str, tuple[Prompt, ...]]:
-    """By where they come from.
-
-    Raises:
-        DataError: a row is bad, or there is nothing in a prompt that the tokenizer knows.
-    """
+    """By where they come from. Raises DataError if a row is bad, or the tokenizer knows nothing of a prompt."""
     found: dict[str, tuple[Prompt, ...]] = {}
     if texts:
         found["PROMPT"] = tuple(Prompt(k, t, tuple(prompting.template.encode(t))) for k, t in enumerate(texts))

@@ -107,14 +107,8 @@ def inference_config(
     overrides: Sequence[str] = (),
     where: Mapping[str, str] | None = None,
 ) -> Config:
-    """Settings for a model: defaults, then the recipe it was trained by, then ``layers``, then ``overrides``.
-
-    Args:
-        model: of :func:`find_model`.
-        layers: nested settings, such as a benchmark's and those of options.
-        recipe: in place of the model's own.
-        overrides: ``section.key=value``.
-        where: places of keys for messages.
+    """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
+    settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
 
     Raises:
         ConfigError: with every problem found.
@@ -201,13 +195,8 @@ def load_prompting(config: Config) -> Prompting:
 def load_engine(
     prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]], samples: int, listener: Listener
 ) -> NativeEngine:
-    """The model in an engine that is just large enough.
-
-    Args:
-        prompting: of :func:`load_prompting`.
-        prompts: all that will be asked, by the name of where they come from.
-        samples: most of them at once, to size the cache.
-        listener: hears warnings.
+    """The model in an engine that is just large enough for ``prompts``, by the name of where they come from, and for
+    ``samples`` at once.
 
     Raises:
         ModelError: not found, damaged or not supported.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +13,9 @@ from typer.core import TyperCommand
 
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import EXIT_CODES, errors_for_people
-from dapo.cli.options import Debug
-from dapo.cli.status import StatusLine
-from dapo.errors import ConfigError, UserError
+from dapo.cli.options import Debug, JsonFile
+from dapo.cli.output import status_line, write_results
+from dapo.errors import ConfigError
 from dapo.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def check(
     template: Annotated[
         str | None, typer.Option(metavar="NAME", help="plain, chat or dapo: how a row becomes a prompt.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")] = None,
+    output: JsonFile = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
     ] = False,
@@ -96,8 +95,7 @@ def check(
         if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
         measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
-        progress = StatusLine(quiet, "reading")
-        try:
+        with status_line(quiet, "reading") as progress:
             found = check_data(
                 train,
                 evaluation,
@@ -106,14 +104,12 @@ def check(
                 answer_required=None if needed and recipe is None else needed,
                 progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
             )
-        finally:
-            progress.close()
         doubts = eaten_in(config.model_dump(mode="json"))
         doubts += [line for item in (*train, *evaluation) for line in _answers(config, item)]
         for line in report_lines(found, config, doubts):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
         if output is not None:
-            _write(output, found, doubts)
+            write_results(output, {**found.as_json(), "answers": doubts})
         if found.bad or (strict and found.doubts):
             raise typer.Exit(2)
 
@@ -195,17 +191,6 @@ def _answers(config: Config, item: DataItem) -> list[str]:
             row = rows[number]
             prompts.append(Prompt(number, row.text, (), row.answer))
     return doubts_about(config, item, prompts)
-
-
-def _write(output: Path, found: CheckReport, doubts: Sequence[str]) -> None:
-    from dapo.files import write_json
-    from dapo.redaction import redact_command
-
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, {"command": redact_command(sys.argv), **found.as_json(), "answers": doubts})
-    except OSError as error:
-        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
 
 
 # --- what is said -------------------------------------------------------------------------------------------------

@@ -37,10 +37,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
 
-    Args:
-        overrides: ``section.key=value`` for the recipe; ``seed=7`` is another world, another model and another run.
-        console: where the comparison is printed; None: nowhere.
-        stopping: as for :func:`~dapo.launch.run_experiment`.
+    ``overrides`` are for the recipe; ``seed=7`` is another world, another model and another run.
 
     Returns:
         The summary, as in ``summary.json``.

@@ -32,6 +32,10 @@ from dapo.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 
 
+def _warning(name: str, found: str, fix: str) -> Finding:
+    return Finding("model", name, "warn", found, fix)
+
+
 def check_device(patient: Patient) -> Iterator[Finding]:
     """Whether the device that the recipe names is there."""
     try:
@@ -64,12 +68,8 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
         yield Finding("recipe", "chat-template", "fail", text, fix or "data.chat_template=FILE that can be used")
         return
     has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
-    yield Finding(
-        "model",
-        "tokenizer",
-        "pass",
-        f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}",
-    )
+    text = f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}"
+    yield Finding("model", "tokenizer", "pass", text)
 
 
 def check_architecture(patient: Patient) -> Iterator[Finding]:
@@ -133,14 +133,9 @@ def check_context(patient: Patient) -> Iterator[Finding]:
         text, _, fix = str(error).rpartition("; ")
         yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
         return
-    data, rollout = patient.config.data, patient.config.rollout
-    yield Finding(
-        "model",
-        "context",
-        "pass",
-        f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into "
-        f"{context_limit(found) or 'any number of'} positions",
-    )
+    data, rollout, positions = patient.config.data, patient.config.rollout, context_limit(found) or "any number of"
+    text = f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into {positions}"
+    yield Finding("model", "context", "pass", f"{text} positions")
 
 
 def check_tokens(patient: Patient) -> Iterator[Finding]:
@@ -165,7 +160,7 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
     if others:
         fix = "leave model.tokenizer out, or name the model's own"
         patient.words_known = True
-        yield Finding("model", "vocabulary", "warn", others, fix)
+        yield _warning("vocabulary", others, fix)
         return
     patient.words_known = True
     empty = max(0, rows - len(tokenizer))
@@ -175,7 +170,7 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
     yield from _padding(patient, rows)
     notice_generation_config(owner, said := _Heard())
     for text in said.warnings:
-        yield Finding("model", "generation-config", "warn", text, "take them out of generation_config.json")
+        yield _warning("generation-config", text, "take them out of generation_config.json")
 
 
 def _of_another_model(patient: Patient, rows: int) -> str | None:
@@ -210,10 +205,8 @@ class _Heard(QuietListener):
 def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Iterator[Finding]:
     tokenizer = patient.tokenizer
     if not stop_ids:
-        yield Finding(
-            "model",
+        yield _warning(
             "stop-tokens",
-            "warn",
             "neither model nor tokenizer names an end: every response runs to rollout.max_response_length",
             "rollout.stop_token_ids=[ID], or eos_token_id in generation_config.json",
         )
@@ -226,10 +219,8 @@ def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Ite
     said = ", ".join(f"{who} {ids}" for who, ids in told.items() if ids is not None)
     end = _end_of_turn(patient)
     if end is not None and end not in stop_ids:
-        yield Finding(
-            "model",
+        yield _warning(
             "stop-tokens",
-            "warn",
             f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}={end}, which is no stop "
             f"token ({said}): responses will run on",
             f"rollout.stop_token_ids=[{end}]",
@@ -241,13 +232,13 @@ def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Ite
     if words and special & set(stop_ids):
         text = f"{shown} ({said}); {tokenizer.convert_ids_to_tokens(words[0])!r}={words[0]} is an ordinary token"
         fix = "mend eos_token_id in generation_config.json and config.json: a response would end at that word"
-        yield Finding("model", "stop-tokens", "warn", text, fix)
+        yield _warning("stop-tokens", text, fix)
         return
     if all("pad" in tokenizer.convert_ids_to_tokens(i).lower() for i in stop_ids):
         text = f"{shown} ({said}) is all that ends a response, and made for padding: a model that was never taught to "
         text += f"write it runs on to rollout.max_response_length={patient.config.rollout.max_response_length}"
         fix = "eos_token_id of the token that ended its training texts, in generation_config.json (dapo generate shows)"
-        yield Finding("model", "stop-tokens", "warn", text, fix)
+        yield _warning("stop-tokens", text, fix)
         return
     yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
 
@@ -273,20 +264,17 @@ def _padding(patient: Patient, rows: int) -> Iterator[Finding]:
     tokenizer = patient.tokenizer
     pad = tokenizer.pad_token_id
     if pad is not None and pad >= rows:
-        yield Finding(
-            "model",
+        yield _warning(
             "padding",
-            "warn",
             f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
             "takes lengths from the engine and never pads, but other programs will",
             "tokenizer.pad_token = tokenizer.eos_token, and save it",
         )
         return
-    same = " (also ends a response; lengths come from the engine, so that does no harm)"
     told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
-    yield Finding(
-        "model", "padding", "pass", told + (same if pad is not None and pad == tokenizer.eos_token_id else "")
-    )
+    if pad is not None and pad == tokenizer.eos_token_id:
+        told += " (also ends a response; lengths come from the engine, so that does no harm)"
+    yield Finding("model", "padding", "pass", told)
 
 
 def check_bos(patient: Patient) -> Iterator[Finding]:
@@ -302,18 +290,14 @@ def check_bos(patient: Patient) -> Iterator[Finding]:
     opens = list(tokenizer("x")["input_ids"])[:1] == [bos]
     text = tokenizer.decode(ids[:8])
     if ids[:1] != [bos] and opens:
-        yield Finding(
-            "model",
+        yield _warning(
             "bos",
-            "warn",
             f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}",
             "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)",
         )
     elif _written_twice(tokenizer, template, patient.config) or (ids.count(bos) > 1 and opens):
-        yield Finding(
-            "model",
+        yield _warning(
             "bos",
-            "warn",
             f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be",
             "take it out of the chat template, or of the rows",
         )
@@ -348,19 +332,15 @@ def check_chat(patient: Patient) -> Iterator[Finding]:
         return
     head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
     if asked == bare and head:
-        yield Finding(
-            "model",
+        yield _warning(
             "chat-template",
-            "warn",
             f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
             "not end in it",
             f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)",
         )
     if data.system and data.system.strip() not in str(system):
-        yield Finding(
-            "model",
+        yield _warning(
             "chat-template",
-            "warn",
             f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt",
             "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE",
         )

@@ -61,13 +61,8 @@ def check_agreement(patient: Patient) -> Iterator[Finding]:
         f"{found.maximum:.2g} at most"
     )
     if found.exceeds(limit):
-        yield Finding(
-            "model",
-            "agreement",
-            "warn",
-            f"{text}; {limit:g} would be noise",
-            "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute",
-        )
+        fix = "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute"
+        yield Finding("model", "agreement", "warn", f"{text}; {limit:g} would be noise", fix)
     else:
         yield Finding("model", "agreement", "pass", text)
 
@@ -141,12 +136,8 @@ def check_probe(patient: Patient) -> Iterator[Finding]:
 async def shifted(config: Config, groups: Sequence[Group], answers: Mapping[int, str | None]) -> list[Finding]:
     """Whether most responses are right by the answer of the row before or after, and not by their own row's.
 
-    Only a model that solves prompts can show it; of one that does not, nothing is said.
-
-    Args:
-        config: of the run.
-        groups: sampled and scored, with texts.
-        answers: of all rows, by their number.
+    Only a model that solves prompts can show it; of one that does not, nothing is said. ``groups``: sampled and scored,
+    with texts. ``answers``: of all rows, by their number.
     """
     own = sum(_most([s.verdict for s in g.scored]) for g in groups)
     async with running(make_scorer(config.reward)) as scorer:
@@ -225,16 +216,11 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
 
 def _cut(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
     cut = [s.truncated for g in groups for s in g.samples]
+    limit = config.rollout.max_response_length
     if sum(cut) > len(cut) / 2:
-        yield Finding(
-            "data",
-            "probe-lengths",
-            "warn",
-            f"{sum(cut)} of {len(cut)} responses were cut at rollout.max_response_length="
-            f"{config.rollout.max_response_length}",
-            f"rollout.max_response_length={2 * config.rollout.max_response_length}, or look whether the model ever "
-            "stops (dapo generate)",
-        )
+        text = f"{sum(cut)} of {len(cut)} responses were cut at rollout.max_response_length={limit}"
+        fix = f"rollout.max_response_length={2 * limit}, or look whether the model ever stops (dapo generate)"
+        yield Finding("data", "probe-lengths", "warn", text, fix)
 
 
 def _answers(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:

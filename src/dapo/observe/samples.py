@@ -80,7 +80,6 @@ def write_samples(
 
     Args:
         folder: ``samples`` of the run.
-        step: its number, from 1.
         groups: all of them, each with its status, one of :data:`STATUSES`; what was trained on as it was trained on,
             and in its order.
         reports: of the step's optimizer updates.
@@ -169,10 +168,7 @@ class TokenArrays:
 
     @classmethod
     def read(cls, path: Path) -> TokenArrays:
-        """
-        Raises:
-            UserError: the file is damaged, or not one of these.
-        """
+        """Raises UserError if the file is damaged, or not one of these."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -216,11 +212,7 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Any:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one file; a last line that was cut off while being written is left out.
-
-    Raises:
-        UserError: another line is not a sample.
-    """
+    """The samples of one file without a last line that was cut off. Raises UserError if another is not a sample."""
     samples = []
     try:
         for number, line in enumerate(lines_of(path), start=1):

@@ -81,10 +81,7 @@ class Vote:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Vote:
-        """
-        Raises:
-            KeyError, TypeError or ValueError: the line is not a vote.
-        """
+        """Raises KeyError, TypeError or ValueError if the line is not a vote."""
         left, right = (Shown(str(line[side]["model"]), str(line[side]["response"])) for side in ("left", "right"))
         if line["vote"] not in CHOICES:
             raise ValueError(f"vote is {line['vote']!r}")
@@ -151,11 +148,7 @@ def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
 
 
 def write_pairs(votes: Sequence[Vote], output: Path) -> int:
-    """Write the preference pairs as JSON lines, and say how many there are.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write the preference pairs as JSON lines: how many there are. Raises UserError if the file cannot be written."""
     pairs = list(preference_pairs(votes))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

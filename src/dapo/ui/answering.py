@@ -61,15 +61,10 @@ class Asked:
 
 
 class Answerer:
-    """Has models answer, one question at a time. Everything happens on one event loop."""
+    """Has models answer, one question at a time, on one event loop; each is given up after ``seconds``."""
 
-    def __init__(self, device: str = "cpu", seconds: float = MOST_SECONDS) -> None:
-        """
-        Args:
-            device: where the models are put.
-            seconds: after which unfinished answers are given up.
-        """
-        self._models = Models(device)
+    def __init__(self, seconds: float = MOST_SECONDS) -> None:
+        self._models = Models()
         self._seconds = seconds
         self._task: asyncio.Task[None] | None = None
         self._scorer: tuple[Path, Scorer] | None = None
