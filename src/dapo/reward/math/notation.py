@@ -62,6 +62,7 @@ _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (rf"(?<![A-Za-z}}\]^_])\{{\s*\\(?:{_FONT})(?![A-Za-z])([^{{}}]*)\}}", r"\\text{\1}"),
         (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
         (r"\\([A-Za-z]+|[^A-Za-z]|$)", lambda m: _COMMANDS.get(m[1], m[0])),
+        (r"\\text(?=\s*\{\s*\\[a-z])", ""),  # mathematics, all of it in bold
         (r"\\(max|min|gcd|lcm)\s*\\\{((?:[^{}]|\{[^{}]*\})*?)\\\}", r"\\\1(\2)"),
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
@@ -225,7 +226,6 @@ _MARKED_CHOICE = re.compile(
 _OTHER_CHOICE = re.compile(
     r"(?<![A-Za-z])(?:[A-J](?![A-Za-z])|[a-j][).](?![A-Za-z]))|(?:,|\\l(?:or|and)|(?<![A-Za-z])(?:or|and))\s*\(?[A-Ja-j](?![A-Za-z])"
 )
-_CHOICES = re.compile(r"\(?[A-J]\)?(?:(?:[,;&\s]|\\land)+\(?[A-J]\)?)+")
 _LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-Ja-j])"
 _SEVERAL = re.compile(rf"{_LETTER}(?:\s*(?:[,;&、]|\\land(?![A-Za-z]))?\s*{_LETTER})+")
 _ANNOUNCED = re.compile(
@@ -284,10 +284,7 @@ def several_choices(text: str, is_gold: bool) -> frozenset[str] | None:
 
 
 def _items(text: str) -> list[str]:
-    text = _TEXT.sub(r" \1 ", text).strip()
-    if _CHOICES.fullmatch(text):
-        return re.findall("[a-j]", re.sub(r"\\land", "", text).casefold())
-    return [_plain(item) for item in _LIST.split(text)]
+    return [_plain(item) for item in _LIST.split(_TEXT.sub(r" \1 ", text))]
 
 
 def _plain(item: str) -> str:

@@ -27,8 +27,7 @@ def score_math(response: str, gold: str, extract: Sequence[Rule]) -> Reward:
     """The verdict on a response; part ``answer_found`` tells a wrong answer (1) from none (0).
 
     An answer that takes too long to find or to compare is wrong, with 1 as its part ``out_of_time``: a policy could
-    escape verdicts otherwise. Where reading the reference alone takes too long the score has failed: no response is to
-    blame.
+    escape verdicts otherwise. Where reading the reference alone takes too long the score has failed.
 
     Args:
         response: the response, thinking included.
