@@ -8,8 +8,8 @@ from dapo.data.overlap import words_of
 from dapo.demo.word_problems import score as score_word_problem
 from dapo.doctor.answers import _ends_in
 from dapo.evaluation.lenient import last_number
-from dapo.reward.code.blocks import find_program
 from dapo.redaction import redact
+from dapo.reward.code.blocks import find_program
 from dapo.reward.exact import score_exact
 from dapo.reward.judge.rubric import Rubric
 from dapo.reward.math.extract import final_answer

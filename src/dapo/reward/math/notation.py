@@ -46,73 +46,71 @@ _COMMANDS = {
 """Other names of what has one, by what stands behind the backslash; what only changes the looks is nothing."""
 _FONT = "bf|it|rm|sf|tt"
 _VECTOR = r"\\(?:vec|mathbf|boldsymbol|bm|overrightarrow)"
-_SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"\\\\\s*\[[\d.]+\s*[a-z]+\]", r"\\\\"),  # a row of a matrix with more space after it
-        (r"(?<=\d)(?:\s*\\!)*\s*(?:\{,\}(?:\s*\\!)*|,\s*\\!(?:\s*\\!)*)\s*(?=\d{3}(?!\d))", ""),  # 2,\! 500
-        (r"\{([,:])\}", r"\1"),
-        (r"[~`]|\\(?:[hv]space\*?|[hv]?phantom|(?:text)?color)\s*\{[^{}]*\}|\\[hv]?phantom\s*[^\s{]", " "),
-        (r"\\(?:left|right)\s*\.", ""),
-        (r"\\operatorname\*?\s*\{([A-Za-z]+)\}", r"\\\1 "),
-        (rf"(?<![A-Za-z\\{{])(\\(?:text|mathrm|textrm)\s*\{{\s*)?({_FUNCTIONS}|(?:max|min|gcd|lcm)(?=[\s}}]*\\?[({{]))"
-         r"(?![A-Za-z])(?(1)\s*\})(?=\s*(?:[(^_\d]|\\(?!approx|cdot|times|text)|[a-z](?![A-Za-z])))", r"\\\2 "),
-        (rf"{_VECTOR}\s*\{{\s*([a-z])\s*\}}|\\hat\s*\{{\s*\\?([ijk])(?:math)?\s*\}}", r"\\vec{\1\2}"),
-        (r"^\s*\\vec\{([a-hj-z])\}\s*$|\\mathrm\s*\{\s*([eid])\s*\}", r"\1\2"),
-        (rf"(?<![A-Za-z}}\]^_])\{{\s*\\(?:{_FONT})(?![A-Za-z])([^{{}}]*)\}}", r"\\text{\1}"),
-        (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
-        (r"\\([A-Za-z]+|[^A-Za-z]|$)", lambda m: _COMMANDS.get(m[1], m[0])),
-        (r"\\text(?=\s*\{\s*\\[a-z])", ""),  # mathematics, all of it in bold
-        (r"\\(max|min|gcd|lcm)\s*\\\{((?:[^{}]|\{[^{}]*\})*?)\\\}", r"\\\1(\2)"),
-        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-        (r"\\frac\s*(\\pi|[A-Za-z\d])\s*(\\pi|[A-Za-z\d])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\\pi|[A-Za-z\d])\s*\{", r"\\frac{\1}{"),
-        (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
-        (r"^\s*(?:\\text\s*\{\s*)?(?:[A-Za-z][A-Za-z ]{2,}:|(?i:(?:the )?(?:final )?answer is))(?:\s*\})?", ""),
-        (r"(?:\\text\s*\{)?(?<![A-Za-z\\])(?:approximately|approx\.?|about)(?![A-Za-z])(?:\s*\})?", r"\\approx "),
-        (r"\\text\s*\{\s*(-?[\d.,]+)\s+([A-Za-z][A-Za-z ]*)\}", r"\1 \\text{\2}"),
-        (r"\\text\s*\{([^A-Za-z{}]*|\d[\dA-Za-z]*(?=\}\s*_)[^{}]*)\}", r" \1 "),  # no words: numbers set upright
-        (r"\((\d[\dA-Za-z]*)\)\s*(?=_)", r"\1"),
-        (rf"_\s*\{{?\s*(?:\\text\s*\{{)?\s*({'|'.join(_BASES)})(?![A-Za-z])[\s}}]*", lambda m: f"_{{{_BASES[m[1]]}}}"),
-        (r"(?<![A-Za-z\d])(\d[\dA-F]*+)\s*(?:\\text\s*\{)?\s*\(?\s*base[\s}]*(\d+)[\s)}]*", r"\1_{\2}"),
-        (r"(?<![A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
-        (r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
-        (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2}"),
-        (r"\(-\s*\\infty\s*,\s*\+?\s*\\infty\s*\)", r"\\mathbb{R}"),
-        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-        (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
-        (r"√\s*(?=\{)", r"\\sqrt"),
-        (r"(?:√|(?<![A-Za-z\\])sqrt|\\sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(\\sqrt\[\d\])\s*(\d+|[A-Za-z])", r"\1{\2}"),
-        (r"\\log\s*_\s*\{?\s*e\s*\}?", r"\\ln "),
-        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-        (r"\*\*", "^"),
-        (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
-        (r"\^\s*([A-Za-z])", r"^{\1}"),
-        (r"\*", r" \\cdot "),
-        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r" \\times "),
-        (r"\\(?:bar|dot|overline)\s*(?:\{(\d+)\}|(\d))", r"\\overline{\1\2}"),
-        (r"\\overline\{(\d)\}(\d*)\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
-        (r"(?<![\w.])(\d*\.\d*)\((\d+)\)", r"\1\\overline{\2}"),  # 0.1(6)
-        (r"[<>!]=", lambda m: {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne "}[m[0]]),
-        (r"\(\s*\\approx([^()]*)\)\s*$", r"\\approx \1"),
-        (r"\^\s*\{?\s*(?:\\prime\s*)+\}?", lambda m: "'" * m[0].count("p")),
-        (r"\\text\s*\{\s*([\dA-Fa-f]{2,})\s*\}(?=\s*_)", r"\1"),
-        (r"[\^_]\s*\{\s*\}", ""),
-        (r"(?:\\\\\s*)+$", ""),
-        (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
-        (r"(?:\{\})?\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-        (r"(\d+) *\^\\circ *([\d.]+) *'(?: *([\d.]+) *(?:''|\"|$))?",  # degrees, minutes, seconds
-         r"(\1+\\frac{\2}{60}+\\frac{0\3}{3600})^\\circ"),
-        (r"(^|\\(?:cup|cap|setminus|in)(?![A-Za-z])|=)\s*\](?=[^\][]+[,;])", r"\1("),  # ]0, 1[
-        (r"([,;][^\][]+)\[(?=\s*(?:$|\\(?:cup|cap|setminus)(?![A-Za-z])))", r"\1)"),
-        (r"(?<=\\mathbb\{[A-Z]\})\s*-\s*(?=\\?[\[({])|(?<=[\])])\s*-\s*(?=\\\{)", r"\\setminus "),
-        (r"\\setminus\s*\{([^{}]*)\}", r"\\setminus \\{\1\\}"),
-    ]
+_PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"\\\\\s*\[[\d.]+\s*[a-z]+\]", r"\\\\"),  # a row of a matrix with more space after it
+    (r"(?<=\d)(?:\s*\\!)*\s*(?:\{,\}(?:\s*\\!)*|,\s*\\!(?:\s*\\!)*)\s*(?=\d{3}(?!\d))", ""),  # 2,\! 500
+    (r"\{([,:])\}", r"\1"),
+    (r"[~`]|\\(?:[hv]space\*?|[hv]?phantom|(?:text)?color)\s*\{[^{}]*\}|\\[hv]?phantom\s*[^\s{]", " "),
+    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\operatorname\*?\s*\{([A-Za-z]+)\}", r"\\\1 "),
+    (rf"(?<![A-Za-z\\{{])(\\(?:text|mathrm|textrm)\s*\{{\s*)?({_FUNCTIONS}|(?:max|min|gcd|lcm)(?=[\s}}]*\\?[({{]))"
+     r"(?![A-Za-z])(?(1)\s*\})(?=\s*(?:[(^_\d]|\\(?!approx|cdot|times|text)|[a-z](?![A-Za-z])))", r"\\\2 "),
+    (rf"{_VECTOR}\s*\{{\s*([a-z])\s*\}}|\\hat\s*\{{\s*\\?([ijk])(?:math)?\s*\}}", r"\\vec{\1\2}"),
+    (r"^\s*\\vec\{([a-hj-z])\}\s*$|\\mathrm\s*\{\s*([eid])\s*\}", r"\1\2"),
+    (rf"(?<![A-Za-z}}\]^_])\{{\s*\\(?:{_FONT})(?![A-Za-z])([^{{}}]*)\}}", r"\\text{\1}"),
+    (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
+    (r"\\([A-Za-z]+|[^A-Za-z]|$)", lambda m: _COMMANDS.get(m[1], m[0])),
+    (r"\\text(?=\s*\{\s*\\[a-z])", ""),  # mathematics, all of it in bold
+    (r"\\(max|min|gcd|lcm)\s*\\\{((?:[^{}]|\{[^{}]*\})*?)\\\}", r"\\\1(\2)"),
+    (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\\frac\s*(\\pi|[A-Za-z\d])\s*(\\pi|[A-Za-z\d])", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\\pi|[A-Za-z\d])\s*\{", r"\\frac{\1}{"),
+    (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
+    (r"^\s*(?:\\text\s*\{\s*)?(?:[A-Za-z][A-Za-z ]{2,}:|(?i:(?:the )?(?:final )?answer is))(?:\s*\})?", ""),
+    (r"(?:\\text\s*\{)?(?<![A-Za-z\\])(?:approximately|approx\.?|about)(?![A-Za-z])(?:\s*\})?", r"\\approx "),
+    (r"\\text\s*\{\s*(-?[\d.,]+)\s+([A-Za-z][A-Za-z ]*)\}", r"\1 \\text{\2}"),
+    (r"\\text\s*\{([^A-Za-z{}]*|\d[\dA-Za-z]*(?=\}\s*_)[^{}]*)\}", r" \1 "),  # no words: numbers set upright
+    (r"\((\d[\dA-Za-z]*)\)\s*(?=_)", r"\1"),
+    (rf"_\s*\{{?\s*(?:\\text\s*\{{)?\s*({'|'.join(_BASES)})(?![A-Za-z])[\s}}]*", lambda m: f"_{{{_BASES[m[1]]}}}"),
+    (r"(?<![A-Za-z\d])(\d[\dA-F]*+)\s*(?:\\text\s*\{)?\s*\(?\s*base[\s}]*(\d+)[\s)}]*", r"\1_{\2}"),
+    (r"(?<![A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
+    (r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+    (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2}"),
+    (r"\(-\s*\\infty\s*,\s*\+?\s*\\infty\s*\)", r"\\mathbb{R}"),
+    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"√\s*(?=\{)", r"\\sqrt"),
+    (r"(?:√|(?<![A-Za-z\\])sqrt|\\sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(\\sqrt\[\d\])\s*(\d+|[A-Za-z])", r"\1{\2}"),
+    (r"\\log\s*_\s*\{?\s*e\s*\}?", r"\\ln "),
+    (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+    (r"\*\*", "^"),
+    (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
+    (r"\^\s*([A-Za-z])", r"^{\1}"),
+    (r"\*", r" \\cdot "),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r" \\times "),
+    (r"\\(?:bar|dot|overline)\s*(?:\{(\d+)\}|(\d))", r"\\overline{\1\2}"),
+    (r"\\overline\{(\d)\}(\d*)\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
+    (r"(?<![\w.])(\d*\.\d*)\((\d+)\)", r"\1\\overline{\2}"),  # 0.1(6)
+    (r"[<>!]=", lambda m: {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne "}[m[0]]),
+    (r"\(\s*\\approx([^()]*)\)\s*$", r"\\approx \1"),
+    (r"\^\s*\{?\s*(?:\\prime\s*)+\}?", lambda m: "'" * m[0].count("p")),
+    (r"\\text\s*\{\s*([\dA-Fa-f]{2,})\s*\}(?=\s*_)", r"\1"),
+    (r"[\^_]\s*\{\s*\}", ""),
+    (r"(?:\\\\\s*)+$", ""),
+    (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+    (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
+    (r"(?:\{\})?\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+    (r"(\d+) *\^\\circ *([\d.]+) *'(?: *([\d.]+) *(?:''|\"|$))?",  # degrees, minutes, seconds
+     r"(\1+\\frac{\2}{60}+\\frac{0\3}{3600})^\\circ"),
+    (r"(^|\\(?:cup|cap|setminus|in)(?![A-Za-z])|=)\s*\](?=[^\][]+[,;])", r"\1("),  # ]0, 1[
+    (r"([,;][^\][,;]+)\[(?=\s*(?:$|\\(?:cup|cap|setminus)(?![A-Za-z])))", r"\1)"),
+    (r"(?<=\\mathbb\{[A-Z]\})\s*-\s*(?=\\?[\[({])|(?<=[\])])\s*-\s*(?=\\\{)", r"\\setminus "),
+    (r"\\setminus\s*\{([^{}]*)\}", r"\\setminus \\{\1\\}"),
 ]  # fmt: skip
+_SPELLINGS = [(re.compile(pattern), replacement) for pattern, replacement in _PATTERNS]
 _MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MULTIPLIED = re.compile(
     rf"(?<=[\d}}])\s*(?:(?P<open>\\text\s*\{{)\s*)?(?P<word>{'|'.join(_MULTIPLIERS)})(?![A-Za-z])\s*(?P<close>\}})?",
