@@ -70,7 +70,7 @@ def test_an_answer_line_of_blanks_is_wrong():
         assert time.process_time() - started < 0.5
 
 
-@pytest.mark.parametrize("piece", ["a", " ", "\N{REPLACEMENT CHARACTER}", "a\N{REPLACEMENT CHARACTER}"])
+@pytest.mark.parametrize("piece", ["a", " ", "a\N{REPLACEMENT CHARACTER}"])
 def test_stop_texts_are_looked_for_at_the_end_of_a_response(piece):
     """However long the response is: in tokens decoded, which is what takes time."""
     decoded = 0

@@ -49,13 +49,13 @@ class StopTexts:
         """From which token to decode, to find every text that ends in the new tokens.
 
         More than ``longest`` characters that will stay as they are have to come before those: more, because the first
-        one may lack a space before it. At either end up to three U+FFFD may be bytes of a character that is cut there;
-        all others stay, and no stop text holds one.
+        one may lack a space before it. Where decoding begins inside of a character the text begins with U+FFFD, and it
+        ends so where a character is not whole yet; no stop text holds that.
         """
-        count = longest + 8  # tokens; most have a character or more
+        count = longest + 2  # tokens; most have a character or more
         while count < new_from:
             start = new_from - count
-            if len(self._decode(token_ids[start:new_from])) > longest + 6:
+            if len(self._decode(token_ids[start:new_from]).strip(NO_TEXT)) > longest:
                 return start
             count *= 2
         return 0
