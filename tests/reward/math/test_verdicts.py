@@ -172,6 +172,13 @@ SIDE_BY_SIDE = [
     ("AD", r"\boxed{A} \boxed{D}", True),
     (r"(-\infty,1)\cup(2,\infty)", r"\boxed{x<1} or \boxed{x>2}", True),
     ("9", r"\boxed{9}, \boxed{9}", True),
+    ("8:34 p.m.", r"in $\boxed{20\!:\!34}$ or $\boxed{8\!:\!34 \text{ p.m.}}$.", True),
+    ("8:34 p.m.", r"\boxed{8:34 p.m.} or \boxed{20:35}", False),
+    ("6:00", r"\boxed{6:00 a.m.} or \boxed{6:00 p.m.}", False),
+    (r"\frac{1}{2}", r"\boxed{\frac{1}{2}} or \boxed{50\%}", True),
+    (r"500\text{ cm}", r"\boxed{5\text{ m}} = \boxed{500\text{ cm}}", True),
+    (r"500\text{ cm}", r"\boxed{5\text{ m}}, \boxed{5\text{ cm}}", False),
+    ("5", r"\boxed{x=5}, \boxed{y=5}", False),
     ("4", "\\boxed{3}\n\n\\boxed{4}", True),  # another paragraph
     ("4", r"First \boxed{3}, no: \boxed{4}", True),
     ("73", r"Answer: \boxed{72}, \boxed{73}", False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from dapo.reward.math.notation import (
     canonical,
@@ -45,6 +46,7 @@ from dapo.reward.math.symbolic import (
 )
 from dapo.reward.math.units import PERCENT, Quantity, clock, same_time, split_unit, unit_ratio
 
+_Same = Callable[[str, str], bool]
 _MAX_ITEMS = 64
 """Longest list that is compared, each item with each."""
 _MAX_LENGTH = 4000
@@ -65,7 +67,10 @@ def equivalent(gold: str, answer: str) -> bool:
     """
     if max(len(gold), len(answer)) > _MAX_LENGTH:
         return bool(squeezed(gold)) and squeezed(gold) == squeezed(answer)
-    left, right = canonical(gold), canonical(answer)
+    return _equivalent(canonical(gold), canonical(answer))
+
+
+def _equivalent(left: str, right: str) -> bool:
     if not left or not right:
         return False
     if squeezed(left) == squeezed(right):
@@ -75,6 +80,9 @@ def equivalent(gold: str, answer: str) -> bool:
     choices = several_choices(left, is_gold=True), several_choices(right, is_gold=False)
     if all(choices):
         return choices[0] == choices[1]
+    ways = cut(right, SEPARATORS).pieces
+    if 1 < len(ways) <= _MAX_ITEMS and all(_equivalent(left, w) and _equivalent(ways[0], w) for w in ways):
+        return True  # the one value in other words: "20:34 or 8:34 p.m."
     stripped = without_qualifiers(left, right)
     if stripped is None:
         return False
@@ -173,18 +181,10 @@ def _same_value(gold: str, answer: str) -> bool:
             return (not same_kind or _same_names(left.name, right.name)) and same_set(first, second)
     if _same_names(left.name, right.name) and _same_structure(left.value, right.value):
         return True
-    return _same_relation(gold, answer) or _same_in_other_words(gold, answer)
-
-
-def _same_in_other_words(gold: str, answer: str) -> bool:
-    r"""An answer that gives the one value twice (``\frac{1}{2} \lor 0.5``) or names a sum (``m + n = 5``)."""
-    ways = cut(answer, r"\\lor(?![A-Za-z])").pieces
-    if 1 < len(ways) <= _MAX_ITEMS and r"\lor" not in gold and all(_same_quantity(gold, way) for way in ways):
-        return True
     sides, relations = cut(answer, RELATIONS)
     if relations == ["="] and _SUM_OF_LETTERS.fullmatch(sides[0]) and real_number(gold) is not None:
-        return same_expression(gold, sides[1])
-    return False
+        return same_expression(gold, sides[1])  # m + n = 5
+    return _same_relation(gold, answer)
 
 
 def _same_assignment(gold: str, answer: str, left: dict[str, str] | None, right: dict[str, str] | None) -> bool:
@@ -216,7 +216,7 @@ def _same_congruence(gold: Congruence, answer: Congruence) -> bool:
         return bool((difference / modulus).is_integer)
 
     left, right = (_shape(side.right)[1] for side in (gold, answer))
-    return _matched(left, right, same_residue)
+    return _same_unordered(left, right, same_residue)
 
 
 def _same_names(left: str, right: str) -> bool:
@@ -244,7 +244,10 @@ def _is_pair(text: str) -> bool:
 
 def _same_leaf(gold: str, answer: str) -> bool:
     if ":" in gold and ":" in answer:  # clock times and ratios
-        return _same_ordered(gold.split(":"), answer.split(":"))
+        left, right = gold.split(":"), answer.split(":")
+        if clock(gold) is None and not _same_ordered(left, right):
+            left, right = ([rf"\frac{{{a}}}{{{b}}}" for a, b in pairwise(parts)] for parts in (left, right))
+        return _same_ordered(left, right)
     if cut(gold, RELATIONS).cuts or cut(answer, RELATIONS).cuts:
         return False  # compared as a whole, by _same_relation
     return same_expression(gold, answer)
@@ -254,25 +257,21 @@ def _same_ordered(left: Sequence[str], right: Sequence[str]) -> bool:
     return len(left) == len(right) and all(map(_same_quantity, left, right))
 
 
-def _same_unordered(left: Sequence[str], right: Sequence[str]) -> bool:
-    return _matched(left, right, _same_quantity)
-
-
-def _matched(left: Sequence[str], right: Sequence[str], same: Callable[[str, str], bool]) -> bool:
+def _same_unordered(left: Sequence[str], right: Sequence[str], same: _Same = _same_quantity) -> bool:
     """Whether each item of the reference has its own in the answer; what is left over there repeats what is matched."""
     if max(len(left), len(right)) > _MAX_ITEMS:
         return False
-    rest = list(right)
+    rest, matched = list(right), []
     for item in left:
         match = next((k for k, other in enumerate(rest) if same(item, other)), None)
         if match is None:
             return False
-        del rest[match]
+        matched.append(rest.pop(match))
     if not rest:
         return True
     # a solution may be given twice, but where the reference does so, repetitions count (prime factors)
     repeats = any(same(item, other) for k, item in enumerate(left) for other in left[:k])
-    return not repeats and all(any(same(item, other) for item in left) for other in rest)
+    return not repeats and all(any(same(item, other) for item in matched) for other in rest)
 
 
 # --- second forms, lists ------------------------------------------------------------------------------------------

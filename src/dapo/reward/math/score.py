@@ -26,8 +26,8 @@ class _TooExpensive(BaseException):
 def score_math(response: str, gold: str, extract: Sequence[Rule]) -> Reward:
     """The verdict on a response; part ``answer_found`` tells a wrong answer (1) from none (0).
 
-    An answer that takes too long to find or to compare is wrong, and has a part ``out_of_time``: a policy could escape
-    verdicts otherwise. Where reading the reference alone takes too long the score has failed: no response is to blame.
+    An answer that takes too long to find or to compare is wrong, with 1 as its part ``out_of_time``: a policy could
+    escape verdicts otherwise. Where reading the reference alone takes too long the score has failed.
 
     Args:
         response: the response, thinking included.
@@ -43,7 +43,7 @@ def score_math(response: str, gold: str, extract: Sequence[Rule]) -> Reward:
     correct = _in_time(is_right)  # all that looks at a response, the search for its answer included
     answer = found[0] if found else None
     if correct is not None:
-        return verdict(correct, answer, answer_found=float(bool(answer)))
+        return verdict(correct, answer, answer_found=float(bool(answer)), out_of_time=0.0)
     if _in_time(partial(readable, gold)) is None:
         return Reward(None, 0.0, error=f"the row's answer {gold!r} takes too long to read", extracted=answer)
     return out_of_time(answer)

@@ -41,7 +41,7 @@ _ALIASES = {
     "celsiu": "celsius", "f": "fahrenheit",
 }  # fmt: skip
 _SPEEDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
-_SHORT = "cm|mm|km|kg|mg|ml|dm|ft|in|mi|yd|lb|lbs|oz|hr|hrs|[aApP]\\.?[mM]"
+_SHORT = "cm|mm|km|kg|mg|ml|dm|ft|in|mi|yd|lb|lbs|oz|hr|hrs"
 _RATE = r"(?<=\s)[mglL]/(?:s|min|h|hr|ml|mL|[mlL])(?![A-Za-z])"
 _BARE = re.compile(r"(.*[\d}\)])\s*([A-Za-z]+(?:\^\{?\d\}?)?(?: ?[/ ] ?[A-Za-z]+(?:\^\{?\d\}?)?)*)")
 _CLOCK = re.compile(
