@@ -676,6 +676,12 @@ def test_a_lost_fingerprint_is_said_aloud(stopped: Path) -> None:
     assert "whether data and model are still the same is not known" in go_on(stopped, "training.steps=2")
 
 
+def test_a_record_without_the_model_is_refused(stopped: Path) -> None:
+    """Only what older versions did not record may be missing."""
+    (stopped / "run" / "fingerprint.json").write_text("{}")
+    assert "\nmodel: was null" in go_on(stopped, "training.steps=2", code=1)
+
+
 @pytest.mark.parametrize("content", ['{"a', "[1]", '{"resumed": 3}', "\udcff"])
 def test_a_damaged_record_of_the_environment_ends_no_run(stopped: Path, content: str) -> None:
     (stopped / "run" / "environment.json").write_bytes(content.encode("utf-8", "surrogateescape"))

@@ -99,6 +99,8 @@ class Experiment:
         )
         rows = embedding_rows(inputs.model or config.model.path, config.model.trust_remote_code)
         self.template = PromptTemplate(config.data, self.tokenizer, rows)
+        if config.data.today and not self.template.today:
+            listener.warning("data.today: the chat template does not ask for the date, so nothing comes of it")
         self.config = config = on_day(config, self.template.today)
         self.source = training_prompts(config, inputs, self.template, listener)
         self.heldout = heldout_prompts(config, inputs, self.template, listener)

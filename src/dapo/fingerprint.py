@@ -119,6 +119,10 @@ def _hash_of_file(file: Path) -> str | None:
         return None  # said with its reason when it is loaded
 
 
+_LATER = ("device", "prompts")
+"""What older versions did not record."""
+
+
 def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, deterministic: bool = False) -> None:
     """Compare with what a run started from. Another reward or device is said aloud; anything else is refused.
 
@@ -134,7 +138,7 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
             listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
         return
     then.pop("settings", None)  # resume.py has compared them
-    known = {key: value for key, value in now.items() if key in then}  # an older run recorded less
+    known = {key: value for key, value in now.items() if key in then or key not in _LATER}
     changed = list(differences(then, json.loads(json.dumps(plain(known)))))
     allowed = ("reward.",) if deterministic else ("reward.", "device:")
     refused = [line for line in changed if not line.startswith(allowed)]

@@ -19,6 +19,7 @@ from dapo.config.sections import DataItem
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.files import holds_model
 from dapo.progress import Listener
+from dapo.redaction import require_secrets
 
 if TYPE_CHECKING:
     from dapo.data.template import PromptTemplate
@@ -116,7 +117,9 @@ def inference_config(
     trained = recipe or model.recipe
     from_recipe = load_config(trained).model_dump(include=_FROM_RECIPE, exclude_unset=True) if trained else {}  # type: ignore[arg-type]
     named = {"model": {"path": model.path}}
-    return layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
+    config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
+    require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
+    return config
 
 
 def label_of(item: DataItem) -> str:

@@ -21,6 +21,7 @@ from dapo.config.sections import RunConfig
 from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.files import flush_to_disk, new_folder, writing
+from dapo.model.export import rounded_back
 from dapo.model.tokenizer import save_tokenizer
 from dapo.process import Clock, Stopping, in_thread
 from dapo.run_folder import RunFolder
@@ -34,6 +35,8 @@ EXPECTED_RATE = 100e6
 """Bytes a second that a disk is taken to write, flush and read again for the hashes, before it has shown what it does.
 Two busy cores with an ordinary disk did 125 to 230 million."""
 _AT_LEAST_S = 2.0
+_ROUNDED = 0.05
+"""Share of the changed weights that an export may lose before it is told."""
 _SINCE_LATER = ("alarms", "budget", "laps")
 """What older checkpoints lack."""
 
@@ -122,7 +125,7 @@ class Keeper:
         self._folder, self._config, self._at, self._best = folder, config, at, best
         self._roles = {**roles, "best": best}
         self._trainer, self._tokenizer, self._stopping = trainer, tokenizer, stopping
-        self._stop_ids, self._export_dtype = stop_ids, export_dtype
+        self._stop_ids, self._export_dtype, self._tell = stop_ids, export_dtype, tell
         self.checkpoints = Checkpoints(folder.checkpoints, config.keep_last, config.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, tell)
         self._lock = contextlib.ExitStack()
@@ -163,6 +166,16 @@ class Keeper:
         """Those at the end of the run."""
         shutil.rmtree(self._folder.model_after, ignore_errors=True)  # of a run that was done, and was resumed
         self.save_model(self._folder.model_after)
+        dtype, policy = self._export_dtype, self._trainer.policy
+        if dtype is None or dtype.itemsize >= policy.compute_dtype.itemsize:  # as it was sampled and evaluated
+            return
+        lost = rounded_back(policy.model, self._folder.model_before, dtype)
+        if lost > _ROUNDED:
+            self._tell(
+                f"{lost:.0%} of the weights that training changed are as before in {self._folder.model_after}, since "
+                f"{str(dtype)[6:]} has no number between: it is not quite the model that was evaluated. With "
+                "model.export_dtype=float32 it is; the checkpoints' models are in float32 too"
+            )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

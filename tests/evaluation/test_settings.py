@@ -111,3 +111,12 @@ def test_a_preset_finds_the_answer_it_asks_for() -> None:
     found = {name: final_answer(response, b.settings["reward"]["extract"]) for name, b in BENCHMARKS.items()}
     assert found == {"gsm8k": "3", "math500": "3", "aime": "4", "amc": "4"}
     assert benchmark_named("MATH-500").name == "math500"
+
+
+def test_a_text_that_was_blanked_in_a_run_folder_is_asked_for(tmp_path: Path) -> None:
+    """Otherwise the model would be asked with the blank in its prompt."""
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text("model: {path: m}\ndata: {instruction: 'say password=(not recorded)'}\nreward: {kind: exact}\n")
+    with pytest.raises(ConfigError, match=r"data\.instruction"):
+        inference_config(FoundModel("m", recipe))
+    assert inference_config(FoundModel("m", recipe), overrides=["data.instruction=again"]).data.instruction == "again"

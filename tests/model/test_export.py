@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dapo.model.export import export_dtype, export_model, older_keys
+from dapo.model.export import export_dtype, export_model, older_keys, rounded_back
 from dapo.model.loading import load_model
 from helpers import ARCHITECTURES, random_model
 
@@ -115,6 +115,20 @@ def test_what_a_type_cannot_hold_is_written_in_float32(tmp_path: Path) -> None:
     export_model(model, tmp_path / "large", export_dtype(model, "float16"))
     types = {name: written(tmp_path / name)["dtype"] for name in ("exact", "rounded", "large")}
     assert types == {"exact": "float32", "rounded": "bfloat16", "large": "float32"}
+
+
+def test_steps_that_a_type_cannot_tell_are_counted(tmp_path: Path) -> None:
+    """Between 1 and 2 bfloat16 has a number every 1/128: of +0.001 and +0.01 the first is lost. What did not change does
+    not count."""
+    model = random_model("qwen2")
+    weights = model.model.layers[0].mlp.up_proj.weight.data
+    weights.fill_(1.0)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 and rounded_back(model, tmp_path, torch.bfloat16) == 0
+    weights[0, :3] += 0.001
+    weights[1, :1] += 0.01
+    assert rounded_back(model, tmp_path, torch.bfloat16) == 0.75
+    assert rounded_back(model, tmp_path, torch.float32) == 0
 
 
 def test_a_head_of_its_own_is_said_to_be_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ rollout and the evaluation all use it.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
@@ -27,10 +28,6 @@ _DAPO_BEFORE = (
 _END_TOKENS, _END_CHARACTERS = 256, 1000
 """Of the end of a prompt: what is looked through for it, and the most of it that is told."""
 _DAPO_AFTER = '\n\nRemember that the final answer goes on a line of its own after "Answer:".'
-
-
-_DIRECTIVES = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", "-y", *"aAbBdmyYHIMSpfjUWcxXewuVG")
-"""Of ``strftime``."""
 
 
 class PromptTemplate:
@@ -151,8 +148,6 @@ class PromptTemplate:
         """Raises ConfigError: a variable is given that the chat template does not have, so that nothing would come of
         it."""
         given = self._config.chat_template_kwargs
-        if self._config.today is not None and self.today is None:
-            raise ConfigError("data.today: the chat template does not ask for the date (strftime_now); leave it out")
         if given and not self._uses_chat:
             why = "data.template is plain" if text else "the tokenizer has no chat template"
             raise ConfigError(f"data.chat_template_kwargs: {', '.join(given)}: there is none to give it to: {why}")
@@ -215,7 +210,9 @@ class PromptTemplate:
 def _with_date(template: str, today: date) -> str:
     """A chat template whose ``strftime_now`` tells of ``today``, at midnight: a prompt must not change under a run."""
     day = datetime.combine(today, time())
-    filled = "".join(f"|replace('%{c}', {day.strftime(f'%{c}')!r})" for c in _DIRECTIVES)
+    filled = "".join(
+        f"|replace({said!r}, {day.strftime(said)!r})" for said in {*re.findall("%[-_0^#]?[A-Za-z]", template)}
+    )
     macro = f"{{% macro strftime_now(format) %}}{{{{ format{filled} }}}}{{% endmacro %}}"
     return f"{macro}\n{template}"  # Jinja takes the line end after a block away
 

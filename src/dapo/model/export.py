@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from dapo.files import write_json
 from dapo.model.adapters import adapter_parameters, has_adapter, save_adapter
@@ -65,6 +66,21 @@ def export_model(
     if stop_ids:
         generation["eos_token_id"] = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
     write_json(folder / "generation_config.json", generation)
+
+
+def rounded_back(model: Any, before: Path, dtype: torch.dtype) -> float:
+    """Of the weights of ``model`` that are other ones than in the folder ``before``, the share that are the same again
+    in ``dtype``: small steps are lost between its numbers."""
+    weights = model.state_dict()
+    moved = lost = 0
+    for file in sorted(before.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            for name in weights.keys() & stored.keys():
+                now, then = weights[name].detach().cpu(), stored.get_tensor(name)
+                changed = now != then.to(now.dtype)
+                moved += int(changed.sum())
+                lost += int((changed & (now.to(dtype) == then.to(dtype))).sum())
+    return lost / moved if moved else 0.0
 
 
 def _in_type(model: Any, dtype: torch.dtype | None, exact: bool) -> dict[str, torch.Tensor] | None:
