@@ -53,3 +53,10 @@ def test_choices_follow_the_weights(weights, seed):
         share = weight / sum(weights)
         assert abs(found[k] / 2000 - share) < 5 * (share * (1 - share) / 2000) ** 0.5 + 1e-3
     assert choice[7] == Choice(weights, seed)[7]
+
+
+@pytest.mark.parametrize(("word", "chosen"), [(0, 1), (2**64 - 1, 3)])
+def test_what_has_no_weight_is_never_chosen(monkeypatch, word, chosen):
+    """The lowest point is the border of the first one, and the highest, 2**64 - 1 over 2**64, is 1.0 as a float."""
+    monkeypatch.setattr("dapo.data.order._word", lambda *seed: word)
+    assert Choice([0.0, 0.1, 0.2, 0.3, 0.0], 5)[0] == chosen

@@ -521,6 +521,23 @@ def test_prompts_that_wait_are_computed_with_the_weights_in_use() -> None:
         np.testing.assert_allclose(sample.logprobs, -np.log(model.config.vocab_size), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("deterministic", "expected"), [(False, [[4, 5], [4], [12], [1]]), (True, [[4], [5], [4], [12], [1]])]
+)
+def test_a_pass_over_prompts_is_bounded_and_pinned_shapes_have_one_prompt_each(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr("dapo.rollout.native.decoder.PREFILL_TOKENS", 9)
+    decoder = Decoder(MODEL, (), max_sequence_tokens=20, max_concurrent_samples=8, deterministic=deterministic)
+    passes: list[list[int]] = []
+    add = decoder.cache.add_prompts
+    monkeypatch.setattr(decoder.cache, "add_prompts", lambda sizes, users: (passes.append(sizes), add(sizes, users))[1])
+    for number, size in enumerate((4, 5, 4, 12, 1)):
+        decoder.submit(0, Request(number, (5,) * size, (1,), Sampling(1.0, 2)))
+    decoder.step()
+    assert passes == expected
+
+
 def test_drafts_are_the_beginnings_of_the_samples_that_come() -> None:
     engine = make_engine(stop=())
     request = Request(7, (5, 6), (1, 2), Sampling(1.0, 28))

@@ -112,6 +112,23 @@ def test_resources_are_told_by_role(tmp_path: Path) -> None:
     assert (trainer[0]["gpu_util"], trainer[0]["gpu_memory"], trainer[0]["gpu_power"]) == (0.5, 6, 140)
 
 
+def test_of_looks_in_one_interval_memory_is_the_most_and_the_rest_a_mean(tmp_path: Path) -> None:
+    """Two intervals of 5 s: three looks at 0, 1 and 2 s, and one at 10 s."""
+    import duckdb
+
+    looks = ((0.0, 1.0, 10, 4, 30.0), (1.0, 2.0, 50, 9, 60.0), (2.0, 6.0, 30, 2, 90.0), (10.0, 8.0, 20, 7, 10.0))
+    lines = [
+        {"time": 100 + t, "host": "h", "role": "r", "cpu": cpu, "rss": rss, "disk_read": 2 * cpu}
+        | {"gpu": [{"util": 0.5, "memory": memory, "power": power}]}
+        for t, cpu, rss, memory, power in looks
+    ]
+    path = tmp_path / "resources.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("seconds", "cpu", "rss", "gpu_memory", "gpu_power", "disk_read")
+    found = queries.resources(duckdb.connect(), path, points=2)
+    assert [tuple(row[name] for name in names) for row in found] == [(1, 3, 50, 9, 60, 6), (10, 8, 20, 7, 10, 16)]
+
+
 def test_a_long_file_of_resources_is_thinned_out_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     path = tmp_path / "resources.jsonl"
     path.write_text("".join(json.dumps({"time": i, "role": "r"}) + "\n" for i in range(20_000)))
