@@ -297,6 +297,69 @@ def test_room_is_looked_for_first_and_both_numbers_said(tmp_path: Path, monkeypa
     assert not written and [p.name for p in tmp_path.iterdir()] == ["step-00001"]
 
 
+def test_room_is_looked_for_for_small_files_too_as_many_as_the_one_before_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one says 1,000 bytes and writes 3,000: another 1,000 take 3,000 too, which is what there has to be."""
+    free = [10**9]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free[0]))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(a_snapshot(1, 1000, lambda folder: (folder / "data").write_bytes(b"x" * 3000) and None))
+    free[0] = 2999
+    with pytest.raises(UserError, match="No space left on device"):
+        checkpoints.save(a_snapshot(2, 1000))
+    free[0] = 3000
+    checkpoints.save(a_snapshot(2, 1000))
+    assert checkpoints.places() == [Place(1), Place(2)]
+
+
+def test_one_from_inside_of_a_step_stays_until_there_is_a_later_one(tmp_path: Path) -> None:
+    """Neither the number to keep nor the multiples of steps count those."""
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_every=2)
+    seen = []
+    for place in (Place(1), Place(2), Place(2, updates=3), Place(2, updates=4), Place(3), Place(4, sampling=True)):
+        checkpoints.save(Snapshot(place, lambda folder: (folder / "data").touch(), 0))
+        seen.append([one.name for one in checkpoints.places()])
+    assert seen == [
+        ["step-00001"],
+        ["step-00002"],
+        ["step-00002", "step-00002-update-00003"],
+        ["step-00002", "step-00002-update-00004"],
+        ["step-00002", "step-00003"],
+        ["step-00002", "step-00003", "step-00004-rollout"],
+    ]
+
+
+def test_the_slowest_write_is_remembered_and_one_of_nothing_is_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), print)
+        writer.begin(a_snapshot(1, write=lambda folder: time.sleep(0.3)))
+        await writer.settle()
+        slowest = writer.longest_s
+        assert slowest >= 0.3
+        writer.begin(a_snapshot(2))
+        await writer.settle()
+        assert writer.longest_s >= slowest
+        writer.longest_s = 0.0
+        writer.begin(a_snapshot(3, 0))
+        await writer.settle()
+        await asyncio.to_thread(lambda: [t.join() for t in threading.enumerate() if t.name == "dapo-checkpoint"])
+        assert writer.longest_s == 0.0
+
+    asyncio.run(main())
+
+
+def test_a_quick_look_at_a_checkpoint_compares_sizes_only(tmp_path: Path) -> None:
+    folder = Checkpoints(tmp_path).save(
+        a_snapshot(1, write=lambda folder: (folder / "data").write_bytes(b"abc") and None)
+    )
+    (folder / "data").write_bytes(b"xyz")
+    assert damages(folder, quick=True) == [] and damages(folder) == [
+        "data is not what was written: its SHA-256 differs"
+    ]
+
+
 def test_a_writer_that_hangs_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(module, "WAIT_S", 0.1)
