@@ -13,6 +13,7 @@ from tokenizers_for_tests import CHAT, char_tokenizer
 import dapo.data.parts
 import dapo.data.source
 from dapo.config import DataConfig
+from dapo.data.rows import SHOWN_FAULTS
 from dapo.data.source import DataReport, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
@@ -283,6 +284,24 @@ def test_rows_beyond_the_first_are_looked_at_when_they_are_drawn(tmp_path, short
     )
     with pytest.raises(DataError, match=r"more than data.max_bad_rows=0.1 allows"):
         draws(worse, 60)
+
+
+def test_the_last_bad_row_that_is_named_says_that_others_are_not(tmp_path, short_head):
+    count = SHOWN_FAULTS + 3
+    heard = []
+    found = source(
+        with_bad_rows(tmp_path, 25 + count + 5, set(range(25, 25 + count))),
+        shuffle=False,
+        on_bad_row="skip",
+        max_bad_rows=1,
+        warn=heard.append,
+    )
+    draws(found, 30)
+    assert found.bad == count and len(heard) == SHOWN_FAULTS
+    assert [text.endswith("; further ones are counted and not named") for text in heard] == [
+        *[False] * (SHOWN_FAULTS - 1),
+        True,
+    ]
 
 
 def test_a_few_first_rows_of_every_file_are_checked(tmp_path, short_head):

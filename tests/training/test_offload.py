@@ -103,7 +103,7 @@ def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: py
 
 
 def test_the_largest_group_goes_first_and_a_group_may_be_just_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 + 2 are the 5 that a group holds, 9 are a group of their own: if memory does not do for those, nothing moves."""
+    """3 + 2 are the 5 that a group holds, and 9 are one of their own: if memory lacks for those, nothing has moved."""
     given = [torch.nn.Parameter(torch.ones(size)) for size in (3, 2, 9, 4)]
     optimizer = OffloadedAdamW(given, group_numbers=5, **SETTINGS)
     assert [[p.numel() for p in group["params"]] for group in optimizer.param_groups] == [[3, 2], [9], [4]]
