@@ -95,6 +95,23 @@ def test_reward_against_length_counts_every_sample_once(runs: Runs) -> None:
     assert sorted(found["cells"]) == [[0, 0, 2], [0, 1, 6], [2, 0, 6]]
 
 
+def test_the_last_steps_are_those_after_the_one_named(runs: Runs) -> None:
+    """Two steps of three groups each: one between the first and the last, one among the last."""
+    found = queries.outcomes(runs.get("first").samples(), early=0, late=1)["difficulty"]
+    assert (sum(found["first"]), sum(found["last"]), sum(found["all"])) == (0, 3, 6)
+
+
+def test_a_column_of_lengths_holds_as_many_as_any_other() -> None:
+    """Lengths 0, 1 and 2 in two columns are 1.5 wide: 0 and 1, and 2. Rewards from -1 to 1 in two rows: 1 is above."""
+    import duckdb
+
+    connection = duckdb.connect()
+    connection.execute(
+        "CREATE TABLE samples AS SELECT * FROM (VALUES (1, 0, -1.0), (1, 1, -0.5), (1, 2, 1.0)) AS t(step, length, reward)"
+    )
+    assert sorted(queries.reward_by_length(connection, columns=2, rows=2)["cells"]) == [[0, 0, 2], [1, 1, 1]]
+
+
 def test_resources_are_told_by_role(tmp_path: Path) -> None:
     import duckdb
 
