@@ -106,9 +106,8 @@ def test_a_column_of_lengths_holds_as_many_as_any_other() -> None:
     import duckdb
 
     connection = duckdb.connect()
-    connection.execute(
-        "CREATE TABLE samples AS SELECT * FROM (VALUES (1, 0, -1.0), (1, 1, -0.5), (1, 2, 1.0)) AS t(step, length, reward)"
-    )
+    rows = "(VALUES (1, 0, -1.0), (1, 1, -0.5), (1, 2, 1.0)) AS t(step, length, reward)"
+    connection.execute(f"CREATE TABLE samples AS SELECT * FROM {rows}")
     assert sorted(queries.reward_by_length(connection, columns=2, rows=2)["cells"]) == [[0, 0, 2], [1, 1, 1]]
 
 
