@@ -691,3 +691,10 @@ def test_groups_carried_over_are_taken_in_the_order_of_their_draws():
         group.draw for group in state["carried"][:2]
     ]
     assert all(group.draw >= state["draws"] for group in result.sampled)  # those of this step alone
+
+
+def test_every_number_of_a_position_comes_back():
+    buffer = make(every_second)
+    state = buffer.state() | {"draws": 7, "keep_rate_kept": 2.5, "keep_rate_finished": 8.0, "rounds": 3}
+    buffer.load_state(state)
+    assert buffer.state() == state

@@ -444,6 +444,21 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     assert keeper.seconds_to_save == 50  # half of the time
 
 
+def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:
+    config = config_for(tmp_path).training
+    state = {
+        "steps_done": 3,
+        "budget": {"seconds": 9.0, "last": 4.0},
+        "step": None,
+        "laps": {"rollout": 1.5, "sync": 0.25},
+        "scores": {"before": {"accuracy": 0.5, "response_length": 7.0}},
+        "seconds": {"rollout": 7.0, "update": 2.0},
+    }
+    at = RunState(Budget(config))
+    at.load_state(state)
+    assert at.state() == state and at.steps_done == 3
+
+
 def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError("no thread")
