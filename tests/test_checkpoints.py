@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -36,6 +37,7 @@ from dapo.launch import run_experiment
 from dapo.observe.run_view import RunView
 from dapo.process import Stopping
 from dapo.run_folder import RunFolder
+from dapo.state import read_state, write_state
 from dapo.training import checkpoint
 from dapo.training.checkpoint import load_tensors, save_tensors
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
@@ -442,6 +444,20 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     assert keeper.seconds_to_save == 23
     keeper._writer.longest_s = 70.0
     assert keeper.seconds_to_save == 50  # half of the time
+
+
+def test_arrays_of_one_type_and_numbers_that_are_none_come_back_from_their_places(tmp_path: Path) -> None:
+    state = {
+        "one": torch.arange(6).reshape(2, 3),
+        "other": torch.arange(10, 14).reshape(4, 1),
+        "last": torch.tensor([7]),
+        "numbers": [math.inf, -math.inf, math.nan, 0.1],
+    }
+    write_state(tmp_path, state)
+    found = read_state(tmp_path)
+    assert all(torch.equal(found[name], state[name]) for name in ("one", "other", "last"))
+    assert found["numbers"][:2] == [math.inf, -math.inf] and math.isnan(found["numbers"][2])
+    assert found["numbers"][3] == 0.1
 
 
 def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:

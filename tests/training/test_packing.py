@@ -58,6 +58,7 @@ def test_worked_example():
     assert batch.sample_ids.tolist() == [0, 0, 2, 2, 2]
     assert batch.group_ids.tolist() == [0, 0, 1, 1, 1]
     assert batch.draws.tolist() == [7, 4, 4] and batch.indices.tolist() == [0, 0, 1]
+    assert (batch.num_tokens, batch.num_computed_tokens) == (9, 8)  # the prompt [9] of two samples is computed once
     assert (batch.num_samples, batch.num_groups, batch.num_tokens, batch.num_response_tokens) == (3, 2, 9, 5)
 
 
