@@ -10,12 +10,13 @@ PY := .venv/bin/python
 # the name holds the folder, so that a moved or copied checkout is set up anew
 STAMP := .venv/.ready-$(shell pwd | cksum | cut -d' ' -f1)
 TRACKERS := .venv-trackers/.ready
+TRANSFORMERS4 := .venv-transformers4/.ready
 
 # Threads of one test process: as many test processes run as there are cores to use.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 
-.PHONY: help setup demo smollm2 test test-shared test-gpu test-faults nightly trackers check format clean
+.PHONY: help setup demo smollm2 test test-shared test-gpu test-faults nightly trackers transformers4 check format clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +47,7 @@ test-gpu: $(STAMP)  ## tests that need a CUDA device
 test-faults: $(STAMP)  ## some sixty faults done to runs, and who survived; ARGS=SIGTERM for those named so
 	@$(TEST_ENV) PYTHONPATH=tests $(PY) tests/faults/fault_table.py $(ARGS)
 
-nightly: $(STAMP) trackers  ## tests too slow for CI
+nightly: $(STAMP) trackers transformers4  ## tests too slow for CI
 	@$(PYTEST) -m "nightly and not gpu" $(ARGS)
 
 trackers: $(TRACKERS)  ## make .venv-trackers: the packages of the trackers, which are heavy, for make nightly
@@ -58,6 +59,15 @@ $(TRACKERS): $(STAMP)
 	@.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check wandb mlflow trackio
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-trackers/bin/python -c \
 		'import sysconfig; print(sysconfig.get_path("purelib"))')/dapo-venv.pth"
+	@touch $@
+
+transformers4: $(TRANSFORMERS4)  ## make .venv-transformers4: Transformers 4, which reads what runs write, for make nightly
+
+$(TRANSFORMERS4): $(STAMP)
+	@echo "setup: installing transformers 4.57.6 into .venv-transformers4"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-transformers4 --upgrade \
+		transformers==4.57.6 'huggingface_hub<1' 'tokenizers>=0.22,<=0.23' requests urllib3 idna certifi \
+		charset_normalizer || { echo "make transformers4: the package index cannot be reached" >&2; exit 1; }
 	@touch $@
 
 check: $(STAMP)  ## format, lint and types

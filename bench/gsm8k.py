@@ -1,12 +1,13 @@
 """GSM8K on one GPU: the data, the sweep that fixes learning rate and batch, the runs, and their curves.
 
-usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-data]
+usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-data] [--judge-rows 512]
        python bench/gsm8k.py run --split judge|test [--setting NAME] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
        python bench/gsm8k.py report RUN ... [--minute 10] [--out FOLDER]
 
 ``data`` writes train.jsonl and test.jsonl for ``recipes/gsm8k-1gpu.yaml``, and cuts 512 rows out of the training set
-(always the same ones): judge.jsonl, by which the sweep is judged, and rest.jsonl, on which it trains. Rows may have
-``prompt`` and ``answer``, or ``question`` and a solution with "#### 72" at its end, as published; plain or .gz.
+(for the same number always the same ones): judge.jsonl, by which the sweep is judged, and rest.jsonl, on which it
+trains. Rows may have ``prompt`` and ``answer``, or ``question`` and a solution with "#### 72" at its end, as published;
+plain or .gz.
 
 ``run`` is one run of the recipe with one of the settings of the sweep (``SETTINGS``; docs/results.md declared them
 before any was run). ``--split judge``: trained on rest.jsonl, evaluated on judge.jsonl. ``--split test``: trained on
@@ -72,6 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     one.add_argument("--train", type=Path, required=True, help="GSM8K's train.jsonl, plain or .gz")
     one.add_argument("--test", type=Path, required=True, help="its test.jsonl")
     one.add_argument("--out", type=Path, default=Path("runs/gsm8k-data"), help="folder for them (runs/gsm8k-data)")
+    one.add_argument("--judge-rows", type=int, default=JUDGED_ROWS, help=f"rows of judge.jsonl ({JUDGED_ROWS})")
     one = commands.add_parser("run", help="train, as the recipe or a setting of the sweep says")
     one.add_argument("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
     one.add_argument("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
@@ -96,7 +98,7 @@ def data(options: argparse.Namespace) -> dict[str, int]:
     test = read_rows(options.test)
     seen = {_same(row["prompt"]) for row in test}
     train = [row for row in read_rows(options.train) if _same(row["prompt"]) not in seen]
-    rest, judge = split(train)
+    rest, judge = split(train, options.judge_rows)
     if not judge:
         raise DataError(
             f"{options.train}: holds {len(train)} problems that are not in {options.test}; at least 2 are needed"
@@ -110,9 +112,11 @@ def data(options: argparse.Namespace) -> dict[str, int]:
     return {name: len(rows) for name, rows in files.items()}
 
 
-def split(rows: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def split(
+    rows: Sequence[dict[str, str]], judged_rows: int = JUDGED_ROWS
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """``(rest, judge)``, both in the order of ``rows``; a problem that is there twice is on one side only."""
-    judged = set(random.Random(SPLIT_SEED).sample(range(len(rows)), min(JUDGED_ROWS, len(rows) // 2)))
+    judged = set(random.Random(SPLIT_SEED).sample(range(len(rows)), min(judged_rows, len(rows) // 2)))
     judge = [row for i, row in enumerate(rows) if i in judged]
     seen = {_same(row["prompt"]) for row in judge}
     return [row for row in rows if _same(row["prompt"]) not in seen], judge

@@ -1,6 +1,7 @@
-"""Shared by all tests: helpers importable by name, one thread per test process.
+"""Shared by all tests: helpers importable by name, one thread per test process, a time limit for each test.
 
-Without a CUDA device kernels are interpreted, and tests marked gpu are skipped.
+Without a CUDA device kernels are interpreted, and tests marked gpu are skipped. What was skipped is said at the end of
+a session; ``skips.py`` says which skips fail it in CI.
 """
 
 import os
@@ -19,8 +20,20 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, whichever test of a process needs it first
 
 
+MINUTES = {"nightly": 90, "gpu": 15, "shared": 10}
+"""Time limits of tests with a marker; all others have that of pyproject.toml."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from skips import SkipReport
+
+    config.pluginmanager.register(SkipReport(fails=os.environ.get("CI") in ("1", "true")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        minutes = max((MINUTES[marker.name] for marker in item.iter_markers() if marker.name in MINUTES), default=None)
+        if minutes and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(60 * minutes))

@@ -125,7 +125,7 @@ def test_a_rollout_that_was_broken_off_has_taken_its_time(tmp_path: Path) -> Non
     def breaks_off(prompt: str, response: str) -> Any:
         return "no reward" if next(scored) == 30 else text_sum(prompt, response)
 
-    with pytest.raises(RewardError):
+    with pytest.raises(RewardError, match="got str 'no reward'"):
         run(tmp_path, changes, reward=breaks_off)
     run(tmp_path, changes, reward=breaks_off, resume=RunFolder(tmp_path))
     times = [step["time/training"] for step in steps_of(tmp_path)]

@@ -460,6 +460,35 @@ def test_buffer_as_long_as_the_limit_and_buffer_of_zero_are_fine(load: Load) -> 
     assert load(RECIPE, "algorithm.overlong_buffer.len=0").algorithm.overlong_buffer.len == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "refused", "works"),
+    [
+        (["algorithm.correction.high=1.5"], "algorithm.correction.low=1.5", "algorithm.correction.low=1.499"),
+        (
+            ["rollout.samples_per_prompt=10", "algorithm.kl.mode=loss", "algorithm.kl.target=0.1"],
+            "algorithm.kl.horizon=32",  # 16 x 10 samples are 5 x 32: the coefficient may fall to zero
+            "algorithm.kl.horizon=33",
+        ),
+    ],
+)
+def test_what_is_on_the_border_is_refused_and_the_next_value_works(
+    load: Load, message: Message, overrides: list[str], refused: str, works: str
+) -> None:
+    key, _, _ = refused.partition("=")
+    assert f": {key}: " in message(RECIPE, *overrides, refused)
+    load(RECIPE, *overrides, works)
+
+
+def test_equal_clip_ratios_are_no_warning_and_a_lower_upper_one_is() -> None:
+    def warned(high: float) -> list[str]:
+        ratios = {"clip_ratio_low": 0.2, "clip_ratio_high": high}
+        return warnings_for(build_config({"model": {"path": "m"}, "algorithm": ratios}))
+
+    assert warned(0.2) == []
+    (lower,) = warned(0.19)
+    assert "clip_ratio_high=0.19 is below clip_ratio_low=0.2" in lower
+
+
 def test_warnings() -> None:
     config = build_config(
         {
@@ -515,8 +544,8 @@ def test_every_key_is_documented() -> None:
     assert undocumented == []
 
 
-def test_there_are_fewer_than_180_keys() -> None:
-    assert 60 < len(all_keys()) < 180
+def test_there_are_fewer_than_190_keys() -> None:
+    assert 60 < len(all_keys()) < 190
 
 
 def test_a_name_that_no_file_can_have_is_refused_by_its_key(load: Load) -> None:
@@ -615,12 +644,13 @@ def mutate(text: str, rng: random.Random) -> str | bytes:
 @pytest.mark.parametrize("seed", range(10))
 def test_any_mutant_validates_or_says_where_it_is_wrong(load: Load, seed: int) -> None:
     rng = random.Random(seed)
-    accepted = 0
+    accepted = refused = 0
     for _ in range(40):
         text = mutate(RECIPE, rng)
         try:
             config = load(text)
         except ConfigError as error:
+            refused += 1
             for line in str(error).splitlines():
                 assert re.search(r"recipe\.yaml(:\d+)?: \S", line), (text, line)
         else:
@@ -628,10 +658,12 @@ def test_any_mutant_validates_or_says_where_it_is_wrong(load: Load, seed: int) -
             build_config(config.model_dump(mode="json"))
             warnings_for(config)
     assert accepted > 0  # comments, spaces and other valid numbers are no errors
+    assert refused > 10
 
 
 @pytest.mark.parametrize("key", all_keys())
 def test_odd_values_for_any_key_are_taken_or_refused_by_name(load: Load, key: str) -> None:
+    refused = 0
     for value in [
         "null",
         "true",
@@ -651,3 +683,5 @@ def test_odd_values_for_any_key_are_taken_or_refused_by_name(load: Load, key: st
             load("model: {path: m}", f"{key}={value}")
         except ConfigError as error:
             assert key.split(".")[0] in str(error), (key, value)
+            refused += 1
+    assert refused > 1, key

@@ -185,15 +185,33 @@ def test_commands_and_options_that_are_shown_exist(document: Path) -> None:
 # --- what is named ------------------------------------------------------------------------------------------------
 
 
+LINK = r"\]\((?!https?://)([^)#]+)"
+NAMED_FILE = r"`((?:[\w-]+/)+[\w-]+\.(?:py|yaml|md))(?::[^`]*)?`"
+
+
+def _named_key() -> str:
+    sections = "|".join({key.partition(".")[0] for key in all_values() if "." in key})
+    return rf"`((?:{sections})\.[\w.]+)(?:=[^`]*)?`"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_and_files_that_are_named_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)", text):
+    for target in re.findall(LINK, text):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
     # module paths in code type, such as `training/packing.py`, are looked up in the package and the repository
-    for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|yaml|md))(?::[^`]*)?`", text):
+    for name in re.findall(NAMED_FILE, text):
         places = [ROOT / "src/dapo" / name, ROOT / "src" / name, ROOT / name]
         assert any(place.exists() for place in places), f"{document.name} names {name}"
+
+
+def test_the_patterns_find_what_they_look_for() -> None:
+    """Over all pages; each of the tests here would pass with one that finds nothing."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sum(len(list(_shown_commands(page))) for page in PAGES) > 50
+    assert sum(len(re.findall(LINK, text)) for text in texts) > 20
+    assert sum(len(re.findall(NAMED_FILE, text)) for text in texts) > 5
+    assert sum(len(re.findall(_named_key(), text)) for text in texts) > 50
 
 
 def _is_key(name: str) -> bool:
@@ -203,9 +221,8 @@ def _is_key(name: str) -> bool:
 
 @pytest.mark.parametrize("document", PAGES, ids=_name)
 def test_keys_that_are_named_exist(document: Path) -> None:
-    sections = "|".join({key.partition(".")[0] for key in all_values() if "." in key})
     text = document.read_text(encoding="utf-8")
-    for name in re.findall(rf"`((?:{sections})\.[\w.]+)(?:=[^`]*)?`", text):
+    for name in re.findall(_named_key(), text):
         assert _is_key(name) or name.endswith((".json", ".jsonl", ".safetensors")), f"{document.name} names {name}"
 
 

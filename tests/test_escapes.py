@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from dapo.config import build_config, warnings_for
-from dapo.data.rows import Keys, check_row, parse_json
+from dapo.data.rows import EATEN, Keys, check_row, parse_json
 from dapo.escapes import eaten, eaten_in
 
 # --- what JSON, YAML and Python make of LaTeX with single backslashes ---------------------------------------------
@@ -81,7 +81,8 @@ def test_rows_name_each_key():
         r'{"prompt": "Set? \\boxed{}", "answer": "4\text{ cm}", "extra": {"solution": ["\beta"]}}',
         r'{"prompt": "Set? \\boxed{}", "answer": "\\theta", "extra": "a\tb"}',
     ]
-    first, second, third, fourth = (check_row(parse_json(line.encode()), Keys(), "").eaten(Keys()) for line in lines)
+    rows = (check_row(parse_json(line.encode()), Keys(), "") for line in lines)
+    first, second, third, fourth = (dict(row.doubts(Keys())).get(EATEN) for row in rows)
     assert "prompt holds" in first and "\\boxed" in first and "answer holds" in first and "\\frac" in first
     assert "prompt[0].content holds" in second and "\\theta" in second
     assert "prompt" not in third and "\\text" in third and "extra.solution[0] holds" in third

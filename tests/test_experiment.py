@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch._dynamo.config as dynamo
 import yaml
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dapo.cli import app
@@ -33,12 +35,13 @@ from dapo.launch import run_experiment, run_to_end
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.observe.metrics import describe
 from dapo.observe.run_view import RunView
-from dapo.observe.samples import read_samples
+from dapo.observe.samples import read_samples, updates_path
 from dapo.observe.step import WATCHED
 from dapo.process import in_thread
 from dapo.resume import check_resumable
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
 from dapo.training.checkpoint import load_tensors
 from dapo.training.trainer import Trainer
@@ -230,62 +233,82 @@ RECOMPUTE = BFLOAT16 | {"algorithm.proximal": "recompute"}
 TRUNCATE = RECOMPUTE | {"algorithm.correction.kind": "truncate"}
 MASK = RECOMPUTE | {"algorithm.correction.kind": "mask"}
 TRAIN = {"algorithm.filter_groups.on_starved": "train"}
+FEW_DRAWS = {"algorithm.filter_groups.max_num_gen_batches": 1}
 KL_LOSS = {"algorithm.kl.mode": "loss", "algorithm.kl.coef": 10.0}
 
-# key, extreme value, what else is set, what has to change: a metric, or the weights after the run
-EFFECTS: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("algorithm.clip_ratio_low", 0.99, {}, "weights"),
-    ("algorithm.clip_ratio_high", 100.0, {}, "weights"),
-    ("algorithm.clip_ratio_c", 1.001, {}, "weights"),
-    ("algorithm.clip_ratio_c", None, {"algorithm.clip_ratio_c": 1.001}, "weights"),
-    ("algorithm.loss_agg_mode", "prompt-mean", {}, "weights"),
-    ("algorithm.loss_agg_mode", "seq-mean-token-mean", {}, "weights"),
-    ("algorithm.loss_agg_mode", "seq-mean-token-sum", {}, "loss"),
-    ("algorithm.loss_agg_mode", "constant", {}, "loss"),
-    ("algorithm.loss_constant", 1000, {"algorithm.loss_agg_mode": "constant"}, "loss"),
-    ("algorithm.filter_groups.enable", False, {}, "weights"),
-    ("algorithm.filter_groups.metric", "score", {}, "weights"),
-    ("algorithm.filter_groups.tolerance", 1e9, TRAIN | {"algorithm.filter_groups.metric": "score"}, "groups/kept"),
-    ("algorithm.filter_groups.max_num_gen_batches", 1, TRAIN, "groups/kept"),
-    ("algorithm.filter_groups.on_starved", "train", {"algorithm.filter_groups.max_num_gen_batches": 1}, "error"),
-    ("algorithm.overlong_buffer.enable", False, {}, "weights"),
-    ("algorithm.overlong_buffer.len", 12, {}, "weights"),
-    ("algorithm.overlong_buffer.penalty_factor", 100.0, {}, "weights"),
-    ("algorithm.overlong_filtering", True, {}, "tokens/loss"),
-    ("algorithm.overlong_hard_punishment", True, {"algorithm.overlong_buffer.enable": False}, "weights"),
-    ("algorithm.advantage.kind", "group-mean", {}, "weights"),
-    ("algorithm.advantage.kind", "leave-one-out", {}, "weights"),
-    ("algorithm.advantage.epsilon", 100.0, {}, "grad_norm"),
-    ("algorithm.proximal", "recompute", BFLOAT16, "weights"),
-    ("algorithm.correction.kind", "truncate", RECOMPUTE, "weights"),
-    ("algorithm.correction.kind", "mask", RECOMPUTE | {"algorithm.correction.low": 1.0}, "tokens/loss"),
-    ("algorithm.correction.level", "sequence", TRUNCATE, "weights"),
-    ("algorithm.correction.cap", 0.01, TRUNCATE, "correction/mean"),
-    ("algorithm.correction.low", 1.9, MASK, "tokens/loss"),
-    ("algorithm.correction.high", 0.6, MASK, "tokens/loss"),
-    ("algorithm.kl.mode", "measure", {}, "kl/reference"),
-    ("algorithm.kl.mode", "loss", {"algorithm.kl.coef": 10.0}, "weights"),
-    ("algorithm.kl.mode", "reward", {"algorithm.kl.coef": 10.0, "training.steps": 2}, "weights"),
-    ("algorithm.kl.estimator", "k1", KL_LOSS, "weights"),
-    ("algorithm.kl.estimator", "k2", KL_LOSS, "weights"),
-    ("algorithm.kl.estimator", "k1", {"algorithm.kl.mode": "measure"}, "kl/reference"),
-    ("algorithm.kl.coef", 1000.0, KL_LOSS, "weights"),
-    ("algorithm.kl.target", 1e-6, KL_LOSS | {"training.steps": 2, "algorithm.kl.horizon": 50}, "kl/coef"),
-    ("algorithm.kl.horizon", 20, KL_LOSS | {"training.steps": 2, "algorithm.kl.target": 1e-6}, "kl/coef"),
-    ("training.steps", 2, {}, "version"),
-    ("training.groups_per_update", 4, {}, "updates"),
-    ("training.epochs_per_rollout", 2, {}, "updates"),
-    ("training.learning_rate", 1e-2, {}, "weights"),
-    ("training.final_learning_rate", 0.0, {"training.steps": 2}, "weights"),
-    ("training.warmup_steps", 10, {}, "weights"),
-    ("training.weight_decay", 100.0, {}, "weights"),
-    ("training.betas", [0.0, 0.0], {}, "weights"),
-    ("training.adam_epsilon", 1.0, {}, "weights"),
-    ("training.max_grad_norm", 1e-6, {"training.adam_epsilon": 1e-3}, "weights"),
-    ("rollout.temperature", 0.5, {}, "weights"),
-    ("seed", 4, {}, "weights"),
+LONG_PENALTY = {"algorithm.overlong_buffer.penalty_factor": 100.0}  # so that rewards spread by more than 1
+
+# key, extreme value, what else is set, a metric of the last step (or the weights after the run), what becomes of it:
+# its value, or whether it rises, falls, comes, goes, or moves where nothing says which way
+EFFECTS: list[tuple[str, Any, dict[str, Any], str, float | str]] = [
+    ("algorithm.clip_ratio_low", 0.99, {}, "clip/low", 0.0),
+    ("algorithm.clip_ratio_high", 100.0, {}, "clip/high", 0.0),
+    ("algorithm.clip_ratio_c", 1.001, {}, "clip/dual", "rises"),
+    ("algorithm.clip_ratio_c", None, {"algorithm.clip_ratio_c": 1.001}, "clip/dual", "goes"),
+    ("algorithm.filter_groups.enable", False, {}, "groups/drawn", 4),
+    ("algorithm.filter_groups.metric", "score", {}, "groups/all_wrong", 0),
+    ("algorithm.filter_groups.tolerance", 1e9, TRAIN | {"algorithm.filter_groups.metric": "score"}, "groups/kept", 0),
+    ("algorithm.filter_groups.max_num_gen_batches", 1, TRAIN, "groups/drawn", 4),
+    (
+        "algorithm.filter_groups.on_starved",
+        "train",
+        {"algorithm.filter_groups.max_num_gen_batches": 1},
+        "error",
+        "goes",
+    ),
+    ("algorithm.overlong_buffer.enable", False, {}, "reward/overlong", 0.0),
+    ("algorithm.overlong_buffer.len", 12, {}, "reward/overlong", 1.0),  # the limit: every token costs something
+    ("algorithm.overlong_buffer.penalty_factor", 100.0, {}, "reward/shaped_mean", "falls"),
+    ("algorithm.overlong_filtering", True, {}, "tokens/loss", "falls"),
+    (
+        "algorithm.overlong_hard_punishment",
+        True,
+        {"algorithm.overlong_buffer.enable": False},
+        "reward/shaped_mean",
+        "falls",
+    ),
+    ("algorithm.advantage.kind", "group-mean", LONG_PENALTY, "advantage/mean_abs", "rises"),
+    ("algorithm.advantage.kind", "leave-one-out", LONG_PENALTY, "advantage/mean_abs", "rises"),
+    ("algorithm.advantage.epsilon", 100.0, {}, "advantage/mean_abs", "falls"),
+    ("algorithm.proximal", "recompute", BFLOAT16 | {"training.groups_per_update": 4}, "kl/proximal", "falls"),
+    ("algorithm.correction.kind", "truncate", RECOMPUTE | {"algorithm.correction.cap": 0.5}, "correction/mean", 0.5),
+    ("algorithm.correction.kind", "mask", RECOMPUTE | {"algorithm.correction.low": 1.0}, "tokens/loss", "falls"),
+    (
+        "algorithm.correction.level",
+        "sequence",  # the ratio of a sequence is a product, which is off by more
+        MASK | {"algorithm.correction.low": 0.99, "algorithm.correction.high": 1.01},
+        "tokens/loss",
+        "falls",
+    ),
+    ("algorithm.correction.cap", 0.01, TRUNCATE, "correction/mean", 0.01),
+    ("algorithm.correction.low", 1.9, MASK, "tokens/loss", 0),
+    ("algorithm.correction.high", 0.6, MASK, "tokens/loss", 0),
+    ("algorithm.kl.mode", "measure", {}, "kl/reference", "comes"),
+    ("algorithm.kl.mode", "loss", {"algorithm.kl.coef": 10.0}, "kl/coef", "comes"),
+    ("algorithm.kl.mode", "reward", {"algorithm.kl.coef": 10.0, "training.steps": 2}, "reward/shaped_mean", "falls"),
+    ("algorithm.kl.estimator", "k1", KL_LOSS, "kl/reference", "moves"),
+    ("algorithm.kl.estimator", "k2", KL_LOSS, "kl/reference", "moves"),
+    ("algorithm.kl.estimator", "k1", {"algorithm.kl.mode": "measure"}, "kl/reference", "moves"),
+    ("algorithm.kl.coef", 1000.0, KL_LOSS, "grad_norm", "rises"),
+    # times 1 + 0.2 x 16 samples / horizon
+    ("algorithm.kl.target", 1e-6, KL_LOSS | {"training.steps": 2, "algorithm.kl.horizon": 50}, "kl/coef", 10.64),
+    ("algorithm.kl.horizon", 20, KL_LOSS | {"training.steps": 2, "algorithm.kl.target": 1e-6}, "kl/coef", 11.6),
+    ("training.steps", 2, {}, "version", 2),
+    ("training.groups_per_update", 4, {}, "updates", 1),
+    ("training.epochs_per_rollout", 2, {}, "updates", 4),
+    ("training.learning_rate", 1e-2, {}, "lr", 1e-2),
+    ("training.final_learning_rate", 0.0, {"training.steps": 2}, "lr", 1.5e-3),
+    ("training.warmup_steps", 10, {}, "lr", 3e-4),
+    ("training.weight_decay", 100.0, {}, "size of the weights", "falls"),
+    ("training.betas", [0.0, 0.0], {}, "weights", "moves"),
+    ("training.adam_epsilon", 1.0, {}, "kl/proximal", "falls"),
+    ("training.max_grad_norm", 1e-6, {"training.adam_epsilon": 1e-3}, "kl/proximal", "falls"),
+    ("rollout.temperature", 0.5, {}, "entropy", "falls"),
+    ("seed", 4, {}, "weights", "moves"),
 ]
 TESTED_ELSEWHERE = {
+    "algorithm.loss_agg_mode": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
+    "algorithm.loss_constant": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
     "training.tokens_per_micro_batch": "must change nothing: tests/training/test_packing_properties.py",
     "training.activation_checkpointing": "must change nothing: tests/training/test_trainer.py",
     "training.offload_optimizer": "must change nothing: tests/training/test_offload.py",
@@ -326,7 +349,9 @@ class Outcomes:
         except StarvedError as error:
             return {"error": type(error).__name__}
         check_metrics(root)
-        return without_times(steps_of(root)[-1]) | {"weights": weights_hash(RunFolder(root).model_after)}
+        after = RunFolder(root).model_after
+        size = sum(float(t.double().square().sum()) for t in load_file(after / "model.safetensors").values())
+        return without_times(steps_of(root)[-1]) | {"weights": weights_hash(after), "size of the weights": size}
 
 
 @pytest.fixture(scope="module")
@@ -334,15 +359,61 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes(tmp_path_factory.mktemp("effects"))
 
 
-@pytest.mark.parametrize(("key", "value", "context", "changed"), EFFECTS, ids=[f"{k}={v}" for k, v, *_ in EFFECTS])
+@pytest.mark.parametrize(
+    ("key", "value", "context", "name", "expected"), EFFECTS, ids=[f"{k}={v}" for k, v, *_ in EFFECTS]
+)
 def test_an_extreme_value_of_each_option_changes_what_it_should_failures_17(
-    outcomes: Outcomes, key: str, value: Any, context: dict[str, Any], changed: str
+    outcomes: Outcomes, key: str, value: Any, context: dict[str, Any], name: str, expected: float | str
 ) -> None:
     before, after = outcomes(context), outcomes(context | {key: value})
-    assert before.get(changed) != after.get(changed)
-    if changed not in ("weights", "error"):
-        found = [outcome[changed] for outcome in (before, after) if changed in outcome]
-        assert len(found) == 1 or abs(found[0] - found[1]) > 1e-3 * max(map(abs, found))
+    was, now = before.get(name), after.get(name)
+    match expected:
+        case "comes":
+            assert was is None and now is not None
+        case "goes":
+            assert was is not None and now is None
+        case "moves":
+            assert None not in (was, now) and was != now
+        case "rises":
+            assert now > was + 1e-3 * abs(was)
+        case "falls":
+            assert now < was - 1e-3 * abs(was)
+        case _:
+            assert now == pytest.approx(expected, rel=1e-3) and was != pytest.approx(expected, rel=1e-3)
+    only_measured = "measure" in (value, context.get("algorithm.kl.mode"))
+    assert (before.get("weights") == after.get("weights")) == only_measured
+
+
+@pytest.mark.parametrize(
+    ("mode", "constant"),
+    [
+        ("token-mean", None),
+        ("prompt-mean", None),
+        ("seq-mean-token-mean", None),
+        ("seq-mean-token-sum", None),
+        ("constant", None),
+        ("constant", 1000),
+    ],
+)
+def test_the_first_loss_of_a_run_is_that_of_its_aggregation(tmp_path: Path, mode: str, constant: int | None) -> None:
+    """Before any update every ratio is 1, so a token's loss is minus its advantage: two groups of four responses."""
+    run(tmp_path, {"algorithm.loss_agg_mode": mode, "algorithm.loss_constant": constant})
+    samples = RunFolder(tmp_path).samples
+    kept = [line for line in read_samples(samples / "step-00001.jsonl") if line["status"] == "kept"]
+    groups = [[line for line in kept if line["draw"] == draw] for draw in sorted({line["draw"] for line in kept})[:2]]
+    sums = [[line["advantage"] * line["length"] for line in group] for group in groups]
+    lengths = [[line["length"] for line in group] for group in groups]
+    assert [len(group) for group in groups] == [4, 4] and len({sum(group) for group in lengths}) == 2
+    total = sum(map(sum, sums))
+    wanted = {
+        "token-mean": total / sum(map(sum, lengths)),
+        "prompt-mean": sum(sum(a) / sum(n) for a, n in zip(sums, lengths, strict=True)) / 2,
+        "seq-mean-token-mean": sum(line["advantage"] for group in groups for line in group) / 8,
+        "seq-mean-token-sum": total / 8,
+        "constant": total / (8 * (constant or 12)),
+    }[mode]
+    first, _ = json.loads(updates_path(samples, 1).read_text())
+    assert first["loss"] == pytest.approx(-wanted, rel=1e-4, abs=1e-6)
 
 
 # --- the same seed twice ------------------------------------------------------------------------------------------
@@ -754,7 +825,6 @@ def test_nan_that_comes_up_in_a_run_ends_it_with_a_message(tmp_path: Path) -> No
 
 def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry 36: weights that never arrive are noticed in the next step."""
-    from dapo.rollout.native.engine import NativeEngine
 
     def keep_old(self: Any, version: int, tensors: Any) -> None:
         self._decoder.version = version
@@ -953,6 +1023,30 @@ def test_all_updates_of_a_run_are_made_by_one_thread_which_ends_with_it(
     assert not threads[0].is_alive()
 
 
+def test_the_engine_sleeps_from_the_rollout_to_the_new_weights_once_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache's memory is the trainer's meanwhile. The evaluation after the second step finds it awake."""
+    happened: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            happened.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("generate", "sleep", "load_weights", "wake"):
+        noted(NativeEngine, name)
+    noted(Trainer, "update")
+    run(tmp_path, {"training.steps": 2, "evaluation.every": 2}, heldout=PROMPTS[:2])
+    first = [what for what, _ in groupby(happened)]  # one rollout may ask the engine more than once
+    step = ["generate", "sleep", "update", "load_weights", "wake"]
+    assert first == [*step, *step, "generate"]
+
+
 def test_a_scorer_is_closed_even_if_the_engine_does_not_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
@@ -963,7 +1057,6 @@ def test_a_scorer_is_closed_even_if_the_engine_does_not_stop(tmp_path: Path, mon
         closed.append("scorer")
 
     from dapo.reward.function_scorers import CallableScorer
-    from dapo.rollout.native.engine import NativeEngine
 
     plain = NativeEngine.close
 

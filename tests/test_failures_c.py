@@ -1,12 +1,10 @@
 """Public failures of other trainers: section (c), data, config and friendliness, of shared/cases/failures.md.
 
-``COVERED`` says for each entry of that list which tests hold its right value. Those that need several parts are here.
+Most are tested where their mechanism is; these need several parts. The number of an entry stands in a test's name.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -25,108 +23,6 @@ from dapo.run_folder import RunFolder
 from dapo.training.packing import pack
 from data.tokenizers_for_tests import char_tokenizer
 from run_cases import PROMPTS, Recorder, config_for, run, steps_of
-from test_failures_a import COVERED as SECTION_A
-
-TESTS = Path(__file__).parent
-
-CONFIG, CLI, PROGRESS, HERE = "test_config.py", "test_cli.py", "test_progress.py", "test_failures_c.py"
-FUZZ, EXPERIMENT, FOLDER = "test_config_fuzz.py", "test_experiment.py", "test_run_folder.py"
-TEMPLATE, SOURCE, JSONL = "data/test_template.py", "data/test_source.py", "data/test_rows.py"
-
-COVERED: dict[int, list[tuple[str, str]]] = {
-    63: [
-        (CONFIG, "test_an_unknown_key_is_refused_with_the_nearest_one"),
-        (CONFIG, "test_messages_carry_file_and_line"),
-        (CLI, "test_nothing_heavy_is_loaded_before_the_recipe_is_checked"),
-        (FUZZ, "test_what_is_wrong_is_refused_with_place_and_key"),
-        (HERE, "test_every_key_may_be_given_whether_the_recipe_has_it_or_not_failures_63"),
-    ],
-    64: [
-        (CONFIG, "test_an_impossible_combination_shows_its_numbers"),
-        (CONFIG, "test_what_is_proposed_works"),
-        (CONFIG, "test_every_proposed_mini_batch_size_divides"),
-    ],
-    65: [
-        (PROGRESS, "test_the_plan_multiplies_sizes"),
-        (CLI, "test_a_dry_run_prints_the_recipe_and_its_numbers_and_writes_nothing"),
-        (HERE, "test_sizes_say_what_they_count_and_a_run_says_them_at_its_start_failures_65"),
-    ],
-    66: [
-        (TEMPLATE, "test_a_tokenizer_without_chat_template_is_refused_with_two_ways_out"),
-        (HERE, "test_a_run_of_a_base_model_is_refused_before_its_folder_is_made_failures_66"),
-    ],
-    67: [
-        (SOURCE, "test_the_limit_counts_tokens_of_the_template_used"),
-        ("rollout/test_engine.py", "test_a_request_of_exactly_the_limit_is_served"),
-        (EXPERIMENT, "test_a_length_beyond_the_models_positions_is_refused_with_lengths_that_work"),
-        (HERE, "test_prompts_at_the_limit_are_trained_on_and_longer_ones_counted_failures_67"),
-    ],
-    68: [
-        (JSONL, "test_numbers_are_accepted_as_the_text_they_are_written_as"),
-        (JSONL, "test_byte_order_mark_empty_lines_and_crlf"),
-        (JSONL, "test_bad_rows_name_file_line_and_reason"),
-        (JSONL, "test_all_errors_of_all_files_in_one_pass"),
-        (EXPERIMENT, "test_data_that_cannot_be_trained_on_is_refused_before_anything_is_written"),
-    ],
-    69: [(JSONL, "test_extra_fields_are_kept_and_may_be_absent")],
-    71: [
-        ("reward/test_convert.py", "test_refused_with_name_expected_and_got"),
-        (EXPERIMENT, "test_a_reward_of_the_wrong_kind_stops_the_run_with_its_name"),
-        (HERE, "test_a_reward_of_the_wrong_number_of_values_stops_the_run_failures_71"),
-    ],
-    72: [
-        ("reward/test_convert.py", "test_accepted"),
-        ("reward/test_convert.py", "test_refused_with_name_expected_and_got"),
-        (HERE, "test_a_reward_of_zero_is_a_reward_failures_72"),
-    ],
-    73: [
-        ("training/test_packing.py", "test_lengths_and_ids_are_the_engines"),
-        (TEMPLATE, "test_decode_leaves_special_tokens_out_and_takes_empty_responses"),
-        (HERE, "test_an_empty_response_keeps_its_reward_and_counts_in_the_mean_failures_73"),
-        (HERE, "test_a_run_whose_responses_are_empty_scores_them_failures_73"),
-    ],
-    74: [
-        (SOURCE, "test_equal_prompts_are_rows_of_their_own_and_counted"),
-        ("test_buffer.py", "test_same_row_again_is_another_group"),
-    ],
-    76: [
-        ("evaluation/test_evaluate.py", "test_evaluation_samples_with_settings_of_its_own"),
-        ("evaluation/test_command.py", "test_the_settings_are_printed"),
-        (HERE, "test_the_settings_of_the_evaluation_are_its_own_and_part_of_the_plan_failures_76"),
-    ],
-    77: [
-        (SOURCE, "test_order_of_the_files_when_shuffle_is_off"),
-        (HERE, "test_rows_come_in_the_order_of_the_file_if_asked_for_failures_77"),
-    ],
-    79: [
-        (FOLDER, "test_secrets_reach_no_file"),
-        (FOLDER, "test_secret_keys_of_every_spelling_are_blanked"),
-        (CLI, "test_a_dry_run_shows_no_secrets"),
-        ("observe/test_trackers.py", "test_no_secret_reaches_a_tracker"),
-        (HERE, "test_a_secret_is_in_no_file_of_a_run_failures_79"),
-    ],
-}
-
-
-@functools.cache
-def names_in(file: str) -> set[str]:
-    """The tests of a file."""
-    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-
-
-def test_every_entry_is_covered_by_tests_that_exist() -> None:
-    wanted = [(number, file, name) for number, tests in COVERED.items() for file, name in tests]
-    assert [entry for entry in wanted if entry[2] not in names_in(entry[1])] == []
-
-
-@pytest.mark.shared
-def test_the_tables_hold_every_entry_of_the_list() -> None:
-    text = (TESTS.parents[1] / "shared/cases/failures.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## \((\w)\)[^\n]*\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL))
-    numbers = {name: [int(n) for n in re.findall(r"^(\d+)\. ", part, re.MULTILINE)] for name, part in sections.items()}
-    assert numbers["c"] == sorted(COVERED)
-    assert numbers["a"] == sorted(number for number, tests in SECTION_A.items() if not isinstance(tests, str))
 
 
 def test_every_key_may_be_given_whether_the_recipe_has_it_or_not_failures_63(tmp_path: Path) -> None:

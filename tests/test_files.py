@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.files import new_folder, plain, write_atomic, write_json
+from dapo.files import flush_to_disk, new_folder, plain, write_atomic, write_json
 from dapo.training.checkpoint import save_tensors
 
 
@@ -63,3 +65,25 @@ def test_files_of_a_new_folder_follow_the_umask_whoever_writes_them(tmp_path: Pa
     files = [path for path in (tmp_path / "outer").rglob("*") if path.is_file()]
     assert len(files) == 3
     assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_a_file_system_that_cannot_flush_folders_can_be_written_to_and_failing_disks_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    failing = {"folder": code, "file": 0}
+
+    def fsync(handle: int) -> None:
+        if number := failing["folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"]:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with new_folder(tmp_path / "made") as staging:
+        (staging / "file").write_text("x")
+    assert (tmp_path / "made" / "file").read_text() == "x"
+    failing["file"] = code
+    with pytest.raises(OSError, match=os.strerror(code)):
+        flush_to_disk(tmp_path / "made" / "file")
+    failing["folder"] = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        flush_to_disk(tmp_path)

@@ -1,5 +1,7 @@
 """What a run starts from, as far as data is concerned: lengths, skipped rows, files that are not there."""
 
+import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,10 @@ import torch
 
 from dapo import inputs
 from dapo.config import build_config, load_config, nested
-from dapo.errors import DataError, ModelError
+from dapo.errors import ConfigError, DataError, ModelError
 from dapo.inputs import determinism, notice_generation_config
 from dapo.plan import missing_files, plan_of
-from run_cases import PROMPTS, Recorder, config_for, run, text_sum, tiny_model
+from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, text_sum, tiny_model
 
 LONG = {"prompt": "1+2" * 20 + "=", "answer": "3"}  # 61 tokens, far above data.max_prompt_length=8
 
@@ -144,3 +146,73 @@ def test_an_engine_that_does_not_fit_into_the_gpu_says_which_key_to_lower(
     monkeypatch.setattr(inputs, "NativeEngine", full)
     with pytest.raises(ModelError, match=r"allocate 9 GiB.*lower rollout\.max_concurrent_samples \(now 32\)"):
         run(tmp_path / "run")
+
+
+# --- tokens that the model's embedding has no row for -------------------------------------------------------------
+
+
+def with_a_token_more() -> Any:
+    """A tokenizer that was given a special token, with a model that was not made larger; its id is their number."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<more>"]})
+    return tokenizer
+
+
+NO_ROW = rf"'<more>', which is token {len(TOKENIZER)}, but the model's embedding has {len(TOKENIZER)} rows"
+
+
+def test_a_row_with_a_token_that_the_model_lacks_is_named_before_training_or_skipped(tmp_path: Path) -> None:
+    rows = [*PROMPTS[:17], {"prompt": "1<more>2=", "answer": "3"}, *PROMPTS[17:]]
+    with pytest.raises(DataError, match=rf"prompts\[17\]: .*{NO_ROW}"):
+        run(tmp_path / "run", rows=rows, tokenizer=with_a_token_more())
+    assert not (tmp_path / "run").exists()
+    heard = Recorder()
+    skip = {"data.on_bad_row": "skip", "data.max_bad_rows": 0.1}
+    assert run(tmp_path / "skip", skip, heard, rows=rows, tokenizer=with_a_token_more())["steps"] == 1
+    assert any("1 of 41 rows are bad and skipped" in w for w in heard.warnings)
+    with pytest.raises(DataError, match=rf"prompts\[1\]: .*{NO_ROW}"):
+        run(tmp_path / "held", skip, heldout=[PROMPTS[0], rows[17]], tokenizer=with_a_token_more())
+
+
+def test_a_row_that_is_first_seen_when_it_is_drawn_is_skipped_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo.data.parts.CHECKED_ROWS", 8)
+    rows = [*PROMPTS[:8], *({"prompt": f"{n}<more>=", "answer": "3"} for n in "0123"), *PROMPTS[8:12]]
+    skip = {"data.on_bad_row": "skip", "data.max_bad_rows": 0.3, "data.shuffle": False, "training.steps": 3}
+    heard = Recorder()
+    assert run(tmp_path / "run", skip, heard, rows=rows, tokenizer=with_a_token_more())["steps"] == 3
+    named = [w for w in heard.warnings if re.search(NO_ROW, w)]
+    assert [re.search(r"prompts\[(\d+)\]", w).group(1) for w in named] == ["8", "9", "10", "11"]
+
+
+def test_a_template_or_instruction_with_such_a_token_is_refused_too(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=NO_ROW):
+        run(tmp_path / "run", {"data.instruction": "<more>"}, tokenizer=with_a_token_more())
+    tokenizer = with_a_token_more()
+    tokenizer.chat_template = "<more>{{ messages[0].content }}"
+    with pytest.raises(DataError, match=NO_ROW):
+        run(tmp_path / "run", {"data.template": "chat"}, tokenizer=tokenizer)
+
+
+def test_a_stop_token_that_the_model_lacks_is_refused_where_it_is_stated(tmp_path: Path) -> None:
+    model, size = tiny_model(), len(TOKENIZER)
+    with pytest.raises(ConfigError, match=rf"^rollout\.stop_token_ids: {size} is no token .* 0\.\.{size - 1}$"):
+        run(tmp_path / "run", {"rollout.stop_token_ids": [size]}, model=model)
+    model.generation_config.eos_token_id = [1, size]
+    with pytest.raises(ConfigError, match=rf"^eos_token_id of generation_config\.json: {size} is no token"):
+        run(tmp_path / "run", model=model)
+    tokenizer = with_a_token_more()
+    tokenizer.eos_token = "<more>"
+    with pytest.raises(ConfigError, match=rf"^the tokenizer's eos_token: {size} is no token"):
+        run(tmp_path / "run", tokenizer=tokenizer)
+
+
+def test_a_longer_model_by_yarn_takes_longer_prompts(tmp_path: Path) -> None:
+    """Of 64 positions, four times as many by YaRN."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 100.0}
+    changes = {"data.max_prompt_length": 240, "training.tokens_per_micro_batch": 512}
+    model = tiny_model(max_position_embeddings=64, rope_parameters=rope)
+    assert run(tmp_path / "run", changes, model=model)["steps"] == 1
+    with pytest.raises(ConfigError, match=r"256 positions \(max_position_embeddings and rope_scaling in its config"):
+        run(tmp_path / "long", changes | {"data.max_prompt_length": 245}, model=model)

@@ -147,4 +147,4 @@ def test_overlong_punishment_hits_exactly_the_samples_in_the_buffer(tmp_path: Pa
         assert row["shaped_reward"] == pytest.approx(row["reward"] + penalty)
     off = run(tmp_path / "off", algorithm__overlong_buffer__enable=False)
     rows = [r for r in read_samples(off.folder.samples / "step-00001.jsonl") if r["status"] == "kept"]
-    assert all(r["shaped_reward"] == r["reward"] for r in rows)
+    assert rows and all(r["shaped_reward"] == r["reward"] for r in rows)

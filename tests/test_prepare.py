@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,23 @@ def test_the_proximal_policy_is_recomputed_before_the_first_update(policy: Polic
     assert not torch.allclose(update.inputs.proximal_logprobs, update.inputs.behaviour_logprobs)
 
 
+def test_a_recomputed_proximal_policy_measures_the_mismatch_with_the_engine(policy: Policy) -> None:
+    """By hand: of the 6 tokens of this version the engine is 0.5 above the trainer at one, 0.25 below at another; those
+    of the version before, which are 9 off, do not count."""
+    group = make_group([1, -1, -1, -1], [3, 2, 4, 1])
+    _, _, packed, _ = prepare(policy, [group], algorithm__proximal="recompute")
+    off = np.array([0.5, 0, 0, 0, -0.25, *[-9] * 4, 0], np.float32)
+    engine = np.split(policy.logprobs(packed).numpy() + off, [3, 5, 9])
+    samples = [replace(s, logprobs=lp, versions=s.versions + 4) for s, lp in zip(group.samples, engine, strict=True)]
+    samples[2] = replace(samples[2], versions=samples[2].versions - 1)
+    preparer = Preparer(make_config(algorithm__proximal="recompute"), policy)
+    mismatch = preparer.batch([replace(group, samples=tuple(samples))], version=4).mismatch
+    assert mismatch is not None and mismatch.tokens == 6
+    assert mismatch.mean == pytest.approx(0.75 / 6, rel=1e-5) and mismatch.maximum == pytest.approx(0.5, rel=1e-5)
+    k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(0.25) - 1 - 0.25)
+    assert mismatch.k3 == pytest.approx(k3 / 6, rel=1e-4)
+
+
 def test_tokens_masked_by_a_correction_leave_the_divisor(policy: Policy) -> None:
     _, _, packed, (update, _) = prepare(
         policy,
@@ -220,6 +238,25 @@ def test_kl_is_taken_off_the_reward_before_the_group_is_normalised(policy: Polic
     assert [s.verdict.value for g in shaped for s in g.scored] == [1, -1, -1, 1, -1, 1]  # the raw rewards stay
 
 
+def test_kl_in_the_reward_is_of_a_sample_that_is_not_in_the_loss_too(policy: Policy) -> None:
+    """It counts in the group's mean and deviation, and its reward without its KL would shift all the others."""
+    group = make_group([1, -1, -1, -1], [3, 10, 4, 1], truncated=(1,))
+    _, (shaped,), packed, _ = prepare(
+        policy,
+        [group],
+        algorithm__kl__mode="reward",
+        algorithm__kl__estimator="k1",
+        algorithm__kl__coef=0.5,
+        algorithm__overlong_filtering=True,
+        algorithm__overlong_buffer__enable=False,
+    )
+    assert [s.in_loss for s in shaped.samples] == [True, False, True, True]
+    kl = [float(part.sum()) for part in (packed.behaviour_logprobs - policy.logprobs(packed)).split([3, 10, 4, 1])]
+    assert abs(kl[1]) > 0.1
+    expected = [reward - 0.5 * part for reward, part in zip([1, -1, -1, -1], kl, strict=True)]
+    assert [s.shaped_reward for s in shaped.samples] == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_reference_is_the_policy_as_it_was_at_the_start() -> None:
     policy = Policy(load_model(random_model("qwen2")), 1.0, 200)
     preparer = Preparer(make_config(algorithm__kl__mode="measure"), policy)
@@ -261,6 +298,16 @@ def test_the_adaptive_coefficient_follows_its_formula(policy: Policy) -> None:
         assert preparer.kl_coef == pytest.approx(beta)
         assert preparer.objective.kl_coef == preparer.kl_coef
     assert preparer.state() == {"coef": preparer.kl_coef}
+
+
+def test_the_adaptive_coefficient_sees_the_mean_over_tokens_and_not_over_updates(policy: Policy) -> None:
+    """(0.22 x 3 + 0.18 x 1) / 4 = 0.21 is 5% above the target of 0.2; the mean of the two means would be on it."""
+    preparer, *_ = prepare(
+        policy, [], algorithm__kl__mode="loss", algorithm__kl__coef=0.1, algorithm__kl__target=0.2,
+        algorithm__kl__horizon=16,
+    )  # fmt: skip
+    preparer.observe([report(0.22, 3.0), report(0.18, 1.0)], preparer.batch(GROUPS, version=0))
+    assert preparer.kl_coef == pytest.approx(0.1 * (1 + 0.05 * 8 / 16))
 
 
 def test_a_fixed_coefficient_stays(policy: Policy) -> None:

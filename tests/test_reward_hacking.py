@@ -56,7 +56,8 @@ def test_a_planted_exploit_is_learned_and_raises_the_alarm(tmp_path: Path) -> No
 
 def test_an_honest_reward_raises_none(tmp_path: Path) -> None:
     steps, warnings = watched(tmp_path, honest)
-    assert all(step["monitor/false_right"] in (0, None) for step in steps)
+    found = [step["monitor/false_right"] for step in steps]
+    assert 0 in found and set(found) <= {0, None}  # None: nothing was right that could have been wrongly so
     assert not any(step["monitor/alarms"] for step in steps) and "hacking" not in warnings
 
 

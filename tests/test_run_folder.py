@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -14,6 +16,8 @@ import pytest
 from dapo.config import Config, build_config, load_config
 from dapo.config.reward import REWARD_KINDS
 from dapo.errors import UserError
+from dapo.observe.index import forget_steps
+from dapo.observe.votes import Shown, Vote, add_vote
 from dapo.redaction import BLANK, redact, redact_command
 from dapo.run_folder import RunFolder
 
@@ -226,3 +230,32 @@ def test_no_default_of_any_reward_is_taken_for_a_secret():
         given = {key: value for key, value in required.items() if key in section.model_fields and kind != "code"}
         values = section.model_validate({"kind": kind, **given}).model_dump(mode="json")
         assert redact(values) == values, kind
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told_of_and_not_taken_for_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said: list[str] = []
+    with RunFolder(tmp_path).lock(said.append):
+        pass
+    assert len(said) == 1 and f"no locks ({os.strerror(code)})" in said[0] and str(tmp_path) in said[0]
+    answers = (Shown("model-before", "3"), Shown("model-after", "4"))
+    assert add_vote(tmp_path, Vote("2+2=", *answers, "right", "ann", 0.0)) == 1
+    (tmp_path / "index").mkdir()
+    forget_steps(tmp_path, after=0)
+
+
+def test_a_lock_that_is_held_is_held(tmp_path: Path) -> None:
+    said: list[str] = []
+    with (
+        RunFolder(tmp_path).lock(said.append),
+        pytest.raises(UserError, match="another process"),
+        RunFolder(tmp_path).lock(said.append),
+    ):
+        pass
+    assert said == []

@@ -33,4 +33,8 @@ def test_forty_steps_with_early_stops_and_slow_scores(tmp_path: Path, staleness:
     steps = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert summary["steps"] == len(steps) == 40
     assert all(step["groups/kept"] == 4 for step in steps)
-    assert sum(step["groups/cancelled"] for step in steps) > 0 or staleness
+    cancelled, carried = (sum(step[f"groups/{what}"] for step in steps) for what in ("cancelled", "carried"))
+    if staleness:  # what is not needed any more finishes and waits
+        assert cancelled == 0 and carried > 0 and {step["staleness/max"] for step in steps} == {0, 1}
+    else:
+        assert cancelled > 0 and carried == 0 and {step["staleness/max"] for step in steps} == {0}

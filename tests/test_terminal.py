@@ -74,7 +74,7 @@ listener.finished({"accuracy_before": 0.1, "accuracy_after": 0.9})
     assert done.returncode == 0, done.stderr
     assert max(done.stdout) < 128
     assert b"loading" in done.stdout and b"\\u280b" not in done.stdout and b"\\u03c0" in done.stdout
-    assert b"+---" in done.stdout or b"|" in done.stdout
+    assert b"+---" in done.stdout and b"|" in done.stdout
 
 
 def test_one_is_no_plural() -> None:
@@ -101,3 +101,58 @@ def test_a_report_shows_it_too_in_both_forms(tmp_path: Path) -> None:
         text = path.read_text()
         assert all(character.isprintable() or character == "\n" for character in text)
         assert text.count("x1b") >= 7 and text.count("u202e") >= 7 and text.count("u200b") >= 7
+
+
+RUN = """
+import pathlib, sys
+from dapo.cli.errors import errors_for_people
+from dapo.progress import make_listener
+from dapo.terminal import open_closed_streams
+open_closed_streams()
+with errors_for_people(False):
+    listener = make_listener()
+    for step in range(20):
+        listener.phase("x" * 1000)
+    listener.warning("odd")
+    make_listener(quiet=True).warning("quiet")
+    first = open("first", "w")  # takes the lowest free number
+    listener.finished(dict(run_dir="r"))
+    print("the end", flush=True)
+    first.close()
+    pathlib.Path("done").touch()
+"""
+"""A run as far as output goes; beside it, a file that is opened later."""
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        (">&-", ["standard output is closed"]),
+        (">&- 2>&-", []),
+        ("<&- >&- 2>err", ["standard output is closed"]),
+        (">/dev/full", ["standard output cannot be written to (No space left on device)"]),
+        ("2>/dev/full >out", []),
+        (">/dev/full 2>/dev/full", []),
+        (">/dev/full 2>&-", []),
+        ("1</dev/null", ["standard output cannot be written to (Bad file descriptor)"]),
+    ],
+)
+def test_a_run_goes_on_without_its_output_and_says_so_once(tmp_path: Path, where: str, told: list[str]) -> None:
+    (tmp_path / "run.py").write_text(RUN)
+    done = bash(f"cd {tmp_path}; $PYTHON run.py {where}", COLUMNS="80")
+    said = done.stderr.decode() + "".join(path.read_text() for path in tmp_path.glob("err"))
+    assert done.returncode == 0 and (tmp_path / "done").exists(), said
+    assert [line.removeprefix("warning: ").partition(":")[0] for line in said.splitlines()][: len(told)] == told
+    assert len(said.splitlines()) == len(told) + ("2>" not in where or "err" in where)  # and the quiet warning
+    assert (tmp_path / "first").read_text() == ""
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "config", "config --json", "config --nonsense"])
+def test_a_full_disk_under_what_a_command_is_for_is_an_error_in_one_line(command: str) -> None:
+    done = bash(f"$PYTHON -m dapo {command} >/dev/full")
+    text = done.stderr.decode()
+    if command == "config --nonsense":  # it prints nothing there
+        assert done.returncode == 2 and "No such option" in text
+    else:
+        assert done.returncode == 1
+        assert text == "error: standard output or a file: cannot be written to: No space left on device\n"

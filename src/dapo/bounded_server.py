@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Any, **settings: Any) -> None:
         """``settings``: of uvicorn."""
-        quiet = {"log_level": "warning", "access_log": False, "server_header": False}
+        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
         super().__init__(uvicorn.Config(app, http=_Protocol, ws="none", backlog=_BACKLOG, **quiet, **settings))
         self._told = -1e9
 

@@ -58,14 +58,6 @@ class ExperienceBuffer:
         decode: Callable[[Sequence[int]], str],
         config: Config,
     ) -> None:
-        """
-        Args:
-            source: of prompts.
-            engine: that samples.
-            scorer: that gives the verdicts.
-            decode: response token ids to the text that is scored.
-            config: of the run.
-        """
         self._source = source
         self._engine = engine
         self._scorer = scorer
@@ -96,7 +88,6 @@ class ExperienceBuffer:
             step: rollout step, from 0; for messages.
             train_version: policy version that will be trained on these groups, which staleness is counted to; by
                 default the engine's version when the fill ends. A loop that samples ahead has to say it.
-            progress: hears how many groups are kept, of how many, and what it took.
 
         Returns:
             Exactly N groups; fewer if the budget was spent and ``on_starved`` is ``train``. With filtering off: N

@@ -90,7 +90,6 @@ class Checkpoints:
     def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int = 0) -> None:
         """
         Args:
-            folder: exists.
             keep_last: how many to keep beside the best one; None: all. Those from inside of a step go with the next.
             keep_every: those after a multiple of so many steps stay for good; 0: none does.
         """
@@ -111,9 +110,6 @@ class Checkpoints:
 
     def latest_intact(self, tell: Callable[[str], object]) -> Path | None:
         """The furthest checkpoint whose files are those that were written. Damaged ones are put out of the way.
-
-        Args:
-            tell: hears which are damaged, and how.
 
         Raises:
             UserError: there are checkpoints, and all are damaged.
@@ -242,10 +238,7 @@ def _has_manifest(folder: Path) -> bool:
 
 def damages(folder: Path, quick: bool = False) -> list[str] | None:
     """What is wrong with the files of a checkpoint, compared with its manifest; None: it is older than manifests.
-
-    Args:
-        quick: compare their sizes only, and read none of them.
-    """
+    ``quick``: compare their sizes only, and read none of them."""
     try:
         manifest = read_json(folder / MANIFEST)
         files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in manifest["files"].items()}
@@ -293,11 +286,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, checkpoints: Checkpoints, tell: Callable[[str], object]) -> None:
-        """
-        Args:
-            checkpoints: where to.
-            tell: hears of a failure that is not the last word. Called on the event loop.
-        """
+        """``tell``: hears of a failure that is not the last word. Called on the event loop."""
         self._checkpoints = checkpoints
         self._tell = tell
         self._under_way: tuple[Future[Path | BaseException], Snapshot, float] | None = None
@@ -339,10 +328,7 @@ class CheckpointWriter:
             return self._checkpoints.save(snapshot)
 
     def check(self) -> None:
-        """
-        Raises:
-            UserError: the last checkpoint could not be written.
-        """
+        """Raises UserError: the last checkpoint could not be written."""
         if self._under_way is not None and self._under_way[0].done():
             self._result()
 
@@ -365,11 +351,7 @@ class CheckpointWriter:
 
     async def close(self, limit_s: float, then: Callable[[], object]) -> None:
         """Wait for the checkpoint that is being written, but not for long; one that is not done is named.
-
-        Args:
-            limit_s: seconds to wait.
-            then: called once nothing is being written any more, be that later and in another thread.
-        """
+        ``then``: called once nothing is being written any more, be that later and in another thread."""
         if self._under_way is None:
             then()
             return

@@ -107,10 +107,7 @@ class Scores:
         return in_place_of_failed(reward, self._config, self._metric)
 
     def check(self, final: bool = False) -> None:
-        """
-        Raises:
-            RewardError: the share of failed scores is above ``reward.max_error_rate``.
-        """
+        """Raises RewardError: the share of failed scores is above ``reward.max_error_rate``."""
         limit = self._config.max_error_rate
         if self.failed > limit * self.made and (final or self.made >= ENOUGH_SCORES):
             common = "; ".join(f"{text} ({count} x)" for text, count in self._errors.most_common(3))

@@ -45,7 +45,8 @@ from dapo.inputs import (
     try_reward,
 )
 from dapo.keeping import CLOSE_SECONDS, Keeper, Role, RunState
-from dapo.model.loading import load_tokenizer, stop_token_ids
+from dapo.model.export import export_dtype
+from dapo.model.loading import embedding_rows, load_tokenizer, stop_token_ids
 from dapo.observe.alarms import Alarms
 from dapo.observe.index import forget_steps
 from dapo.observe.indexing import BackgroundIndex
@@ -61,6 +62,7 @@ from dapo.prepare import Preparer
 from dapo.process import Clock, Stopping, closed_in_time, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.redaction import redact
+from dapo.resume import on_day, on_its_day
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
@@ -85,7 +87,7 @@ class Experiment:
             UserError: what is wrong, where, and what would work.
         """
         self.at = RunState(Budget(config.training))
-        self.config = config
+        config = on_its_day(config, inputs.resume) if inputs.resume else config
         self.listener = listener
         check_trackers(config)
         for warning in warnings_for(config):
@@ -95,7 +97,9 @@ class Experiment:
         self.tokenizer = inputs.tokenizer or load_tokenizer(
             config.model.tokenizer or config.model.path, config.model.trust_remote_code
         )
-        self.template = PromptTemplate(config.data, self.tokenizer)
+        rows = embedding_rows(inputs.model or config.model.path, config.model.trust_remote_code)
+        self.template = PromptTemplate(config.data, self.tokenizer, rows)
+        self.config = config = on_day(config, self.template.today)
         self.source = training_prompts(config, inputs, self.template, listener)
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
@@ -108,16 +112,17 @@ class Experiment:
         self._compute = partial(in_thread, pool=training)
         model = policy_model(config, inputs, self.device)
         self.fingerprint = fingerprint(
-            config, model, self.tokenizer, self.source.fingerprint, self.heldout, inputs.reward
+            config, model, self.tokenizer, self.source.fingerprint, self.source.prompts[0], self.heldout, inputs.reward
         )
         model = begin_adapter(model, config.model, config.seed)
-        check_lengths(config, model, self.heldout)
+        check_lengths(config, model.config, self.heldout)
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
         self._limits = Limits.of(model, self.device, dtype)
         self.preparer = Preparer(config, self.trainer.policy)  # before the engine, which takes what memory is left
-        stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
+        self._stop_ids = stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
+        self.template.ends_with(stop_ids)
         check_vocabulary(model, self.tokenizer, stop_ids, listener)
         notice_generation_config(model, listener)
         spare = self.trainer.bytes_to_come
@@ -251,10 +256,7 @@ class Experiment:
 
     async def _open_folder(self) -> None:
         """A new run folder, or one that a run goes on in: from its latest checkpoint, or from the start if it has none.
-
-        Raises:
-            UserError: the folder cannot be used, or the run started from something else.
-        """
+        Raises UserError: the folder cannot be used, or the run started from something else."""
         resumed, tell = self._inputs.resume, self.listener.warning
         folder = self.folder = resumed or self._inputs.folder or RunFolder.create(self.config, tell=tell)
         if self._inputs.lock is not None:
@@ -302,13 +304,24 @@ class Experiment:
             "monitor": self.monitor,
             "alarms": self.alarms,
         }
-        config, tell = self.config.run, self.listener.warning
-        return Keeper(folder, config, self.at, self.best, roles, self.trainer, self.tokenizer, self.stopping, tell)
+        return Keeper(
+            folder,
+            self.config.run,
+            self.at,
+            self.best,
+            roles,
+            self.trainer,
+            self.tokenizer,
+            self.stopping,
+            self.listener.warning,
+            self._stop_ids,
+            export_dtype(self.trainer.policy.model, self.config.model.export_dtype),
+        )
 
     async def _begin(self) -> None:
         """Keep the weights before the first update, and see how good they are."""
         if not self.folder.model_before.exists():  # as it does where a run was killed in its first step
-            await in_thread(self.keeper.save_model, self.folder.model_before)
+            await in_thread(self.keeper.save_model_before)
         self.before = self.after = found = await self.evaluate("before training")
         if found is not None:
             self.listener.evaluated("before training", found.metrics())

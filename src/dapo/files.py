@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -10,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dapo.errors import UserError
 
@@ -56,10 +58,7 @@ def read_json(path: Path, most: int = 16 * 2**20) -> Any:
 
 
 def parse_json(text: str | bytes, decoder: json.JSONDecoder | None = None) -> Any:
-    """
-    Raises:
-        ValueError: it is no JSON, or nested too deeply.
-    """
+    """Raises ValueError: it is no JSON, or nested too deeply."""
     try:
         return (decoder or _DECODER).decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
@@ -125,21 +124,36 @@ def follow_umask(folder: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync a file or a folder (its list of names)."""
+    """fsync a file or a folder (its list of names), where the file system has that for folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:  # CIFS, sshfs: no such thing for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF) or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 
 
+def lock_file(file: IO[Any], how: int) -> OSError | None:
+    """``flock``, freed with the file. What is returned says why the file system has no locks (NFS, Lustre).
+
+    Raises:
+        BlockingIOError: another process holds the lock, and ``how`` is not to wait.
+    """
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        return error
+    return None
+
+
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """
-    Raises:
-        UserError: ``what`` cannot be written. Whatever is raised inside is taken for that: to safetensors and to
-            tokenizers a full disk is no OSError.
-    """
+    """Raises UserError: ``what`` cannot be written. Whatever is raised inside is taken for that: to safetensors and to
+    tokenizers a full disk is no OSError."""
     try:
         yield
     except UserError:

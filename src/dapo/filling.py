@@ -112,18 +112,11 @@ class Filling:
     ) -> None:
         """
         Args:
-            step: rollout step, from 0.
             draw: the next prompt and the number of its draw.
-            engine: that samples.
-            scorer: that gives the verdicts.
-            decode: response token ids to the text that is scored.
-            config: of the run.
-            keep_rate: of earlier steps.
             carried: good groups of earlier steps.
             resumed: the draws of an interrupted fill of this step, each with the samples that it had.
             rounds: times that it had drawn prompts.
             train_version: policy version that will be trained, or None for the engine's.
-            progress: hears how many groups are kept, of how many, and what it took.
         """
         self._draw = draw
         self._engine = engine
@@ -290,7 +283,7 @@ class Filling:
 
     async def _score(self, draw: Draw, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
-        reward = self.scores.take(await self._scorer.score(draw.prompt, text))
+        reward = self.scores.take(await self._scorer.score(draw.prompt, text, sample.finish_reason))
         draw.scored[sample.index] = replace(sample, text=text, reward=reward)
         self._finish_if_whole(draw)
 

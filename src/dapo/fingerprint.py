@@ -25,22 +25,22 @@ def fingerprint(
     model: Any,
     tokenizer: Any,
     train: Mapping[str, Any],
+    prompt: Prompt,
     heldout: Sequence[Prompt],
     reward: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """All that a run starts from.
 
     Args:
-        config: the recipe.
-        model, tokenizer: loaded.
         train: fingerprint of the training rows.
-        heldout: to evaluate on.
+        prompt: the first one to train on.
         reward: a function passed from Python, which stands in for the recipe's reward.
     """
     return {
         "device": next(model.parameters()).device.type,
         "model": fingerprint_model(model),
         "tokenizer": fingerprint_tokenizer(tokenizer),
+        "prompts": _hash([one.token_ids for one in (prompt, *heldout)]),
         "data.train": train,
         "evaluation.data": fingerprint_prompts(heldout),
         "reward": fingerprint_reward(config, reward),
@@ -89,11 +89,7 @@ def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 def fingerprint_reward(config: Config, function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Kind, and for a user's file a hash over it; of every part, if it is put together.
-
-    Args:
-        config: the recipe.
-        function: a function passed from Python, which stands in for the recipe's reward.
-    """
+    ``function``: a function passed from Python, which stands in for the recipe's reward."""
     if function is not None:
         return {"kind": "python", "function": getattr(function, "__qualname__", type(function).__name__)}
     reward = config.reward
@@ -138,8 +134,8 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
             listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
         return
     then.pop("settings", None)  # resume.py has compared them
-    changed = list(differences(then, json.loads(json.dumps(plain(now)))))
-    changed = [line for line in changed if not line.startswith("device: was null")]  # an older run
+    known = {key: value for key, value in now.items() if key in then}  # an older run recorded less
+    changed = list(differences(then, json.loads(json.dumps(plain(known)))))
     allowed = ("reward.",) if deterministic else ("reward.", "device:")
     refused = [line for line in changed if not line.startswith(allowed)]
     if refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dapo.config import Config
@@ -28,26 +28,17 @@ class Response:
     prompt_number: int
     sample_number: int
     prompt: str
-    prompt_tokens: int
     text: str
     finish_reason: str
+    prompt_tokens: int
     tokens: int
     logprob: float
     token_logprobs: list[dict[str, Any]] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """By the names that users of JSON see."""
-        found = {
-            "prompt_number": self.prompt_number,
-            "sample_number": self.sample_number,
-            "prompt": self.prompt,
-            "response": self.text,
-            "finish_reason": self.finish_reason,
-            "prompt_tokens": self.prompt_tokens,
-            "tokens": self.tokens,
-            "logprob": self.logprob,
-        }
-        return found if self.token_logprobs is None else found | {"token_logprobs": self.token_logprobs}
+        found = {"response" if name == "text" else name: value for name, value in asdict(self).items()}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def generate_responses(
@@ -57,15 +48,9 @@ def generate_responses(
     show: Callable[[Response], None],
     top_logprobs: int = 0,
 ) -> None:
-    """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of
-    ``evaluation.data``, whose answers are not needed.
-
-    Args:
-        config: ``evaluation`` holds the sampling and the files.
-        texts: prompts.
-        listener: hears what happens.
-        show: called with each response as soon as all before it are there.
-        top_logprobs: how many of the most likely tokens to report at each place.
+    """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of ``evaluation.data``, whose
+    answers are not needed. ``show`` is called with each response as soon as all before it are there; ``top_logprobs``
+    of the most likely tokens are reported at each place.
 
     Raises:
         UserError: something in model or data is wrong.
@@ -84,11 +69,7 @@ def generate_responses(
 
 
 def _prompts(prompting: Prompting, texts: Sequence[str]) -> dict[str, tuple[Prompt, ...]]:
-    """By where they come from.
-
-    Raises:
-        DataError: a row is bad, or there is nothing in a prompt that the tokenizer knows.
-    """
+    """By where they come from. Raises DataError if a row is bad, or the tokenizer knows nothing of a prompt."""
     found: dict[str, tuple[Prompt, ...]] = {}
     if texts:
         found["PROMPT"] = tuple(Prompt(k, t, tuple(prompting.template.encode(t))) for k, t in enumerate(texts))
@@ -149,7 +130,7 @@ def _token_logprobs(prompting: Prompting, sample: Sample) -> list[dict[str, Any]
         return None
 
     def told(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"id": token_id, "token": str(prompting.tokenizer.decode([token_id])), "logprob": logprob}
+        return {"id": token_id, "token": prompting.template.text([token_id]), "logprob": logprob}
 
     drawn = zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
     top = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)

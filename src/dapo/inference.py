@@ -83,10 +83,12 @@ _OPEN: Mapping[str, Any] = {
     "training": {"tokens_per_micro_batch": 2**40},
 }
 """Where nobody says otherwise."""
+WRITING = ("template", "chat_template", "chat_template_kwargs", "today", "instruction", "system")
+"""Keys of ``data`` that say how a row becomes a prompt."""
 _FROM_RECIPE = {
     "seed": True,
     "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
-    "data": {"prompt_key", "answer_key", "template", "chat_template", "instruction", "system", "max_prompt_length"},
+    "data": {"prompt_key", "answer_key", "max_prompt_length", *WRITING},
     "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples"},
     "reward": True,
     "evaluation": {
@@ -105,14 +107,8 @@ def inference_config(
     overrides: Sequence[str] = (),
     where: Mapping[str, str] | None = None,
 ) -> Config:
-    """Settings for a model: defaults, then the recipe it was trained by, then ``layers``, then ``overrides``.
-
-    Args:
-        model: of :func:`find_model`.
-        layers: nested settings, such as a benchmark's and those of options.
-        recipe: in place of the model's own.
-        overrides: ``section.key=value``.
-        where: places of keys for messages.
+    """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
+    settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
 
     Raises:
         ConfigError: with every problem found.
@@ -142,7 +138,11 @@ def settings_lines(config: Config) -> list[str]:
     """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
     data, reward, sampling = config.data, config.reward, config.evaluation
     prompt = f"template {data.template}"
-    for name, text in (("instruction", data.instruction), ("system", data.system)):
+    for name, text in (
+        ("instruction", data.instruction),
+        ("system", data.system),
+        ("chat_template_kwargs", data.chat_template_kwargs),
+    ):
         prompt += f", {name} {text!r}" if text else ""
     judged = {key: value for key, value in reward.model_dump(include={"extract", "after", "function"}).items() if value}
     said = "".join(f", {key} {', '.join(v) if isinstance(v, list) else repr(v)}" for key, v in judged.items())
@@ -182,25 +182,21 @@ def load_prompting(config: Config) -> Prompting:
         ConfigError: a template was asked for that it does not have.
     """
     from dapo.data.template import PromptTemplate
-    from dapo.model.loading import load_tokenizer
+    from dapo.model.loading import embedding_rows, load_tokenizer
 
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.trust_remote_code)
     if "template" not in config.data.model_fields_set:
         template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
         config = config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
-    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer))
+    rows = embedding_rows(config.model.path, config.model.trust_remote_code)
+    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer, rows))
 
 
 def load_engine(
     prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]], samples: int, listener: Listener
 ) -> NativeEngine:
-    """The model in an engine that is just large enough.
-
-    Args:
-        prompting: of :func:`load_prompting`.
-        prompts: all that will be asked, by the name of where they come from.
-        samples: most of them at once, to size the cache.
-        listener: hears warnings.
+    """The model in an engine that is just large enough for ``prompts``, by the name of where they come from, and for
+    ``samples`` at once.
 
     Raises:
         ModelError: not found, damaged or not supported.
@@ -209,7 +205,7 @@ def load_engine(
     import torch
 
     from dapo.inputs import cache_bytes, check_vocabulary, device_of, notice_generation_config, set_threads
-    from dapo.model.loading import context_limit, load_model, stop_token_ids
+    from dapo.model.loading import load_model, stop_token_ids
     from dapo.rollout.native.engine import NativeEngine
 
     config = prompting.config
@@ -220,9 +216,10 @@ def load_engine(
     model = load_model(config.model.path, dtype, config.model.trust_remote_code, device)
     model.requires_grad_(False)
     limit = response_limit(config)
-    check_positions(prompts, limit, context_limit(model))
+    check_positions(prompts, limit, model.config)
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
+    prompting.template.ends_with(stop_ids)
     check_vocabulary(model, prompting.tokenizer, stop_ids, listener)
     notice_generation_config(model, listener)
     return NativeEngine(
@@ -237,12 +234,15 @@ def load_engine(
     )
 
 
-def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, positions: int | None) -> None:
+def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:
     """
     Raises:
         DataError: the longest prompt and its response do not fit into the model's positions.
         ConfigError: no response of that length does, whatever the prompt.
     """
+    from dapo.model.loading import POSITIONS_STATED, context_limit
+
+    positions = context_limit(model_config)
     longest, name = max(((p, name) for name, several in prompts.items() for p in several), key=_length)
     size = len(longest.token_ids)
     if positions is None or size + limit <= positions:
@@ -250,12 +250,13 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, positio
     if size >= positions:
         raise DataError(
             f"{name}, row {longest.row + 1}: the prompt has {size} tokens, but the model was made for {positions} "
-            "positions; leave this row out"
+            f"positions ({POSITIONS_STATED}); leave this row out"
         )
     error = ConfigError if limit >= positions else DataError
     raise error(
         f"{name}, row {longest.row + 1}: {size} prompt tokens and up to {limit} response tokens are more than the "
-        f"{positions} positions that the model was made for; use --max-tokens {positions - size} or less"
+        f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
+        f"--max-tokens {positions - size} or less"
     )
 
 

@@ -18,7 +18,7 @@ from dapo.config.processors import GENERATION_CONFIG
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError, first_line
-from dapo.model.loading import context_limit, copy_model
+from dapo.model.loading import POSITIONS_STATED, context_limit, copy_model, named_stop_ids
 from dapo.process import keep_freed_memory
 from dapo.progress import Listener
 from dapo.records import Prompt
@@ -73,10 +73,6 @@ def native_engine(
     """The engine of this process, with a copy of the model's weights.
 
     Args:
-        config: the recipe.
-        model: holds the weights that the run starts from.
-        stop_ids: tokens that end a response.
-        template: gives text for token ids.
         heldout: prompts that it has to have room for, beside those to train on.
         spare_bytes: memory to leave to the trainer.
 
@@ -135,10 +131,8 @@ def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, l
     ):
         if count:
             listener.warning(f"data.train: {count} of {looked_at} {what}")
-    if report.eaten:
-        listener.warning(
-            f"data.train: {len(report.eaten)} of {looked_at} rows hold control characters, such as {report.eaten[0]}"
-        )
+    for what, places in report.doubts.items():
+        listener.warning(f"data.train: {len(places)} of {looked_at} rows {what}, such as {places[0]}")
     if all(prompt.answer is None for prompt in source.untokenized()):
         listener.warning(
             f"data.train: no row has an answer under {data.answer_key!r} (data.answer_key); a reward function is given "
@@ -240,7 +234,9 @@ def check_vocabulary(model: Any, tokenizer: Any, stop_ids: Sequence[int], listen
         raise ModelError(f"tokenizer: has token ids up to {highest}, but the model's vocabulary has {size} rows")
     wrong = [i for i in stop_ids if not 0 <= i < size]
     if wrong:
-        raise ConfigError(f"rollout.stop_token_ids: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
+        named = named_stop_ids(model, tokenizer).items()
+        where = next((name for name, ids in named if wrong[0] in ids), "rollout.stop_token_ids")
+        raise ConfigError(f"{where}: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
     if not stop_ids:
         listener.warning("neither model nor tokenizer names a stop token: every response will run to its limit")
 
@@ -281,13 +277,14 @@ def _evaluation_response(config: Config) -> int:
     return config.evaluation.max_response_length or config.rollout.max_response_length
 
 
-def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) -> None:
-    """
+def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] = ()) -> None:
+    """Refuse lengths that the model has no positions for.
+
     Raises:
         ConfigError: prompts and responses may be longer than the model has positions for.
         DataError: a held-out prompt and its response are.
     """
-    limit = context_limit(model)
+    limit = context_limit(model_config)
     prompt, response = config.data.max_prompt_length, longest_response(config)
     longest = max(heldout, key=lambda p: len(p.token_ids), default=None)
     if limit is not None and longest is not None and len(longest.token_ids) + _evaluation_response(config) > limit:
@@ -295,7 +292,8 @@ def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) ->
         advice = f"use evaluation.max_response_length={room} or leave it out" if room > 0 else "leave it out"
         raise DataError(
             f"evaluation.data: row {longest.row + 1}: {size} prompt tokens + {_evaluation_response(config)} response "
-            f"tokens, but the model was made for {limit} positions, and an evaluation skips no row; {advice}"
+            f"tokens, but the model was made for {limit} positions ({POSITIONS_STATED}), and an evaluation skips no "
+            f"row; {advice}"
         )
     if limit is None or prompt + response <= limit:
         return
@@ -311,7 +309,8 @@ def check_lengths(config: Config, model: Any, heldout: Sequence[Prompt] = ()) ->
         proposed["algorithm.overlong_buffer.len"] = works // 5
     raise ConfigError(
         f"data.max_prompt_length: {prompt} prompt tokens + {response} response tokens = {prompt + response}, but "
-        f"the model was made for {limit} positions; use {', '.join(f'{k}={v}' for k, v in proposed.items())}"
+        f"the model was made for {limit} positions ({POSITIONS_STATED}); use "
+        f"{', '.join(f'{k}={v}' for k, v in proposed.items())}"
     )
 
 

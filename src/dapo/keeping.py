@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from dapo.budget import Budget
 from dapo.checkpoints import FORMAT, Checkpoints, CheckpointWriter, Place, Snapshot
@@ -19,6 +21,7 @@ from dapo.config.sections import RunConfig
 from dapo.errors import UserError
 from dapo.evaluation.best import Best
 from dapo.files import flush_to_disk, new_folder, writing
+from dapo.model.tokenizer import save_tokenizer
 from dapo.process import Clock, Stopping, in_thread
 from dapo.run_folder import RunFolder
 from dapo.state import EncodedState, read_state
@@ -101,18 +104,17 @@ class Keeper:
         tokenizer: Any,
         stopping: Stopping,
         tell: Callable[[str], object],
+        stop_ids: Sequence[int] = (),
+        export_dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
-            folder: of the run; exists.
-            config: which checkpoints to write and to keep.
             at: where the run stands; changed by :meth:`load`, read by all others.
             best: of the evaluations so far.
             roles: what else remembers, by the names that their states have in a checkpoint.
-            trainer: whose weights and optimizer are kept.
-            tokenizer: goes with the weights.
             stopping: hears what the last checkpoint is.
-            tell: hears of what is wrong and does not end the run.
+            stop_ids: tokens that end a response; go with the weights too.
+            export_dtype: of the weights in ``model-after/``, and in ``model-before/`` if it holds them; None: float32.
 
         Raises:
             UserError: another process is writing to this run.
@@ -120,10 +122,11 @@ class Keeper:
         self._folder, self._config, self._at, self._best = folder, config, at, best
         self._roles = {**roles, "best": best}
         self._trainer, self._tokenizer, self._stopping = trainer, tokenizer, stopping
+        self._stop_ids, self._export_dtype = stop_ids, export_dtype
         self.checkpoints = Checkpoints(folder.checkpoints, config.keep_last, config.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, tell)
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(folder.lock())  # the last: whoever fails to come to be holds no lock
+        self._lock.enter_context(folder.lock(tell))  # the last: whoever fails to come to be holds no lock
 
     async def close(self) -> None:
         """Let go of the run folder, once no checkpoint is being written to it any more.
@@ -137,15 +140,24 @@ class Keeper:
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def save_model(self, folder: Path) -> None:
-        """Weights and tokenizer in Hugging Face layout.
+    def save_model(self, folder: Path, exact: bool = False) -> None:
+        """Weights and tokenizer in Hugging Face layout, for other programs too.
+        ``exact``: lose nothing of the weights.
 
         Raises:
             UserError: they cannot be written.
         """
-        with writing(folder), new_folder(folder) as staging:
-            self._trainer.save(staging)
-            self._tokenizer.save_pretrained(staging)
+        with writing(folder):
+            self._write(self._trainer, folder, dtype=self._export_dtype, exact=exact)
+
+    def _write(self, trainer: Trainer, folder: Path, **how: Any) -> None:
+        with new_folder(folder) as staging:
+            trainer.save(staging, stop_ids=self._stop_ids, **how)
+            save_tokenizer(self._tokenizer, staging)
+
+    def save_model_before(self) -> None:
+        """Those at the start of the run, which its reference policy and a replay are read from."""
+        self.save_model(self._folder.model_before, exact=True)
 
     def save_model_after(self) -> None:
         """Those at the end of the run."""
@@ -209,9 +221,7 @@ class Keeper:
         state = EncodedState({"format": FORMAT, **self._at.state(), **roles})
 
         def write(folder: Path) -> None:
-            with new_folder(folder / "model") as staging:
-                trainer.save(staging)
-                self._tokenizer.save_pretrained(staging)
+            self._write(trainer, folder / "model")  # masters, from which training goes on
             trainer.save_state(folder / "optimizer")
             state.write(folder)
             if self._folder.metrics.exists():  # the lines up to here are as safe as what goes on after them

@@ -19,9 +19,7 @@ def run_experiment(
     config: Config, listener: Listener, inputs: Inputs | None = None, stopping: Stopping | None = None
 ) -> dict[str, Any]:
     """Train as ``config`` says and return the summary, which is also written to the run folder.
-
-    Args:
-        stopping: entered by the caller, who owns the process; None: a signal does what it does in any Python program.
+    ``stopping``: entered by the caller, who owns the process; None: a signal does what it does in any Python program.
 
     Raises:
         Stopped: ``stopping`` heard a signal; how far the run came was said, and is in the run folder.

@@ -11,6 +11,7 @@ from pathlib import Path
 from dapo.config import Config
 from dapo.config.sections import DataItem
 from dapo.data.files import names_a_data_set
+from dapo.errors import DataError
 from dapo.terminal import counted
 
 MINUTES = "minutes of steps, at most"
@@ -77,6 +78,14 @@ def missing_files(config: Config) -> list[str]:
     if template is not None and not _is_file(template):
         missing.append(f"data.chat_template: {template!r} does not exist")
     return missing
+
+
+def require_files(config: Config, recipe: Path | None = None) -> None:
+    """Raises DataError if a file that the recipe names does not exist."""
+    missing = missing_files(config)
+    if missing:
+        hint = remedy(recipe) if recipe is not None else ""
+        raise DataError("\n".join(filter(None, [*missing, hint])))
 
 
 def remedy(recipe: Path) -> str:

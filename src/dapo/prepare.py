@@ -72,11 +72,8 @@ class Preparer:
     """The algorithm as one recipe configures it."""
 
     def __init__(self, config: Config, policy: Policy) -> None:
-        """
-        Args:
-            config: of the run.
-            policy: the policy that is trained. If the KL is asked for, a copy of it as it is now becomes the reference.
-        """
+        """``policy``: the policy that is trained. If the KL is asked for, a copy of it as it is now becomes the
+        reference."""
         self._config = config
         self._policy = policy
         kl = config.algorithm.kl
@@ -116,11 +113,7 @@ class Preparer:
 
     def batch(self, groups: Sequence[Group], version: int) -> Batch:
         """Shape rewards, compute advantages, flatten, and run the forward passes that are asked for.
-
-        Args:
-            groups: as admitted.
-            version: of the policy's weights, which tokens must have been sampled under to count in the mismatch.
-        """
+        ``version``: of the policy's weights, which tokens must have been sampled under to count in the mismatch."""
         shaped = [shape(group, self._config) for group in groups]
         packed = pack(shaped, self._policy.device)
         mismatch = None
@@ -136,11 +129,7 @@ class Preparer:
 
     def updates(self, packed: PackedBatch, done: int = 0) -> Iterator[Update]:
         """The optimizer steps of one rollout: mini-batches of whole groups, for the configured number of epochs.
-
-        Args:
-            packed: from :meth:`batch`.
-            done: leave out the first so many.
-        """
+        ``done``: leave out the first so many."""
         every = self._config.training.groups_per_update
         batches = (batch for _ in range(self._config.training.epochs_per_rollout) for batch in packed.updates(every))
         for batch in islice(batches, done, None):

@@ -30,10 +30,7 @@ class Clock:
     """Seconds by phase. A phase may have several laps; they add up."""
 
     def __init__(self, laps: dict[str, float] | None = None) -> None:
-        """
-        Args:
-            laps: what has been counted already, to be added to.
-        """
+        """``laps``: what has been counted already, to be added to."""
         self._last = time.perf_counter()
         self.laps = {} if laps is None else laps
 
@@ -57,10 +54,7 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolEx
     """Run ``function`` in a thread. Nothing can stop a thread, so a cancellation takes effect only once it has ended.
 
     Otherwise weights could be written to disk while an update is still changing them.
-
-    Args:
-        function: what to run; ``args`` are its arguments.
-        pool: of threads to take one of; without, any.
+    ``pool``: of threads to take one of; without, any.
     """
     # in the context of now, as asyncio.to_thread does: settings of torch.compile are part of it
     there = partial(contextvars.copy_context().run, function, *args)

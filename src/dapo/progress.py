@@ -9,7 +9,7 @@ The loss is not shown: with normalised advantages it lies near 0 whatever happen
 from __future__ import annotations
 
 import math
-import sys
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dapo.plan import MINUTES, plan_line
-from dapo.terminal import Terminal, visible
+from dapo.terminal import Terminal, visible, warn
 
 
 class Listener(Protocol):
@@ -31,39 +31,30 @@ class Listener(Protocol):
 
     def phase(self, text: str) -> None:
         """Something new begins that takes a while, such as "loading the model"."""
-        ...
 
     def advance(self, done: int, total: int, note: str = "") -> None:
         """The present phase has come so far. May be called often."""
-        ...
 
     def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
         """Inside of a rollout step: at ``phase``, such as "rollout", of which so much is done. May be called often."""
-        ...
 
     def started(self, plan: dict[str, Any]) -> None:
         """Training begins; ``plan`` is what :func:`dapo.plan.plan_of` says."""
-        ...
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
         """Rollout step ``step`` (from 1) of ``total`` is done; ``metrics`` as in metrics.jsonl."""
-        ...
 
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
         """An evaluation is done; ``name`` says when or of what, such as "before training"."""
-        ...
 
     def warning(self, text: str) -> None:
         """Something that the user should know, and that does not stop the run."""
-        ...
 
     def finished(self, summary: dict[str, Any]) -> None:
         """The run is over; ``summary`` as in summary.json."""
-        ...
 
     def close(self) -> None:
         """Give the terminal back. Called at the end in any case; more than once does no harm."""
-        ...
 
 
 def make_listener(quiet: bool = False, console: Console | None = None) -> Listener:
@@ -87,7 +78,7 @@ class QuietListener:
     def close(self) -> None: ...
 
     def warning(self, text: str) -> None:
-        print(visible(f"warning: {text}"), file=sys.stderr, flush=True)
+        warn(text)
 
 
 class PlainListener:
@@ -96,7 +87,7 @@ class PlainListener:
     _EVERY_S = 30.0
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._pace = Pace(clock)
         self._clock = clock
         self._lap = Lap()
@@ -105,7 +96,6 @@ class PlainListener:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
 
     def phase(self, text: str) -> None:
         self._told = 0.0
@@ -156,7 +146,7 @@ class LiveListener:
     _HEADER_EVERY = 20
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._pace = Pace(clock)
         self._spinner = Spinner("line" if self._console.options.ascii_only else "dots", Text(""))
         self._clock = clock
@@ -304,7 +294,7 @@ def step_fields(step: int, total: int, metrics: Mapping[str, Any], seconds: floa
         ("kept", f"{_shown(metrics, 'groups/kept', '{:.0f}')}/{_shown(metrics, 'groups/drawn', '{:.0f}')}"),
         ("length", _shown(metrics, "response_length/mean", "{:.1f}")),
         ("entropy", _shown(metrics, "entropy", "{:.3f}")),
-        ("clip%", f"{_percent(metrics, 'clip/low')}/{_percent(metrics, 'clip/high')}"),
+        ("clip%", "/".join(_shown(metrics, f"clip/{side}", "{:.2%}").removesuffix("%") for side in ("low", "high"))),
         ("grad", _shown(metrics, "grad_norm", "{:.3g}")),
         ("tok/s", _compact(_number(metrics, speed))),
         ("sec", f"{seconds:.1f}"),
@@ -350,12 +340,8 @@ def before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def closing_lines(summary: Mapping[str, Any]) -> list[str]:
     """The lines under the table: why it stopped (``stopped``), and where everything lies (``run_dir``)."""
-    lines = []
-    if summary.get("stopped"):
-        lines.append(f"stopped: {summary['stopped']}")
-    if summary.get("run_dir"):
-        lines.append(f"run folder: {summary['run_dir']}")
-    return lines
+    told = {"stopped": summary.get("stopped"), "run folder": summary.get("run_dir")}
+    return [f"{label}: {value}" for label, value in told.items() if value]
 
 
 def duration(seconds: float) -> str:
@@ -366,9 +352,7 @@ def duration(seconds: float) -> str:
 
 
 def _by_kind(name: str, value: float) -> str:
-    if any(
-        word in name for word in ("accuracy", "greedy", "truncated", "no_answer", "lenient", "avg@", "pass@", "maj@")
-    ):
+    if re.search("accuracy|greedy|truncated|no_answer|lenient|avg@|pass@|maj@", name):
         return f"{value:.1%}"
     return f"{value:.0f}" if float(value).is_integer() and "length" not in name else f"{value:.2f}"
 
@@ -383,11 +367,6 @@ def _number(metrics: Mapping[str, Any], name: str) -> float | None:
 def _shown(metrics: Mapping[str, Any], name: str, form: str) -> str:
     value = _number(metrics, name)
     return "-" if value is None else form.format(value)
-
-
-def _percent(metrics: Mapping[str, Any], name: str) -> str:
-    value = _number(metrics, name)
-    return "-" if value is None else f"{100 * value:.2f}"
 
 
 def _compact(value: float | None) -> str:

@@ -30,6 +30,8 @@ class Prompt:
     """One row of the data, ready to be sampled from.
 
     ``row`` is the identity of the prompt: its place in the data source. Two rows with equal text are two prompts.
+    ``end`` is what a response goes on from: the text that the prompt as the model sees it has behind its last control
+    token, such as a ``<think>`` of the chat template; empty where it is not known.
     """
 
     row: int
@@ -37,6 +39,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ _RANDOM = r"(?=[a-z_-]{0,24}(?:[A-Z]|\d[a-z_-]{0,24}[A-Z\d]))[\w-]{8,}"  # not a
 _SECRET_VALUES = re.compile(
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)"
     rf"|\b(?:hf_|[spr]k[-_]|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|gsk_|npm_|pypi-|nvapi-|dckr_pat_|AIza){_RANDOM}"
-    r"|\b(?:AKIA|ASIA)[A-Z0-9]{8,}|\bya29\.[\w-]{8,}|\beyJ[\w-]{6,}(?:\.[\w-]*){1,4}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{8,}|\bya29\.[\w-]{8,}|\beyJ[\w-]{6,2000}+(?:\.[\w-]*){1,4}"
     r"|(?<=://)[^/@\s]+(?=@)"  # the login in an address
-    r"|(?<=\bBearer )(?=\S*[\d_A-Z]|\S{20})\S{5,}|(?<=\bBasic )(?=\S*[\d=]|\S*[a-z]\S*[A-Z])[\w+/=]{8,}",
+    r"|(?<=\bBearer )(?=\S*[\d_A-Z]|\S{20})\S{5,}|(?<=\bBasic )(?=\S*[\d=]|[^\sa-z]*[a-z][^\sA-Z]*[A-Z])[\w+/=]{8,}",
     re.DOTALL,
 )
 _ASSIGNED = re.compile(r"(?<![\w.-])([\w.-]+)=([^&\s]+)")
@@ -94,11 +94,7 @@ def blanks(value: Any, key: str = "") -> Iterator[str]:
 
 def require_secrets(value: Any, place: object, remedy: str, key: str = "") -> None:
     """Refuse a recipe that was read from a run folder, as long as secrets are blank in it.
-
-    Args:
-        value: the recipe's keys and values, or those below ``key``.
-        place: where it was read.
-        remedy: how they are given.
+    ``value``: the recipe's keys and values, or those below ``key``.
 
     Raises:
         ConfigError: some are blank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ BY_CONTENT = (
     "reward.function",
     "reward.rubric",
     "data.chat_template",
+    "data.today",
 )
-"""Names of files and folders: they may lie elsewhere now, as long as what is in them is the same."""
+"""Names of files and folders: they may lie elsewhere now, as long as what is in them is the same. And
+a date, as long as the prompts are."""
 
 
 def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -78,10 +81,7 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
-    """
-    Raises:
-        ConfigError: ``folder`` is no run's, or ``config`` would make it another run.
-    """
+    """Raises ConfigError: ``folder`` is no run's, or ``config`` would make it another run."""
     stored = _settings(folder)
     refused = list(_refused(redact(_with_new_keys(stored)), redact(config.model_dump(mode="json"))))
     if refused:
@@ -90,6 +90,17 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
             f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
             f"To train on with other settings, start a new run from its weights (model.path)"
         )
+
+
+def on_its_day(config: Config, folder: RunFolder) -> Config:
+    """``config`` with the date that the prompts of a run tell, unless it names one itself."""
+    told = (_settings(folder).get("data") or {}).get("today")
+    return on_day(config, date.fromisoformat(str(told))) if told and config.data.today is None else config
+
+
+def on_day(config: Config, today: date | None) -> Config:
+    """``config`` with a date for the chat template; None: the template asks for none."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"today": today})})
 
 
 def _settings(folder: RunFolder) -> Any:

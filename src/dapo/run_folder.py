@@ -44,7 +44,7 @@ import yaml
 import dapo
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.files import read_json, write_atomic, write_json, writing
+from dapo.files import lock_file, read_json, write_atomic, write_json, writing
 from dapo.redaction import redact, redact_command
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
@@ -169,8 +169,11 @@ class RunFolder:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, tell: Callable[[str], object] = lambda text: None) -> Iterator[None]:
         """Keep other processes from writing to this run. Freed with the process, however that ends.
+
+        Args:
+            tell: hears that the file system has no locks, without which it goes on.
 
         Raises:
             UserError: another process is at it, or the folder cannot be written to.
@@ -181,11 +184,15 @@ class RunFolder:
             raise UserError(f"{self.root}: cannot write to this run folder: .lock: {error.strerror}") from None
         with file:
             try:
-                _lock(file)
-            except OSError:
+                missing = _lock(file)
+            except BlockingIOError:
                 raise UserError(
                     f"{self.root}: another process is writing to this run; wait for it, or stop it"
                 ) from None
+            if missing is not None:
+                tell(
+                    f"{self.root}: its file system has no locks ({missing.strerror}): let no other process write to it"
+                )
             yield
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -245,13 +252,13 @@ def _git_state() -> dict[str, Any] | None:
         return None
 
 
-def _lock(file: IO[str], patience: float = 1.0) -> None:
-    """Take the lock; who only looks whether it is held lets go of it at once, so that is waited for."""
+def _lock(file: IO[str], patience: float = 1.0) -> OSError | None:
+    """:func:`lock_file`; who only looks whether it is held lets go of it at once, so that is waited for."""
     until = time.monotonic() + patience
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            return lock_file(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)

@@ -40,11 +40,8 @@ class EncodedState:
     """A state as it was at one moment, ready to be written: what becomes of the objects in it later does not matter."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        """
-        Args:
-            state: mappings with text keys, lists, tuples, numbers, text, None, arrays, tensors and the records of a
-                run. Other objects (in the rows of a caller, say) become text.
-        """
+        """``state``: mappings with text keys, lists, tuples, numbers, text, None, arrays, tensors and the records of a
+        run. Other objects (in the rows of a caller, say) become text."""
         arrays = _Arrays()
         self._text = json.dumps(_encode(state, arrays), allow_nan=False, separators=(",", ":"))
         self._arrays = arrays.joined()

@@ -1,19 +1,19 @@
-"""Standard output as it really is: its reader may go away (``| head``), and it may know no other letters than ASCII."""
+"""Standard output as it really is: its reader may go away (``| head``), its disk be full; it may know ASCII alone."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import sys
 from typing import IO, Any
 
 from rich.console import Console
+from rich.text import Text
 
 
 class Terminal(Console):
-    """A console whose reader, a program or a terminal, may go away: what is printed then is dropped, and no error."""
+    """A console that may end, with its reader or the room on its disk: what is printed then is dropped, no error."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As of any console; text shows what a terminal would obey."""
@@ -26,10 +26,10 @@ class Terminal(Console):
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
-        except OSError as error:
-            if error.errno != errno.EIO:  # a terminal that hung up
-                raise
+        except OSError as error:  # a full disk, a terminal that hung up
             self.on_broken_pipe()
+            if not self.stderr:
+                warn(f"standard output cannot be written to ({error.strerror}): what is printed is dropped")
 
 
 def drop_output(stream: IO[str] | None = None) -> None:
@@ -39,6 +39,24 @@ def drop_output(stream: IO[str] | None = None) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, (stream or sys.stdout).fileno())
         os.close(nowhere)
+
+
+def warn(text: str) -> None:
+    """Print a warning, on standard error."""
+    said = Text.assemble(("warning: ", "bold yellow"), visible(text))
+    Terminal(stderr=True).print(said, soft_wrap=True, highlight=False)
+
+
+def open_closed_streams() -> None:
+    """Let standard streams that were closed when the program began (``>&-``, a daemon) lead nowhere. Otherwise the next
+    files to be opened would take their places, and what is printed would be written into those."""
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+        os.set_inheritable(number, True)
+        setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", encoding="utf-8"))
+    if "stdout" in closed:
+        warn("standard output is closed: what is printed is dropped")
 
 
 def escape_what_cannot_be_written() -> None:

@@ -177,6 +177,15 @@ def test_answers_that_are_whole_solutions_are_warned_of(tmp_path):
     assert done.exit_code == 0 and "whole solutions" not in done.output
 
 
+def test_placeholders_are_told_unless_the_reward_does_not_compare(tmp_path):
+    file = write(tmp_path, *rows("a?", "b?", "c?", answers=["notfound", "2", "nan"]))
+    done = run(file)
+    assert done.exit_code == 0
+    said = "2 rows of rows.jsonl have a placeholder for an answer, such as\n  rows.jsonl:1: answer is 'notfound'\n"
+    assert f"warning: {said}  rows.jsonl:3: answer is 'nan'" in done.output.replace(f"{tmp_path}/", "")
+    assert "placeholder" not in run(file, "reward={kind: function, function: x.y:z}").output
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -7,6 +7,7 @@ import gzip
 import json
 import random
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,7 @@ def kinds(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("in_all", COUNTS)
 @pytest.mark.parametrize("accident", EITHER, ids=lambda kind: kind.__name__)
 def test_any_accident_is_read_or_refused_with_its_place(accident: Accident, in_all: int, tmp_path: Path) -> None:
+    refused = 0
     for name, content in kinds(tmp_path).items():
         for rng in share(accident, in_all):
             path = file_of(tmp_path, accident(content, rng), name)
@@ -256,6 +258,24 @@ def test_any_accident_is_read_or_refused_with_its_place(accident: Accident, in_a
                     reading(path)
                 except DataError as error:
                     assert_says_where(error, path)
+                    refused += 1
+                else:
+                    assert not certainly_bad(path), path.read_bytes()
+    assert refused
+
+
+def certainly_bad(path: Path) -> bool:
+    """Whether something in the file is no JSON, as Python's own reader sees it."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if ".jsonl" in path.name:
+            for line in filter(bytes.strip, content.split(b"\n")):
+                json.loads(line.decode())
+        elif path.suffix == ".json":
+            json.loads(content.decode())
+    except (OSError, EOFError, zlib.error, ValueError):
+        return True
+    return False
 
 
 def assert_says_where(error: DataError, path: Path) -> None:

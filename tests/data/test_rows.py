@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dapo.config import DataConfig
+from dapo.data.rows import NO_ANSWER, Keys, check_row
 from dapo.data.source import read_prompts
 from dapo.errors import ConfigError, DataError
 
@@ -246,3 +247,61 @@ def test_mangled_lines_are_read_or_named(tmp_path, at, cut, noise):
         except DataError as error:
             assert all(text.startswith(f"{path}:") for text in str(error).splitlines())
             assert f"{path}:2: " in str(error)
+        else:
+            assert not line.isascii()  # what is not ASCII may well be good; all else that is bad was refused
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            "proof",
+            "Proof.",
+            "notfound",
+            "not found",
+            "None",
+            "N/A",
+            "NA",
+            "n.a.",
+            "nan",
+            "NaN",
+            "null",
+            "nil",
+            "?",
+            "-",
+        ),
+        *("See solution", "see the proof", "Not given", "not_provided", "No answer", "missing", "TBD", "..."),
+        *(r"\text{None}", r"\boxed{\text{N/A}}", "[none]", "**proof**", "--", "\u2014", "unknown"),
+    ],
+)
+def test_an_answer_that_only_says_there_is_none_is_told_where_the_reward_compares_with_it(answer):
+    row = check_row({"prompt": "p", "answer": answer}, Keys(), "")
+    assert list(row.doubts(Keys())) == [(NO_ANSWER, f"answer is {answer!r}")]
+    assert list(row.doubts(Keys(answer_required=None))) != []
+    assert list(row.doubts(Keys(answer_required=False))) == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            "0",
+            "-1",
+            "Na",
+            "no",
+            "No solution",
+            "undefined",
+            "DNE",
+            r"\emptyset",
+            "\u2205",
+            "\u221e",
+            "x-?",
+            "A",
+            "+",
+            "<",
+        ),
+        *("none of the above", "proof by induction on n", "nano", "tan", "a null set", "-x", r"\text{even}", "=", "{}"),
+    ],
+)
+def test_an_answer_that_may_be_meant_is_none_of_these(answer):
+    assert list(check_row({"prompt": "p", "answer": answer}, Keys(), "").doubts(Keys())) == []

@@ -13,7 +13,7 @@ from tokenizers_for_tests import CHAT, char_tokenizer
 import dapo.data.parts
 import dapo.data.source
 from dapo.config import DataConfig
-from dapo.data.rows import SHOWN_FAULTS
+from dapo.data.rows import NO_ANSWER, SHOWN_FAULTS
 from dapo.data.source import DataReport, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
@@ -363,3 +363,18 @@ def test_answers_may_be_missing_where_no_reward_needs_them():
 def test_every_row_is_drawn_equally_often_over_epochs():
     assert set(Counter(draws(source(count_up(7)), 70)).values()) == {10}
     assert draws(source(count_up(1)), 3) == [0, 0, 0]
+
+
+def test_placeholders_are_counted_and_the_first_row_is_named(tmp_path):
+    rows = texts(["a", "b", "c", "d"], ["1", "proof", "2", "N/A"])
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train=[str(file)], template="plain")
+    template = PromptTemplate(data, char_tokenizer())
+    first = f"{file}:2: answer is 'proof'"
+    found = load_prompts(data, data.train, template).report.doubts
+    assert {what: (len(places), places[0]) for what, places in found.items()} == {NO_ANSWER: (2, first)}
+    said = []
+    read_prompts(data, data.train, template, warn=said.append)
+    assert said == [f"2 of 4 rows have a placeholder for an answer, such as {first}"]
+    assert load_prompts(data, data.train, template, answer_required=False).report.doubts == {}

@@ -1,7 +1,9 @@
 """From rows to token ids: templates, special tokens, decoding."""
 
+from datetime import date, timedelta
+
 import pytest
-from tokenizers_for_tests import CHAT, CHAT_WITH_BOS, char_tokenizer
+from tokenizers_for_tests import CHAT, CHAT_WITH_BOS, byte_tokenizer, char_tokenizer, sentencepiece_tokenizer
 
 from dapo.config import DataConfig
 from dapo.data.template import PromptTemplate
@@ -87,10 +89,104 @@ def test_a_template_that_refuses_the_messages_is_reported():
         PromptTemplate(DataConfig(template="chat"), tokenizer).encode("hi")
 
 
-def test_decode_leaves_special_tokens_out_and_takes_empty_responses():  # failures.md 73
+def test_decode_leaves_control_tokens_out_and_takes_empty_responses():  # failures.md 73
     tokenizer = char_tokenizer()
     template = PromptTemplate(DataConfig(template="plain"), tokenizer)
     ids = [*tokenizer.convert_tokens_to_ids(list("a , b.")), tokenizer.eos_token_id]
     assert template.decode(ids) == "a , b."
     assert template.decode([tokenizer.eos_token_id]) == ""
     assert template.decode([]) == ""
+
+
+@pytest.mark.parametrize("make", [char_tokenizer, byte_tokenizer, sentencepiece_tokenizer])
+def test_ids_without_a_token_do_not_vanish_from_a_text(make):  # models have more rows than their tokenizers have tokens
+    tokenizer = make()
+    template = PromptTemplate(DataConfig(template="plain"), tokenizer)
+    four = tokenizer.get_vocab()["8" if make is sentencepiece_tokenizer else "4"]
+    said = tokenizer.decode([four])
+    assert template.decode([four, 400, four]) == f"{said}\ufffd{said}"
+    assert template.decode([400, tokenizer.eos_token_id, four, 401, 402]) == f"\ufffd{said}\ufffd\ufffd"
+    assert template.decode([four, tokenizer.eos_token_id]) == said
+
+
+def test_a_token_that_is_there_twice_is_text_both_times():
+    tokenizer = char_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    template = PromptTemplate(DataConfig(template="plain"), tokenizer)
+    tokenizer.get_vocab = lambda: {token: i for token, i in vocabulary.items() if token != "4"}
+    assert template.decode([vocabulary["4"], vocabulary["2"]]) == "42"
+
+
+def test_the_instruction_goes_with_the_last_question_of_several_turns():  # not with the first one
+    turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
+    tokenizer = char_tokenizer(chat_template=CHAT)
+    said = rendered(tokenizer, turns, template="chat", instruction=" Box it.")
+    assert said == "[user]a<e>[assistant]b<e>[user]c Box it.<e>[assistant]"
+    said = rendered(tokenizer, turns, template="dapo")
+    assert said.startswith("[user]a<e>[assistant]b<e>[user]Solve the math problem") and said.count("Solve") == 1
+    ends_with_answer = turns[:2]  # the last question all the same
+    assert rendered(tokenizer, ends_with_answer, template="plain", instruction="!") == "a!\n\nb"
+
+
+QWEN3 = CHAT.removesuffix("{% endif %}") + "{% if enable_thinking is false %}<t></t>{% endif %}{% endif %}"
+
+
+def test_variables_of_the_chat_template_can_be_given():  # OpenRLHF#1073
+    tokenizer = char_tokenizer(chat_template=QWEN3)
+    assert rendered(tokenizer, "hi") == "[user]hi<e>[assistant]"
+    assert rendered(tokenizer, "hi", chat_template_kwargs={"enable_thinking": False}) == "[user]hi<e>[assistant]<t></t>"
+    assert rendered(tokenizer, "hi", chat_template_kwargs={"enable_thinking": True}) == "[user]hi<e>[assistant]"
+
+
+def test_what_would_come_to_nothing_is_refused_with_its_place():
+    def template(tokenizer, **config):
+        return PromptTemplate(DataConfig(**config), tokenizer)
+
+    tokenizer = char_tokenizer(chat_template="{% generation %}{% endgeneration %}" + QWEN3)
+    with pytest.raises(
+        ConfigError, match=r"data\.chat_template_kwargs\.enable_thinkin: .*did you mean enable_thinking\?"
+    ):
+        template(tokenizer, chat_template_kwargs={"enable_thinkin": False})
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.zzz: .*its variables are enable_thinking"):
+        template(tokenizer, chat_template_kwargs={"zzz": 1})
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs: enable_thinking: .*data\.template is plain"):
+        template(tokenizer, template="plain", chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs: x: .*the tokenizer has no chat template"):
+        template(char_tokenizer(), template="dapo", chat_template_kwargs={"x": 1})
+    with pytest.raises(ConfigError, match=r"data\.today: the chat template does not ask for the date"):
+        template(tokenizer, today="2026-07-04")
+    for name in ("messages", "add_generation_prompt", "tokenize", "strftime_now", "chat_template"):
+        with pytest.raises(ValueError, match=rf"{name}: is set by the program"):
+            DataConfig.model_validate({"chat_template_kwargs": {name: 1}})
+
+
+# as Llama 3's does
+DATED = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "Today is {{ date_string }}. " + CHAT
+)
+
+
+def test_a_template_is_told_one_date():
+    tokenizer = char_tokenizer(chat_template=DATED)
+    said = rendered(tokenizer, "hi", today="2024-02-05")
+    assert said == "Today is 05 Feb 2024. [user]hi<e>[assistant]"
+    assert tokenizer.chat_template == DATED  # what is saved with the model is its own
+    own = rendered(tokenizer, "hi", today="2024-02-05", chat_template_kwargs={"date_string": "then"})
+    assert own == "Today is then. [user]hi<e>[assistant]"
+    assert PromptTemplate(DataConfig(today="2024-02-05"), tokenizer).today == date(2024, 2, 5)
+    assert PromptTemplate(DataConfig(), tokenizer).today in (date.today(), date.today() - timedelta(1))
+    assert PromptTemplate(DataConfig(), char_tokenizer(chat_template=CHAT)).today is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [("%Y-%m-%d", "2024-02-05"), ("%-d. %B %y", "5. February 24"), ("%A, %j %H:%M", "Monday, 036 00:00")],
+)
+@pytest.mark.parametrize("before", ["", "\n", "  \n", "{# note #}\n"])
+def test_a_date_in_any_form_and_nothing_else_of_the_template_changes(wanted, found, before):
+    tokenizer = char_tokenizer(
+        chat_template=before + "  {% if true %}\n{{ strftime_now('" + wanted + "') }}{% endif %}" + CHAT
+    )
+    plain = char_tokenizer(chat_template=before + "  {% if true %}\n{{ '" + found + "' }}{% endif %}" + CHAT)
+    assert rendered(tokenizer, "hi", today="2024-02-05") == rendered(plain, "hi")

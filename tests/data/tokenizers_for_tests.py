@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHAT = (
@@ -26,3 +26,25 @@ def char_tokenizer(*, adds_bos=False, adds_eos=False, chat_template=None) -> Pre
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<e>")
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def byte_tokenizer(*, special=(), added=(), chat_template=None, eos="<|end|>", **roles) -> PreTrainedTokenizerFast:
+    """Byte level, without merges; ``special`` and ``added`` tokens as chat models have them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: k for k, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (eos, *roles.values(), *special)])
+    core.add_tokens([AddedToken(t, special=False, normalized=False) for t in added])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, **roles)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def sentencepiece_tokenizer(*, special=()) -> PreTrainedTokenizerFast:
+    """Words with their space in front, as Llama 2 and Gemma write them."""
+    words = ["<unk>", "<s>", "</s>", *special, "▁the", "▁answer", "▁is", "▁8", "8", "▁"]
+    core = Tokenizer(models.BPE({word: k for k, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>", *special)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

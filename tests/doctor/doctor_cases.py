@@ -357,6 +357,12 @@ MISTAKES: dict[str, Mistake] = {
         _rows(lambda all_: [{**all_[0], "note": "\boxed{}"}, *all_[1:]]),
         "note holds the control character '\\x08' where \\boxed was probably meant",
     ),
+    "a word in place of an answer": Mistake(
+        "placeholders",
+        "warn",
+        _rows(lambda all_: [all_[0], {**all_[1], "answer": "N/A"}, *all_[2:]]),
+        "1 rows have a placeholder for an answer, such as train.jsonl:2: answer is 'N/A'",
+    ),
     "a backslash that was eaten in the recipe": Mistake(
         "settings", "warn", _recipe(data__system="Use \frac."), "data.system holds the control character"
     ),

@@ -21,6 +21,7 @@ from dapo.cli import app
 from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
+from dapo.demo.task import make_tokenizer
 from dapo.doctor import host, memory, model, rewards, sampling, settings
 from dapo.doctor import rows as prompt_rows
 from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
@@ -34,6 +35,7 @@ from dapo.reward.check import running
 from dapo.reward.contract import Doubt
 from dapo.training.lora import trainable_shape
 from dapo.training.policy import Policy
+from helpers import random_model
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_memory_that_is_too_small_is_told_before_the_weights_are_loaded(
     assert any(one["name"] == "not-checked" and "weights" in one["found"] for one in findings)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_memory_of_a_gpu_that_is_elsewhere_is_predicted(case: Path) -> None:
     findings = doctor("runtime.device=cuda", code=2)
     assert set(complaints(findings)) == {"device"}
@@ -512,3 +514,10 @@ def test_a_check_keeps_what_it_found_before_it_broke() -> None:
     found, missing = run_check(_patient(), Entry("half", "model", half))
     assert [one.status for one in found] == ["pass", "fail"] and missing is None
     assert "RuntimeError: gone" in found[1].found
+
+
+def test_rows_of_the_model_without_a_token_are_counted(case: Path) -> None:
+    size = len(make_tokenizer())
+    random_model("qwen2", vocab_size=size + 30).save_pretrained(case / "model")
+    (found,) = (one for one in doctor(code=0) if one["name"] == "vocabulary")
+    assert found["status"] == "pass" and "; 30 rows have no token" in found["found"]

@@ -144,7 +144,9 @@ def test_a_run_brings_its_model_template_and_reward(tmp_path: Path) -> None:
             assert f"its model is {tmp_path / loaded}" in heard.stderr
         assert "instruction '+1='" in heard.stderr and "at most 5 tokens" in heard.stderr
         assert "reward: function" in heard.stderr and "b: 3 prompts" in heard.stdout
-    heard = evaluate(tmp_path / "run", "--benchmark", "gsm8k", "--max-tokens", 2, "reward.kind=exact")
+    heard = evaluate(
+        tmp_path / "run", "--benchmark", "gsm8k", "--max-tokens", 2, "reward.kind=exact", "data.max_prompt_length=100"
+    )
     assert "Reason step by step" in heard.stderr and "reward: exact" in heard.stderr
     assert "template plain" in heard.stderr  # the benchmark leaves that to the recipe
 

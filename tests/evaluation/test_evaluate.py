@@ -58,7 +58,7 @@ class FakeScorer:
     def __init__(self, rule: Any) -> None:
         self._rule = rule
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str | None = None) -> Reward:
         await asyncio.sleep(0)
         found = self._rule(prompt.row, len(response.split()))
         if isinstance(found, Exception):

@@ -137,7 +137,7 @@ def test_auto_is_chat_where_the_tokenizer_has_a_template() -> None:
         (["model", "-", "-"], 2, "can be read only once"),
         (["model", "-"], 2, "nothing came from standard input"),
         (["model", "--data", "gone.jsonl"], 2, "'gone.jsonl' does not exist"),
-        (["model", "x"], 2, "makes no tokens of 'x'"),
+        (["model", ""], 2, "a prompt is empty"),
         (["./gone", "1="], 1, "no such folder"),
         (["model", "1=", "--template", "chat"], 2, "no chat template"),
         (["model", "1=", "--set", "sed=1"], 2, "did you mean seed?"),
@@ -154,3 +154,11 @@ def test_auto_is_chat_where_the_tokenizer_has_a_template() -> None:
 def test_a_mistake_is_told_with_a_way_out(arguments: list[str], code: int, expected: str) -> None:
     result = generate(*arguments, stdin="", code=code)
     assert expected in result.stderr and result.stdout == ""
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", vocab_size=len(TOKENIZER) - 1)
+    last = TOKENIZER.convert_ids_to_tokens(len(TOKENIZER) - 1)
+    result = dapo("generate", model, f"1{last}2=")
+    assert result.exit_code == 2
+    assert f"{last!r}, which is token {len(TOKENIZER) - 1}, but the model's embedding has" in result.stderr

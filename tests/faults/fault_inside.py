@@ -30,7 +30,7 @@ POINTS = {
     "samples": "dapo.observe.samples:write_atomic",
     "model": "dapo.training.trainer:save_model",
     "tokenizer": "transformers:PreTrainedTokenizerBase.save_pretrained",
-    "optimizer": "dapo.training.trainer:save_tensors",
+    "optimizer": "dapo.training.trainer:save_optimizer",
 }
 """Calls of the program that a fault can wait for, beside "save": a file opened in ``checkpoints/``, whoever does it."""
 

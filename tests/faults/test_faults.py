@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fault_cases import DRAWS, FAULTS, SEED, killed_at
-from fault_harness import Ended, Fault, Kept, Scene, Stage, differences, make_scene, try_fault
+from fault_harness import Ended, Fault, Kept, Running, Scene, Stage, differences, make_scene, try_fault
+from fault_inside import POINTS, Strike
 from fault_table import try_all
 from rich.console import Console
 
@@ -40,6 +43,41 @@ def test_there_are_enough_faults_and_each_declares_what_is_demanded() -> None:
     assert all(fault.exit and 0 < fault.seconds <= 60 for fault in FAULTS)
     unheard = [fault.name for fault in FAULTS if set(fault.exit) & {1, 2, 3} and not fault.says]
     assert unheard == []
+
+
+class PreparingStage(Stage):
+    """Notes the strikes of a run in place of starting it."""
+
+    class Prepared(Exception):
+        """The run would be started now."""
+
+    strikes: Sequence[Strike] = ()
+
+    def start(self, *changes: str, strikes: Sequence[Strike] = (), **around: object) -> Running:
+        self.strikes = strikes
+        raise self.Prepared
+
+    resume = start
+
+
+def test_every_fault_of_the_table_can_be_laid_and_strikes(scene: Scene) -> None:
+    """All strikes of the table in one run that they do no harm to: a renamed function, or one that is no longer called
+    so often or so late, leaves a strike that never comes."""
+    strikes: dict[str, Strike] = {}
+    for fault in FAULTS:
+        stage = PreparingStage(scene.stage("prepared").folder, scene)
+        with stage.clean_up, pytest.raises(PreparingStage.Prepared):
+            fault.do(stage)
+        strikes |= {f"{number} {fault.name}": strike for number, strike in enumerate(stage.strikes)}
+    assert {strike.point for strike in strikes.values()} == {*POINTS, "save"}
+    signals = {strike.target for strike in strikes.values() if strike.what.startswith("signal")}
+    assert all(isinstance(getattr(signal, name), signal.Signals) for name in signals)
+    stage = scene.stage("harmless")
+    targets = {name: stage.folder / f"struck-{number}" for number, name in enumerate(strikes)}
+    harmless = [replace(strike, what="touch", target=str(targets[name])) for name, strike in strikes.items()]
+    ended = stage.start(strikes=harmless).end()
+    assert ended.code == 0, ended.output
+    assert [name for name, target in targets.items() if not target.exists()] == []
 
 
 # --- what does not survive must show ------------------------------------------------------------------------------

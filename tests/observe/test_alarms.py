@@ -341,10 +341,13 @@ def test_a_resumed_run_says_what_the_whole_one_says(
 
 
 def test_names_in_the_rules_exist() -> None:
+    named = set()
     for rule in RULES:
         assert rule.reads and all(describe(name) for name in rule.reads)
         for key in re.findall(r"\b(?:training|algorithm|rollout|reward)\.[\w.]*\w", rule.advice):
             assert any(name == key or name.startswith(f"{key}.") for name in all_values()), key
+            named.add(key)
+    assert len(named) >= 5  # or the pattern does not find them any more
 
 
 def test_a_rule_reads_only_what_it_says() -> None:

@@ -157,6 +157,29 @@ def test_groups_are_counted_and_shares_are_of_the_judged_ones() -> None:
     assert metrics(stats=nothing)["groups/share_all_right"] is None
 
 
+def test_every_count_of_the_fill_is_under_its_own_name() -> None:
+    """No two are equal, so that none can stand for another; shares are of the 3 + 23 + 7 + 5 judged groups."""
+    stats = FillStats(
+        drawn=47, rounds=2, samples=160, tokens=1000, all_right=3, mixed=23, all_wrong=7, flat=5, too_few_scored=8,
+        kept=16, surplus=11, carried=13, stale=17, cancelled=1, wasted_tokens=190, scores=150, failed_scores=30,
+        keep_rate=0.625, staleness_mean=0.75, staleness_max=4, reward_wait_s=0.25,
+    )  # fmt: skip
+    kept, old = make_group(9, [(10, True), (30, False)]), make_group(2, [(5, True), (5, False)])
+    late = make_group(10, [(7, True), (8, False), (9, False)])
+    found = metrics([old, kept], [(late, "surplus")], stats=stats, first_draw=8)
+    assert {name: value for name, value in found.items() if name.startswith(("groups/", "staleness/"))} == {
+        "groups/drawn": 47, "groups/rounds": 2, "groups/all_right": 3, "groups/mixed": 23, "groups/all_wrong": 7,
+        "groups/flat": 5, "groups/unscored": 8, "groups/kept": 16, "groups/surplus": 11, "groups/carried": 13,
+        "groups/stale": 17, "groups/cancelled": 1, "groups/keep_rate": 0.625, "groups/draws_per_kept": 47 / 16,
+        "groups/share_all_right": 3 / 38, "groups/share_all_wrong": 7 / 38,
+        "staleness/mean": 0.75, "staleness/max": 4,
+    }  # fmt: skip
+    assert (found["tokens/generated"], found["tokens/wasted"], found["tokens/filtered"]) == (1000, 190, 0)
+    assert found["reward/errors"] == 0.2
+    assert found["tokens_per_second/rollout"] == 1000 / 1.75 and found["tokens_per_second/total"] == 250
+    assert found["samples_per_second"] == 1.0  # the four trained on, in 4 s; not the surplus ones
+
+
 def test_statistics_are_sums_over_sums() -> None:
     """One update of 1 token with entropy 4, one of 3 tokens with entropy 0: 1, and not the mean of means 2."""
     reports = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from replay_cases import change_lines, change_tokens, make_run
 
 from dapo.errors import UserError
+from dapo.observe.metrics import read_metrics
 from dapo.observe.sample_rows import rows_of
 from dapo.observe.samples import TokenArrays, discard_samples, tokens_path, updates_path
 from dapo.records import Sample
@@ -21,6 +23,7 @@ from dapo.replay.recompute import reports_differ
 from dapo.replay.replay import Replay, replay
 from dapo.replay.stored import read_step
 from dapo.run_folder import RunFolder
+from dapo.training.trainer import Trainer
 
 
 def told(found: Replay) -> list[tuple[str, int | None, int | None]]:
@@ -43,7 +46,8 @@ def test_the_first_step_comes_out_to_the_bit(kept_run: Path) -> None:
         assert one["recomputed"] == one["recorded"] and one["recorded"]["grad_norm"] > 0
         assert one["recomputed"]["loss_tokens"] == one["loss_tokens"]
         assert one["token_weight"] == pytest.approx([1 / one["loss_tokens"]] * 2)
-        assert one["recorded"]["clip_low"] + one["recorded"]["clip_high"] > 0 or one["update"] == 0
+        clipped = one["recorded"]["clip_low"] + one["recorded"]["clip_high"]
+        assert (clipped > 0) == (one["update"] == 1)  # before any update every ratio is 1
     assert any(one["advantage"] for one in found.samples) and any(one["overlong_penalty"] for one in found.samples)
     assert found.rewards == {"samples": found.batch["samples"], "changed": 0}
 
@@ -168,6 +172,39 @@ def test_a_changed_advantage_is_named_and_so_is_the_loss(copied_run: Path) -> No
     assert told(found)[0] == ("advantage", line["draw"], line["index"])
     assert found.differences[0].recomputed == line["advantage"]
     assert {(one.what, one.update) for one in found.differences[1:]} >= {("step 1: loss", 0)}
+
+
+def test_a_sample_that_was_not_in_the_loss_is_named(copied_run: Path) -> None:
+    place, line = trained(copied_run, 1)
+    change_lines(copied_run, 1, lambda lines: lines[place].update(in_loss=False))
+    first = replay(copied_run, 1, gradients=0, rewards=False).differences[0]
+    assert (first.what, first.draw, first.index) == ("part in the loss", line["draw"], line["index"])
+    assert (first.recorded, first.recomputed) == (False, True)
+
+
+def test_skipped_updates_are_skipped_again_and_left_out_of_the_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of the two updates of each step has an infinite loss, in the run and in the replay."""
+    plain, number = Trainer.update, itertools.count()
+
+    def update(self: Trainer, batch: Any, inputs: Any, objective: Any) -> Any:
+        worse = math.inf if next(number) % 2 else 1.0
+
+        def spoilt(*args: Any) -> Any:
+            loss, statistics = objective(*args)
+            return loss * worse, statistics
+
+        return plain(self, batch, inputs, spoilt)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    root = make_run(tmp_path, {"training.steps": 1})
+    found = replay(root, 1, gradients=0, rewards=False)
+    first, second = (one["recorded"] for one in found.updates)
+    assert (first["skipped"], second["skipped"]) == (False, True)
+    assert told(found) == []
+    (metrics,) = read_metrics(RunFolder(root).metrics)
+    assert (metrics["updates"], metrics["loss"]) == (1, first["loss"])
 
 
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "versions", "prompt_ids"])

@@ -97,7 +97,9 @@ def test_a_point_that_was_not_gained_has_no_cost(tmp_path: Path) -> None:
 
 def test_gpu_seconds_count_the_gpus_that_were_watched_on_every_host(tmp_path: Path) -> None:
     run = a_run(tmp_path / "r", [{}, {"time/step": 10.0}])
-    assert gpus_of(run) in (0, None)  # by the torch that is installed here
+    for torch, gpus in (("2.13.0+cpu", 0), ("2.13.0", None)):
+        run.folder.environment.write_text(json.dumps({"packages": {"torch": torch}}))
+        assert gpus_of(RunView.read(run.folder.root)) == gpus
     gpu = {"util": 0.5, "memory": 1, "power": 100}
     lines = [{"host": "a", "gpu": [gpu, gpu]}, {"host": "b", "gpu": [gpu]}, {"host": "a", "gpu": [gpu]}]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"host": "a", "gp'  # being written
@@ -243,6 +245,7 @@ def test_the_alarms_of_the_run_are_told_again(tmp_path: Path) -> None:
 def test_a_plot_without_a_curve_has_no_legend_and_no_warning(tmp_path: Path) -> None:
     steps = [{}, {"groups/drawn": 3, "time/rollout": 1.0}, {"groups/drawn": 3, "time/rollout": 1.0}]
     write_report("r", sections_of(a_run(tmp_path / "r", steps)), tmp_path / "report")
+    assert list((tmp_path / "report" / "plots").glob("*.png"))
 
 
 # --- the command --------------------------------------------------------------------------------------------------

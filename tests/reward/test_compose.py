@@ -31,7 +31,7 @@ class Given:
     async def examine(self, prompts):
         return [Doubt(*doubt) for doubt in self.doubts]
 
-    async def score(self, prompt, response):
+    async def score(self, prompt, response, finish_reason=None):
         self.asked += 1
         await asyncio.sleep(0)
         if isinstance(self.reward, BaseException):
@@ -277,7 +277,7 @@ def test_numbers_beyond_all_bounds_are_refused():
 
 def test_a_part_that_never_ends_ends_with_the_time_of_the_whole():
     class Endless(Given):
-        async def score(self, prompt, response):
+        async def score(self, prompt, response, finish_reason=None):
             await asyncio.Event().wait()
 
     reward = score({"a": part(), "b": part()}, {"a": RIGHT, "b": Endless(None)}, timeout_s=0.05)
@@ -291,7 +291,7 @@ def test_parts_are_scored_at_the_same_time():
         meet = asyncio.Barrier(3)
 
         class Meeting(Given):
-            async def score(self, prompt, response):
+            async def score(self, prompt, response, finish_reason=None):
                 async with asyncio.timeout(5):
                     await meet.wait()
                 return self.reward

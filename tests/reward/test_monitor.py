@@ -31,7 +31,7 @@ class Check:
     def __init__(self):
         self.seen = []
 
-    async def score(self, prompt, response):
+    async def score(self, prompt, response, finish_reason=None):
         self.seen.append((prompt.row, response))
         if response == "fails":
             return Reward(None, 0.0, error="down")
@@ -259,7 +259,7 @@ def test_a_step_that_is_interrupted_counts_once_and_its_warning_is_given_again()
 
 def test_a_check_that_breaks_ends_the_watching_and_not_the_run():
     class Broken(Check):
-        async def score(self, prompt, response):
+        async def score(self, prompt, response, finish_reason=None):
             raise RewardError("it returned None")
 
     (metrics, said), (later, silent) = watch([hacked(0, 0.5), hacked(1, 0.5)], Broken())

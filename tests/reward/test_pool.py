@@ -157,15 +157,17 @@ def test_functions_get_what_they_ask_for():
     assert (yes.correct, yes.value, no.correct, no.value) == (True, 1.0, False, -1.0)
 
 
-def test_loading_errors_show_at_start():
-    for config in (function("lenght"), function("not_a_function"), function("length", colour=1)):
-        with pytest.raises(RewardError) as caught:
-            score_all(config, [], start=True)
-        assert (
-            "did you mean length" in str(caught.value)
-            or "not a function" in str(caught.value)
-            or "colour" in str(caught.value)
-        )
+@pytest.mark.parametrize(
+    ("name", "kwargs", "said"),
+    [
+        ("lenght", {}, "did you mean length"),
+        ("not_a_function", {}, "not a function"),
+        ("length", {"colour": 1}, "colour"),
+    ],
+)
+def test_loading_errors_show_at_start(name, kwargs, said):
+    with pytest.raises(RewardError, match=said):
+        score_all(function(name, **kwargs), [], start=True)
 
 
 def test_close_in_the_middle_is_fast_and_leaves_no_process_behind(tmp_path):

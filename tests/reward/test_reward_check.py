@@ -260,7 +260,7 @@ class _Slow:
         if not self.starts:
             raise RewardError("not today")
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str | None = None) -> Reward:
         self.now += 1
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.001)
@@ -273,7 +273,7 @@ class _Slow:
 
 def test_many_scores_are_asked_for_at_once_but_not_all():
     scorer = _Slow()
-    items = [(str(k), Prompt(k, "", ()), str(k)) for k in range(1000)]
+    items = [(str(k), Prompt(k, "", ()), str(k), None) for k in range(1000)]
     rewards = asyncio.run(score_each(scorer, items, lambda: None))
     assert [reward.value for reward in rewards] == list(range(1000))
     assert scorer.most == 256

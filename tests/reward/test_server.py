@@ -273,7 +273,8 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 def endless_request(server: RewardServer) -> Iterator[None]:
     """The server works for 300 s on what a client waits for."""
     body = json.dumps({"items": [item("300")]})
-    head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    kind = "Host: 127.0.0.1\r\nContent-Type: application/json"
+    head = f"POST /score HTTP/1.1\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}{body}".encode())
         yield

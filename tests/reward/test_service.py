@@ -44,7 +44,7 @@ class Odd:
 
     async def close(self) -> None: ...
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: str | None = None) -> Reward:
         if response == "broken":
             raise RewardError(f"it gave {HALF}")
         return REWARDS[response]  # type: ignore[no-any-return]

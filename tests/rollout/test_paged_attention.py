@@ -290,19 +290,19 @@ def test_the_sizes_of_a_pool() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "said"),
     [
-        lambda r: {"key": r.key[:, :1].repeat(1, 2, 1)},
-        lambda r: {"query": r.query.transpose(1, 2).contiguous().transpose(1, 2)},
-        lambda r: {"lengths": r.lengths.long()},
-        lambda r: {"table": r.table[:1]},
+        (lambda r: {"key": r.key[:, :1].repeat(1, 2, 1)}, "do not fit"),
+        (lambda r: {"query": r.query.transpose(1, 2).contiguous().transpose(1, 2)}, "must be contiguous"),
+        (lambda r: {"lengths": r.lengths.long()}, "must be int32"),
+        (lambda r: {"table": r.table[:1]}, "2 rows, but a table of 1 and 2 lengths"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(change) -> None:
+def test_arguments_that_do_not_fit_are_refused(change, said: str) -> None:
     rows = make_rows([3, 5], 2, 1, 64, 16, F32)
     for name, tensor in change(rows).items():
         setattr(rows, name, tensor)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=said):
         by_reference(rows)
 
 

@@ -258,6 +258,28 @@ def test_new_weights_mark_later_tokens_and_prompts_are_computed_anew() -> None:
     assert device.computed == 2 * 4
 
 
+def test_the_youngest_is_preempted_and_the_oldest_never_starts_again() -> None:
+    """15 pages of one token for two responses of 10 after a prompt of 2: they do not fit, and the second one leaves."""
+    decoder, device = make(rows=2, pages=16, page_tokens=1, max_sequence=12, stretch=1)
+    requests = [(0, Request(number, (8, 9), (seed,), Sampling(1.0, 10))) for number, seed in ((4, 1), (2, 3))]
+    assert [len(expected(request, 0)) for _, request in requests] == [10, 10]  # neither stops early
+    begun: list[tuple[int, int]] = []
+    start = device.start
+
+    def noted(starts: Sequence[RowStart]) -> None:
+        begun.extend((one.seed, len(one.done.tokens)) for one in starts)
+        start(starts)
+
+    device.start = noted  # type: ignore[method-assign]
+    for key, request in requests:
+        decoder.submit(key, request)
+    answers = drain(decoder)
+    check_answers(requests, answers)
+    assert decoder.preemptions >= 1 and [s.request_id for _, s in answers] == [4, 2]
+    assert begun[:2] == [(1, 0), (3, 0)]
+    assert len(begun) == 2 + decoder.preemptions and all(seed == 3 and had > 0 for seed, had in begun[2:])
+
+
 def test_a_draining_tail_computes_fewer_rows() -> None:
     decoder, device = make(rows=8, pages=400, page_tokens=4, max_sequence=80, stretch=2)
     computed: list[int] = []

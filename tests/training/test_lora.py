@@ -146,7 +146,8 @@ def test_a_snapshot_holds_the_adapter_and_goes_on_to_the_bit(wide: Path, tmp_pat
     update(trainer)
     frozen.save(tmp_path / "model")
     frozen.save_state(tmp_path / "optimizer")
-    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["adapter_config.json", WEIGHTS_FILE]
+    files = sorted(p.name for p in (tmp_path / "model").iterdir())
+    assert files == ["adapter_config.json", WEIGHTS_FILE, "generation_config.json"]
     resumed = trainer_of(wide, compute_dtype="bfloat16", seed=3, disturb=False)
     resumed.load(tmp_path / "model")
     resumed.load_state(tmp_path / "optimizer")

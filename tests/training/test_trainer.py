@@ -496,7 +496,7 @@ def test_counters_survive(tmp_path):
     again = make_trainer(max_skipped_updates=2)
     again.load_state(tmp_path / "state")
     assert again.skipped_updates == 1 and again.publish()[0] == 1  # the unpublished update is not forgotten
-    with pytest.raises(NumericalError):
+    with pytest.raises(NumericalError, match="2 updates in a row"):
         again.update(batch, make_inputs(batch), poisoned(math.nan))
     assert again.skipped_updates == 1  # the one that ends a run is made again when that goes on, and counted then
 

@@ -282,13 +282,15 @@ def test_a_token_is_made_where_others_can_reach_the_page(monkeypatch: pytest.Mon
 # --- what is new ---------------------------------------------------------------------------------------------------
 
 
-def test_new_steps_come_as_events(tmp_path: Path) -> None:
-    folder = page_run(tmp_path / "r", steps=1)
+def test_new_steps_come_as_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, looks, every = page_run(tmp_path / "r", steps=1), threading.Semaphore(0), Runs.all
+    monkeypatch.setattr(Runs, "all", lambda self: looks.release() or every(self))
     with served(tmp_path) as address:
         with urllib.request.urlopen(f"{address}/api/events?run=r", timeout=30) as stream:
             assert stream.headers["Content-Type"].startswith("text/event-stream")
             assert stream.readline() == b"event: hello\n"
-            time.sleep(0.5)  # one look at what is there already
+            for _ in range(2):  # when the second look begins, the first one has seen what is there already
+                assert looks.acquire(timeout=60)
             add_step(folder, 2)
             heard: dict[str, Any] = {}
             name = "hello"

@@ -111,7 +111,7 @@ def test_a_typed_prompt_has_a_verdict_if_its_answer_is_given(client: httpx.Clien
     without = samples_of(stream(client, prompt="9*9=", samples=1))[0, 0]["verdict"]
     assert without["correct"] is None and without["error"] == "the reward needs a reference answer"
     given = samples_of(stream(client, prompt="9*9=", answer="1", samples=1))[0, 0]["verdict"]
-    assert given["correct"] in (True, False) and given["error"] is None
+    assert given["correct"] is (given["extracted"] == "1") and given["error"] is None
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_who_comes_second_is_told_that_it_is_busy(run: Path, monkeypatch: pytest
     free, loading = threading.Event(), threading.Event()
     real = models.load
 
-    def slow(path: Path, device: str) -> models.Loaded:
+    def slow(path: Path) -> models.Loaded:
         loading.set()
         assert free.wait(30)
-        return real(path, device)
+        return real(path)
 
     monkeypatch.setattr(models, "load", slow)
     with serving(run) as client:
@@ -190,9 +190,7 @@ async def all_of(answerer: Answerer, what: Asked) -> list[dict[str, Any]]:
 def test_two_models_are_held_and_each_is_loaded_once_while_it_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     real = models.load
-    monkeypatch.setattr(
-        models, "load", lambda path, device: loaded.append(path.parent.name + path.name) or real(path, device)
-    )
+    monkeypatch.setattr(models, "load", lambda path: loaded.append(path.parent.name + path.name) or real(path))
 
     async def ask() -> None:
         answerer = Answerer()

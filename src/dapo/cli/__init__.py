@@ -6,6 +6,7 @@ printed as a message, without a traceback; their kind is in the exit code.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -27,8 +28,8 @@ from dapo.cli import (
     ui,
     votes,
 )
-from dapo.cli.errors import EXIT_CODES
-from dapo.terminal import escape_what_cannot_be_written
+from dapo.cli.errors import EXIT_CODES, errors_for_people
+from dapo.terminal import escape_what_cannot_be_written, open_closed_streams
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,8 +42,16 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the program."""
+    open_closed_streams()
     escape_what_cannot_be_written()
-    app()
+    try:
+        with errors_for_people(debug=False):  # for what is printed outside of commands, such as help
+            try:
+                app()
+            finally:
+                sys.stdout.flush()
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,20 +69,8 @@ def _root(
     pass
 
 
-for _command in (
-    train.train,
-    doctor.doctor,
-    evaluate.evaluate,
-    generate.generate,
-    inspect.inspect,
-    ui.ui,
-    config.config,
-    demo.demo,
-):
-    app.command(epilog=EXIT_CODES)(_command)
-app.command(epilog=EXIT_CODES)(replay.replay)
-app.command(epilog=EXIT_CODES)(report.report)
-app.command(epilog=EXIT_CODES)(votes.votes)
+for _module in (train, doctor, evaluate, generate, inspect, ui, config, demo, replay, report, votes):
+    app.command(epilog=EXIT_CODES)(getattr(_module, _module.__name__.rpartition(".")[2]))
 app.add_typer(data.app, name="data")
 app.add_typer(reward.app, name="reward")
 app.command("reward-server", epilog=EXIT_CODES)(reward_server.reward_server)

@@ -7,7 +7,7 @@ puts no space behind ``=``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +39,8 @@ def complete_override(context: typer.Context, incomplete: str) -> Completions:
     words: list[str] = ["", "", *(context.params.get("overrides") or [])]
     before, last = words[-2:]
     if last == "=":  # bash takes a word apart at "=", and asks for the value alone
-        return [(value, "") for key in _keys_called(before) for value in _values(key)]
+        key = _by_name().get(before)
+        return [(value, "") for value in _values(key)] if key is not None else []
     return _overrides(incomplete)
 
 
@@ -84,10 +85,6 @@ def _overrides(incomplete: str) -> Completions:
 def _values(key: Key) -> list[str]:
     values = key.choices or (() if key.required else (key.default,))
     return [v if isinstance(v, str) else json.dumps(v, separators=(",", ":")) for v in values if v != ""]
-
-
-def _keys_called(name: str) -> Iterable[Key]:
-    return [key for key in [_by_name().get(name)] if key is not None]
 
 
 def _by_name() -> dict[str, Key]:

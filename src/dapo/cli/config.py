@@ -13,6 +13,7 @@ import typer
 from dapo.cli.completion import complete_key, complete_recipe
 from dapo.cli.errors import errors_for_people
 from dapo.cli.options import Debug, Overrides
+from dapo.cli.output import print_json
 from dapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def config(
             values = _restricted(values, key, resolved)
         reference = _reference(resolved)
         if as_json:
-            print(json.dumps(_as_json(values, reference, docs), indent=2, ensure_ascii=False))
+            print_json(_as_json(values, reference, docs))
         else:
             _show("\n".join(_document(values, reference, docs)))
 
@@ -77,11 +78,7 @@ def _values(config: Config, open_keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _restricted(values: Mapping[str, Any], key: str, config: Config) -> dict[str, Any]:
-    """``values`` with the branch of ``key`` only.
-
-    Raises:
-        ConfigError: there is no such key.
-    """
+    """``values`` with the branch of ``key`` only. Raises ConfigError if there is none."""
     from dapo.config import all_keys
     from dapo.config.messages import nearest_key
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +13,9 @@ from typer.core import TyperCommand
 
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import EXIT_CODES, errors_for_people
-from dapo.cli.options import Debug
-from dapo.cli.status import StatusLine
-from dapo.errors import ConfigError, UserError
+from dapo.cli.options import Debug, JsonFile
+from dapo.cli.output import status_line, write_results
+from dapo.errors import ConfigError
 from dapo.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def check(
     template: Annotated[
         str | None, typer.Option(metavar="NAME", help="plain, chat or dapo: how a row becomes a prompt.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")] = None,
+    output: JsonFile = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
     ] = False,
@@ -89,30 +88,28 @@ def check(
     with errors_for_people(debug):
         from dapo.data.check import check_data
         from dapo.escapes import eaten_in
+        from dapo.reward.build import needs_answer
 
         config = _config(recipe, words or [], template, tokenizer)
         train, evaluation = _files(config, recipe, words or [], against or [])
         if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
-        measure = _measure(config, tokenizer, recipe, template)
-        progress = StatusLine(quiet, "reading")
-        try:
+        measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
+        with status_line(quiet, "reading") as progress:
             found = check_data(
                 train,
                 evaluation,
                 config.data,
                 measure,
-                answer_required=recipe is not None and _needs_answer(config),
+                answer_required=None if needed and recipe is None else needed,
                 progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
             )
-        finally:
-            progress.close()
         doubts = eaten_in(config.model_dump(mode="json"))
         doubts += [line for item in (*train, *evaluation) for line in _answers(config, item)]
         for line in report_lines(found, config, doubts):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
         if output is not None:
-            _write(output, found, doubts)
+            write_results(output, {**found.as_json(), "answers": doubts})
         if found.bad or (strict and found.doubts):
             raise typer.Exit(2)
 
@@ -153,12 +150,6 @@ def _files(
     return train, compared or (config.evaluation.data if recipe is not None else [])
 
 
-def _needs_answer(config: Config) -> bool:
-    from dapo.reward.build import needs_answer
-
-    return needs_answer(config.reward)
-
-
 def _measure(config: Config, tokenizer: str | None, recipe: Path | None, template: str | None) -> Measure:
     """With the tokenizer that was named, or the recipe's. It is loaded only if a file was not checked before."""
     from dapo.data.check import Measure, file_identity
@@ -178,7 +169,9 @@ def _measure(config: Config, tokenizer: str | None, recipe: Path | None, templat
             return PromptTemplate(data.model_copy(update={"template": "plain"}), found)
         return PromptTemplate(data, found)
 
-    said = data.model_dump(mode="json", include={"template", "chat_template", "instruction", "system"})
+    from dapo.inference import WRITING
+
+    said = data.model_dump(mode="json", include=set(WRITING))
     files = [Path(name)] + ([Path(data.chat_template).parent] if data.chat_template else [])
     return Measure(load, [str(name), unnamed, said, [file_identity(file) for file in files]])
 
@@ -200,17 +193,6 @@ def _answers(config: Config, item: DataItem) -> list[str]:
     return doubts_about(config, item, prompts)
 
 
-def _write(output: Path, found: CheckReport, doubts: Sequence[str]) -> None:
-    from dapo.files import write_json
-    from dapo.redaction import redact_command
-
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, {"command": redact_command(sys.argv), **found.as_json(), "answers": doubts})
-    except OSError as error:
-        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
-
-
 # --- what is said -------------------------------------------------------------------------------------------------
 
 
@@ -224,9 +206,9 @@ def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ())
             yield ""
     for report in (*found.train, *found.evaluation):
         yield from _faults(report)
-        if report.eaten:
-            yield f"warning: {report.eaten:,} rows of {report.file} hold control characters, such as"
-            yield from (visible(f"  {example}") for example in report.examples)
+        for what, (count, examples) in report.doubts.items():
+            yield f"warning: {count:,} rows of {report.file} {what}, such as"
+            yield from (visible(f"  {example}") for example in examples)
             yield ""
     for title, reports in (("training", found.train), ("evaluation", found.evaluation)):
         if reports:

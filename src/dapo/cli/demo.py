@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -38,14 +39,11 @@ def demo(arguments: Arguments = None, quiet: Quiet = False, debug: Debug = False
         from dapo.progress import make_listener
 
         console = Terminal()
-        listener = make_listener(quiet, console)
-        try:
+        with closing(make_listener(quiet, console)) as listener:
             listener.phase("loading")
             run, overrides = _chosen(arguments or [])
             with stopped_by_signals() as stopping:
                 run(overrides, listener, None if quiet else console, stopping)
-        finally:
-            listener.close()
 
 
 def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:

@@ -10,8 +10,8 @@ import typer
 
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, Overrides
-from dapo.cli.status import StatusLine
+from dapo.cli.options import AsJson, Debug, Overrides
+from dapo.cli.output import status_line
 from dapo.terminal import Terminal, visible
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def doctor(
             help="Sample and score whole groups for N prompts: will dynamic sampling find enough mixed ones?",
         ),
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs, as JSON.")] = False,
+    as_json: AsJson = False,
     quiet: Annotated[
         bool,
         typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only."),
@@ -53,15 +53,12 @@ def doctor(
 
         console = Terminal()
         table = console.is_terminal and not as_json
-        progress = StatusLine(quiet or as_json, "reading the recipe")
         findings: list[Finding] = []
-        try:
+        with status_line(quiet or as_json, "reading the recipe") as progress:
             for finding in examine(recipe, overrides or (), probe, lambda name: progress(f"checking: {name}")):
                 findings.append(finding)
                 if not (as_json or table) and _is_shown(finding, quiet):
                     console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)
-        finally:
-            progress.close()
         if as_json:
             from dapo.files import json_line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ EXIT_CODES = (
     "the command line or the data; 3 training stopped early (nothing left to learn from, or numbers that are not "
     "finite); 70 a fault of dapo's; 75 told to stop, --resume goes on; 130 and 143 interrupted (SIGINT, SIGTERM)."
 )
+
+_NO_FAULTS = {
+    **{number: f"cannot be written to: {os.strerror(number)}" for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO)},
+    errno.ENAMETOOLONG: "no file can have a name that long",  # ours are all short
+}
+"""What may be wrong with the machine or a name wherever something is read or written."""
 
 
 def exit_code(error: UserError) -> int:
@@ -54,8 +61,8 @@ def errors_for_people(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # ours are all short
-            complain(f"{error.filename}: no file can have a name that long")
+        if isinstance(error, OSError) and error.errno in _NO_FAULTS:
+            complain(f"{error.filename or 'standard output or a file'}: {_NO_FAULTS[error.errno]}")
             raise typer.Exit(1) from None
         complain(
             f"{type(error).__name__}: {error}\nThis is a fault of dapo's, not yours. "

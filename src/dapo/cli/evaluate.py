@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, options_layer
-from dapo.errors import ConfigError, DataError, UserError
+from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, options_layer
+from dapo.cli.output import require_writable
+from dapo.errors import ConfigError, UserError
 from dapo.terminal import Terminal, counted
 
 if TYPE_CHECKING:
@@ -22,13 +24,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
-        ),
-    ],
+    model: Model,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -47,20 +43,12 @@ def evaluate(
         Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
     ] = None,
     samples: Annotated[int | None, typer.Option(metavar="K", help="Samples of each prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of this mass.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", help="Sample from the tokens this many times as likely as the likeliest."),
-    ] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest response in tokens.")] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End a response with this text, which belongs to it; may be given again."),
-    ] = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
     output: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
     ] = None,
@@ -104,8 +92,7 @@ def evaluate(
 
         from dapo.progress import make_listener
 
-        listener = make_listener(quiet, Console(stderr=True))
-        try:
+        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             for line in _picked(model, found.path, about):
                 listener.phase(line)
             if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
@@ -120,8 +107,6 @@ def evaluate(
                 return told
 
             results, told = evaluate_files(config, listener, write, preset.published if preset else None)
-        finally:
-            listener.close()
         _show(Terminal(), results, told)
 
 
@@ -132,12 +117,8 @@ def _sorted_out(data: Sequence[str] | None, words: Sequence[str] | None) -> tupl
 
 
 def _check_data(config: Config) -> None:
-    """
-    Raises:
-        ConfigError: none are named, or one twice.
-        DataError: one does not exist.
-    """
-    from dapo.plan import missing_files
+    """Raises ConfigError if no file is named, or one twice, and DataError if one does not exist."""
+    from dapo.plan import require_files
 
     files = [item.path for item in config.evaluation.data]
     if not files:
@@ -145,9 +126,7 @@ def _check_data(config: Config) -> None:
     twice = [item.path for item in config.evaluation.data if config.evaluation.data.count(item) > 1]
     if twice:
         raise ConfigError(f"--data: {twice[0]} is named twice")
-    missing = missing_files(config)
-    if missing:
-        raise DataError("\n".join(missing))
+    require_files(config)
 
 
 def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:
@@ -157,13 +136,10 @@ def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:
 
 
 class _Output:
-    """Where the results go. Made and tried before anything is computed."""
+    """Where the results go, tried before anything is computed. Raises UserError if it cannot be written to, ConfigError
+    if samples have none."""
 
     def __init__(self, output: Path | None, save_samples: bool) -> None:
-        """
-        Raises:
-            UserError: the place cannot be written to, or samples have none.
-        """
         if save_samples and output is None:
             raise ConfigError("--save-samples: needs a place; use --output FOLDER")
         self.results: Path | None = None
@@ -172,13 +148,7 @@ class _Output:
             return
         is_file = output.suffix == ".json" and not output.is_dir()
         self.results = output if is_file else output / "evaluation.json"
-        try:
-            self.results.parent.mkdir(parents=True, exist_ok=True)
-            probe = self.results.with_name(f".{self.results.name}.probe")
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UserError(f"--output: cannot write to {str(output)!r}: {error.strerror or error}") from None
+        require_writable("--output", output, self.results)
 
     def write(self, report: Mapping[str, Any], results: Sequence[FileResult]) -> None:
         """Write evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, options_layer
+from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, options_layer
 from dapo.errors import ConfigError, DataError
-from dapo.terminal import counted
+from dapo.terminal import Terminal, counted
 
 if TYPE_CHECKING:
     from dapo.generation import Response
@@ -33,13 +33,7 @@ class Template(enum.StrEnum):
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
-        ),
-    ],
+    model: Model,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; - reads one from standard input.")
     ] = None,
@@ -47,19 +41,11 @@ def generate(
         str | None, typer.Option(metavar="FILE", help="Take the prompts from the rows of this file.")
     ] = None,
     samples: Annotated[int | None, typer.Option(metavar="N", help="Responses to each prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of this mass.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(metavar="P", help="Sample from the tokens this many times as likely as the likeliest."),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest response in tokens.")] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End a response with this text, which belongs to it; may be given again."),
-    ] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
     template: Annotated[
@@ -90,7 +76,7 @@ def generate(
     with errors_for_people(debug):
         from dapo.inference import find_model, inference_config
         from dapo.model.hub import require_at_hand
-        from dapo.plan import missing_files
+        from dapo.plan import require_files
         from dapo.progress import make_listener
 
         if top_logprobs and not as_json:
@@ -115,27 +101,18 @@ def generate(
         asked = {"evaluation": {"samples_per_prompt": 1, "data": [data] if data else [], "rows": None}}
         options, where = options_layer(given)
         config = inference_config(found, asked, options, overrides=settings or [], where=where)
-        missing = missing_files(config)
-        if missing:
-            raise DataError("\n".join(missing))
-        listener = make_listener(quiet, Console(stderr=True))
-        try:
+        require_files(config)
+        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
                 listener.warning("at temperature 0 all samples of a prompt are alike; use --temperature 1")
             from dapo.generation import generate_responses
 
             show = _print_json if as_json else _printer(len(texts) + (data is not None), config)
             generate_responses(config, texts, listener, show, top_logprobs)
-        finally:
-            listener.close()
 
 
 def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
-    """
-    Raises:
-        ConfigError: there is nothing to generate from.
-        DataError: a prompt is empty.
-    """
+    """Raises ConfigError if there is nothing to generate from, and DataError if a prompt is empty."""
     if not prompts and data is None:
         raise ConfigError("nothing to generate from: give a PROMPT, - for standard input, or --data FILE")
     if prompts.count("-") > 1:

@@ -3,18 +3,18 @@ what it may write is the index of samples, if that is behind and several steps a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dapo.cli.completion import complete_metric, complete_run, complete_status
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug
+from dapo.cli.options import AsJson, Debug
+from dapo.cli.output import print_json, print_lines
 from dapo.errors import ConfigError, UserError
 from dapo.terminal import Terminal, counted, visible
 
@@ -101,7 +101,7 @@ def inspect(
         tuple[int, int] | None,
         typer.Option(metavar="A B", help="Of one --prompt: what changed between two steps.", rich_help_panel=_SAMPLES),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs, as JSON.")] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show what a run did: its state, metrics, evaluations and checkpoints, or its samples.
@@ -135,10 +135,7 @@ def inspect(
 
 
 def _require_alone(span: Steps, wanted: SampleFilter, sort: _Sort | None, table: bool) -> None:
-    """
-    Raises:
-        ConfigError: something was asked for that a comparison of two steps does not look at.
-    """
+    """Raises ConfigError if something was asked for that a comparison of two steps does not look at."""
     from dapo.observe.samples import SampleFilter
 
     others = {"--step": span, "--sort": sort, "--table": table, "a filter": wanted != SampleFilter(row=wanted.row)}
@@ -159,10 +156,10 @@ def _runs(folders: Iterable[Path], as_json: bool) -> None:
             spoilt[folder] = str(error)
     if as_json:
         unreadable = [{"run_dir": str(folder), "state": "unreadable", "why": why} for folder, why in spoilt.items()]
-        _print_json([*(run_as_json(run) for run in runs), *unreadable])
+        print_json([*(run_as_json(run) for run in runs), *unreadable])
     else:
-        _print_lines(runs_table(runs, _width()))
-        _print_lines(f"cannot be read: {visible(why)}" for why in spoilt.values())
+        print_lines(runs_table(runs, _width()))
+        print_lines(f"cannot be read: {visible(why)}" for why in spoilt.values())
 
 
 def _overview(run: RunView, span: tuple[int, int] | None, as_json: bool) -> None:
@@ -170,9 +167,9 @@ def _overview(run: RunView, span: tuple[int, int] | None, as_json: bool) -> None
     from dapo.cli.run_report import report
 
     if as_json:
-        _print_json(overview(run, span))
+        print_json(overview(run, span))
     else:
-        _print_lines(report(run, span, _width(), Terminal().options.ascii_only))
+        print_lines(report(run, span, _width(), Terminal().options.ascii_only))
 
 
 def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json: bool) -> None:
@@ -181,9 +178,9 @@ def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json:
     entries = in_range(run.metrics, span)
     names = chosen(patterns, run.metrics)
     if as_json:
-        _print_json([{name: e[name] for name in ["step", *names] if name in e} for e in with_any(entries, names)])
+        print_json([{name: e[name] for name in ["step", *names] if name in e} for e in with_any(entries, names)])
     else:
-        _print_lines(metrics_table(entries, names, _width()))
+        print_lines(metrics_table(entries, names, _width()))
 
 
 def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None, limit: int, shown_as: _Shown) -> None:
@@ -192,16 +189,16 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
 
     found = find(run, span, wanted, order, limit)
     if shown_as is _Shown.json:
-        _print_json(found.samples)
+        print_json(found.samples)
         return
     if shown_as is _Shown.table:
         width = _width() or _WIDE
         Terminal(width=width, highlight=False).print(table(found.samples, width))
     else:
         full = shown_as is _Shown.full
-        _print_lines(line for sample in found.samples for line in [*show(sample, _width() or 100, full), ""])
+        print_lines(line for sample in found.samples for line in [*show(sample, _width() or 100, full), ""])
     cut = f", {len(found.samples)} shown (--limit)" if len(found.samples) < found.matching else ""
-    _print_lines([f"{found.matching} of {counted(found.total, 'sample')}{cut}"])
+    print_lines([f"{found.matching} of {counted(found.total, 'sample')}{cut}"])
 
 
 def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_json: bool) -> None:
@@ -211,7 +208,7 @@ def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_
 
     before, after = two_steps(run, steps, row)
     if as_json:
-        _print_json({"before": before, "after": after})
+        print_json({"before": before, "after": after})
         return
     terminal = Terminal(highlight=False)
     styles = {"-": "red", "+": "green", "@": "bold"}
@@ -236,12 +233,3 @@ def _width() -> int | None:
     """Cells in a line; None where there is no terminal, and lines may be of any length."""
     console = Terminal()
     return console.width if console.is_terminal else None
-
-
-def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))

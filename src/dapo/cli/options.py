@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dapo.cli.completion import complete_override
+from dapo.cli.completion import complete_override, complete_run
 
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -17,6 +19,25 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
+    ),
+]
+Temperature = Annotated[float | None, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens of this mass.")]
+MinP = Annotated[
+    float | None, typer.Option(metavar="P", help="Sample from the tokens this many times as likely as the likeliest.")
+]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Longest response in tokens.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End a response with this text, which belongs to it; may be given again."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs, as JSON.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
@@ -24,8 +45,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 def options_layer(given: Mapping[str, tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Options of the command line as settings, and for messages which option each key comes from.
 
-    Args:
-        given: by the option's name its key of the config and its value; None: not given.
+    ``given``: by the option's name its key of the config and its value; None: not given.
     """
     from dapo.config import nested
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.cli.completion import complete_run
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug
-from dapo.cli.status import StatusLine
+from dapo.cli.options import AsJson, Debug, Run
+from dapo.cli.output import print_json, print_lines, status_line
 from dapo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +23,7 @@ _SHOWN = 4
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)],
+    run: Run,
     step: Annotated[int, typer.Option(metavar="K", help="Rollout step, from 1.")],
     update: Annotated[
         int | None, typer.Option(metavar="J", help="This optimizer update of the step only, from 0.")
@@ -41,7 +38,7 @@ def replay(
     rewards: Annotated[
         bool, typer.Option("--rewards/--no-rewards", help="Score the samples again, which may call a judge.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs, as JSON.")] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Make a rollout step of RUN again from what was stored of it, and compare with what was recorded.
@@ -54,21 +51,17 @@ def replay(
         from dapo.observe.run_view import RunView
 
         RunView.read(run)  # so that a wrong folder is told before torch is loaded
-        progress = StatusLine(as_json, "loading")
-        try:
+        with status_line(as_json, "loading") as progress:
             from dapo.replay.replay import replay as make_again
 
             found = make_again(run, step, update, wanted, samples, rewards, progress)
-        finally:
-            progress.close()
         if as_json:
-            print(json.dumps(plain(found.as_json()), indent=2, ensure_ascii=False))
+            print_json(plain(found.as_json()))
         else:
             if found.sample is not None:
                 _print_tokens(found.sample)
                 print()
-            for line in report(found):
-                print(line)
+            print_lines(report(found))
             print(verdict(found))
         if found.differences:
             raise typer.Exit(1)

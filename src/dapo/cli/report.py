@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from dapo.cli.completion import complete_run
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug
+from dapo.cli.options import Debug, Run
+from dapo.cli.output import print_lines
 from dapo.errors import UserError, install
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)],
+    run: Run,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder to write to; by default report/ in the run folder.")
     ] = None,
@@ -36,5 +36,4 @@ def report(
                 raise
             raise UserError(f"dapo report needs matplotlib, which is not installed: {install('report')}") from None
         pages = write_report(f"Report of {run.resolve().name}", sections_of(found), output or run / "report")
-        for page in pages:
-            print(page)
+        print_lines(map(str, pages))

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from dapo.cli.completion import complete_recipe, complete_run
+from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import EXIT_CODES, errors_for_people
 from dapo.cli.inspect import _span
-from dapo.cli.options import Debug
-from dapo.cli.status import StatusLine
-from dapo.errors import ConfigError, UserError
-from dapo.terminal import counted
+from dapo.cli.options import Debug, JsonFile, Run
+from dapo.cli.output import print_lines, require_writable, status_line, write_results
+from dapo.errors import ConfigError
+from dapo.terminal import counted, warn
 
 if TYPE_CHECKING:
     from dapo.config import RewardConfig
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Check a reward against labelled cases; score a run's samples again.")
 
-_Output = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no times.")]
 
 
@@ -50,7 +46,7 @@ def check(
     tolerance: Annotated[
         float, typer.Option(min=0, metavar="X", help="How far a reward may be from an expected number.")
     ] = 1e-9,
-    output: _Output = None,
+    output: JsonFile = None,
     quiet: _Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -70,21 +66,19 @@ def check(
         config = load_reward(reward, overrides)
         cases = read_cases(files, config)
         _require_writable(output, files)
-        progress, started = StatusLine(quiet, "starting"), time.perf_counter()
-        try:
+        started = time.perf_counter()
+        with status_line(quiet, "starting") as progress:
             checked = asyncio.run(
                 check_cases(cases, config, tolerance, lambda done: progress(f"{done:,} of {len(cases):,} cases"))
             )
-        finally:
-            progress.close()
         seconds = time.perf_counter() - started
         agreed = sum(one.agrees for one in checked)
         for one in checked:
             if not one.agrees:
-                _print_lines([*disagreement(one), ""])
+                print_lines([*disagreement(one), ""])
         if output is not None:
             found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
-            _write(output, {**found, "verdicts": [one.as_json() for one in checked]})
+            write_results(output, {**found, "verdicts": [one.as_json() for one in checked]})
         if not quiet:
             print(f"{counted(len(cases), 'case', ',')} in {seconds:.1f} s, {len(cases) / seconds:,.0f} per second")
         print(f"agree {agreed} of {len(cases)}")
@@ -94,7 +88,7 @@ def check(
 
 @app.command(epilog=EXIT_CODES)
 def score(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)],
+    run: Run,
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[REWARD.KEY=VALUE]", help="Keys of the reward to change.")
     ] = None,
@@ -110,7 +104,7 @@ def score(
         "all"
     ),
     examples: Annotated[int, typer.Option(min=0, help="Show at most so many samples that changed.")] = 6,
-    output: _Output = None,
+    output: JsonFile = None,
     quiet: _Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -138,9 +132,9 @@ def score(
         chosen = load_reward(reward or view.folder.config, overrides)
         if reward is None:
             for line in view.changes_of_reward(config):
-                _warn(f"the reward is not the one that the run started with: {line}")
+                warn(f"the reward is not the one that the run started with: {line}")
         _require_writable(output, [str(view.folder.config)])
-        rows = StoredRows(config, chosen, _warn)
+        rows = StoredRows(config, chosen, warn)
         summary = Summary(examples)
         told: list[dict[str, Any]] = []
 
@@ -149,23 +143,22 @@ def score(
             if output is not None:
                 told.append(change.as_json())
 
-        progress, started = StatusLine(quiet, "starting"), time.perf_counter()
-        done = 0
+        started, done = time.perf_counter(), 0
+        with status_line(quiet, "starting") as progress:
 
-        def advance(step: int) -> None:
-            nonlocal done
-            done += 1
-            progress(f"step {step}, {done:,} samples")
+            def advance(step: int) -> None:
+                nonlocal done
+                done += 1
+                progress(f"step {step}, {done:,} samples")
 
-        try:
             asyncio.run(rescore(view.folder, wanted, chosen, config, rows, hear, advance))
-        finally:
-            progress.close()
         seconds = time.perf_counter() - started
         print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
-        _print_lines(summary.lines())
+        print_lines(summary.lines())
         if output is not None:
-            _write(output, {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3), "steps": told})
+            write_results(
+                output, {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3), "steps": told}
+            )
         if not quiet:
             print(f"{counted(done, 'sample', ',')} in {seconds:.1f} s, {done / seconds:,.0f} per second")
         print(summary.verdict())
@@ -181,25 +174,13 @@ def _sorted_out(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _steps(view: RunView, text: str) -> list[int]:
-    """
-    Raises:
-        UserError: there are no such samples; says which there are.
-    """
+    """Raises UserError if there are no such samples; it says which there are."""
     from dapo.cli.sample_query import steps_asked_for
 
     return steps_asked_for(view, (0, 10**9) if text == "all" else _span(text) or (0, 0))
 
 
 # --- what is said -------------------------------------------------------------------------------------------------
-
-
-def _warn(text: str) -> None:
-    Console(stderr=True).print(Text.assemble(("warning: ", "bold yellow"), text), soft_wrap=True, highlight=False)
-
-
-def _print_lines(lines: Iterator[str] | Sequence[str]) -> None:
-    for line in lines:
-        print(line)
 
 
 def _told(config: RewardConfig) -> Any:
@@ -209,29 +190,9 @@ def _told(config: RewardConfig) -> Any:
 
 
 def _require_writable(output: Path | None, inputs: Sequence[str]) -> None:
-    """
-    Raises:
-        ConfigError: ``output`` is one of the files that are read.
-        UserError: it cannot be written to; better said before an hour of scoring.
-    """
+    """Raises ConfigError if it is one of the files that are read, UserError if it cannot be written to."""
     if output is None:
         return
     if any(output.resolve() == Path(file).resolve() for file in inputs):
         raise ConfigError(f"--json: {str(output)!r} is one of the files to be read; name another file")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        probe = output.with_name(f".{output.name}.probe")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
-
-
-def _write(output: Path, found: Mapping[str, Any]) -> None:
-    from dapo.files import write_json
-    from dapo.redaction import redact_command
-
-    try:
-        write_json(output, {"command": redact_command(sys.argv), **found})
-    except OSError as error:
-        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None
+    require_writable("--json", output)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
 
 from dapo.cli.inspect import _width
-from dapo.cli.sample_report import _text, _value
+from dapo.cli.sample_report import RIGHT, one_line, text_lines
 from dapo.cli.tables import columns
 from dapo.records import Reward
 from dapo.reward.check import Checked, Expected
@@ -19,9 +18,8 @@ def in_words(reward: Reward) -> str:
     """A verdict for a person."""
     if reward.error is not None:
         return f"no verdict: {visible(reward.error)}"
-    words: dict[Any, str] = {True: "right", False: "wrong"}
     parts = "".join(f", {visible(name)} {value:g}" for name, value in reward.parts.items())
-    return f"{words.get(reward.correct, 'neither right nor wrong')} (reward {reward.value:+.6g}{parts})"
+    return f"{RIGHT.get(reward.correct, 'neither right nor wrong')} (reward {reward.value:+.6g}{parts})"
 
 
 # --- disagreements ------------------------------------------------------------------------------------------------
@@ -37,15 +35,15 @@ def disagreement(checked: Checked) -> Iterator[str]:
     yield from _long("solution" if case.is_program else "response", case.response)
     got = checked.outcome or "no verdict"
     if checked.detail:
-        got = f"{got}: {_value(checked.detail)}"
+        got = f"{got}: {one_line(checked.detail)}"
     if checked.reward is not None:
         got = in_words(checked.reward)
-        yield f"  extracted {_value(checked.reward.extracted)}  gold {_value(case.prompt.answer)}"
+        yield f"  extracted {one_line(checked.reward.extracted)}  gold {one_line(case.prompt.answer)}"
     yield f"  expected {' or '.join(map(_expected, case.accepted))}, got {got}"
     if checked.doubt:
         yield f"  the case itself: {visible(checked.doubt)}"
     for key, text in about.items():
-        yield f"  {key}: {_value(text)}"
+        yield f"  {key}: {one_line(text)}"
 
 
 def _expected(value: Expected) -> str:
@@ -58,13 +56,9 @@ def _expected(value: Expected) -> str:
 
 
 class Summary:
-    """All steps together. Keeps numbers, and no more samples than are shown."""
+    """All steps together. Keeps numbers, and no more samples than are shown, at most ``examples``."""
 
     def __init__(self, examples: int) -> None:
-        """
-        Args:
-            examples: most samples to show.
-        """
         self._most = examples
         self._examples: dict[str, list[Change]] = {kind: [] for kind in KINDS}
         self._steps: list[tuple[str, dict[str, float]]] = []
@@ -139,10 +133,10 @@ def _example(change: Change) -> Iterator[str]:
     place = "  ".join(f"{name} {sample[name]}" for name in ("step", "row", "draw", "index"))
     yield f"{place}  {', '.join(KINDS[kind] for kind in change.kinds)}"
     yield from _long("response", sample["response"])
-    found = [_value(before.extracted), _value(after.extracted)]
-    yield f"  extracted {' -> '.join(dict.fromkeys(found))}  gold {_value(sample['gold'])}"
+    found = [one_line(before.extracted), one_line(after.extracted)]
+    yield f"  extracted {' -> '.join(dict.fromkeys(found))}  gold {one_line(sample['gold'])}"
     yield f"  {in_words(before)} -> {in_words(after)}"
 
 
 def _long(name: str, text: str) -> Iterator[str]:
-    yield from _text(name, text, _width() or 100, full=False)
+    yield from text_lines(name, text, _width() or 100, full=False)

@@ -61,25 +61,15 @@ def reward_server(
         config = load_reward(recipe, overrides or [])
         address = Address(host, port, _token(token_env))
         limits = Limits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
-        asyncio.run(serve(config, address, limits, drain_s=drain_s, say=_silent if quiet else _say))
+        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+        asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say))
 
 
 def _token(name: str | None) -> str | None:
-    """
-    Raises:
-        ConfigError: the variable is not set.
-    """
+    """Raises ConfigError if the variable is not set."""
     if name is None:
         return None
     token = os.environ.get(name, "").strip()
     if not token:
         raise ConfigError(f"--token-env {name}: this environment variable is not set, or empty")
     return token
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _silent(text: str) -> None:
-    pass

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from dapo.cli.sample_query import find, ranges, rows_drawn, steps_asked_for, steps_of_row
-from dapo.cli.sample_report import verdict
+from dapo.cli.sample_report import one_line, verdict
 from dapo.cli.tables import columns
 from dapo.errors import ConfigError
 from dapo.observe.run_view import RunView
@@ -44,16 +44,11 @@ def two_steps(run: RunView, steps: tuple[int, int], row: int | None) -> tuple[Sa
 
 
 def diff_report(before: Samples, after: Samples, width: int | None, limit: int) -> Iterator[tuple[str, str]]:
-    """Lines, each with what it is: "" or, of a difference, ``-`` (before), ``+`` (after) or ``@``.
-
-    Args:
-        before: samples of the prompt in the one step.
-        after: in the other.
-        width: cells in a line; None: no limit.
-        limit: of the pairs that are shown; 0: all.
+    """Lines, each with what it is: "" or, of a difference, ``-`` (before), ``+`` (after) or ``@``. ``width``: cells in
+    a line; None: no limit. ``limit``: of the pairs that are shown; 0: all.
     """
-    yield "", f"prompt of row {before[0]['row']}: {_one_line(before[0].get('prompt'))}"
-    yield "", f"gold {_one_line(before[0].get('gold'))}"
+    yield "", f"prompt of row {before[0]['row']}: {one_line(before[0].get('prompt'))}"
+    yield "", f"gold {one_line(before[0].get('gold'))}"
     header = ["step", "status", "samples", "right", "reward", "length", "entropy", "most frequent answer"]
     for line in columns(header, [_summary(samples) for samples in (before, after)], width):
         yield "", line
@@ -70,7 +65,7 @@ def diff_report(before: Samples, after: Samples, width: int | None, limit: int) 
 
 def _summary(samples: Samples) -> list[str]:
     answers = Counter(s["extracted"] for s in samples if s.get("extracted") is not None).most_common(1)
-    answer = f"{_one_line(answers[0][0])} ({answers[0][1]} times)" if answers else "-"
+    answer = f"{one_line(answers[0][0])} ({answers[0][1]} times)" if answers else "-"
     numbers = [_mean(samples, name) for name in ("correct", "reward", "length", "entropy")]
     statuses = ", ".join(dict.fromkeys(str(s.get("status")) for s in samples))
     return [str(samples[0]["step"]), statuses, str(len(samples)), *numbers, answer]
@@ -92,10 +87,6 @@ def _changes(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]
     for line in difflib.ndiff(old, new):
         if not line.startswith("?"):
             yield line[0].strip(), line
-
-
-def _one_line(text: Any) -> str:
-    return "none" if text is None else visible(text).replace("\n", "\\n")
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -33,13 +33,8 @@ class Found:
 
 
 def find(run: RunView, steps: Steps, wanted: SampleFilter, order: str | None, limit: int) -> Found:
-    """
-    Args:
-        run: whose samples.
-        steps: which.
-        wanted: which of their samples.
-        order: a column, largest values first and those without one last; None: as they were written.
-        limit: show at most so many; 0: all.
+    """Samples of a run, at most ``limit`` of them (0: all). ``order``: a column, largest values first and those without
+    one last; None: as they were written.
 
     Raises:
         UserError: there are no samples of these steps, or the file of one is damaged.

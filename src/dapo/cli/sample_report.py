@@ -17,13 +17,11 @@ from dapo.terminal import visible
 _MOST_LETTERS = 1000
 """Of a text that is cut: so many are shown, the beginning and the end."""
 
+RIGHT: Mapping[Any, str] = {True: "right", False: "wrong"}
+
 
 def statuses(text: str | None) -> tuple[str, ...]:
-    """The statuses in a list such as ``kept,all_wrong``.
-
-    Raises:
-        ConfigError: one of them is unknown.
-    """
+    """The statuses in a list such as ``kept,all_wrong``. Raises ConfigError if one is unknown."""
     names = tuple(filter(None, (part.strip() for part in (text or "").split(","))))
     for name in names:
         if name not in STATUSES:
@@ -38,14 +36,15 @@ def show(sample: Mapping[str, Any], width: int, full: bool) -> Iterator[str]:
     place = "  ".join(f"{name} {sample.get(name)}" for name in ("step", "row", "draw", "index"))
     yield f"{place}  {status} ({STATUSES.get(status, 'unknown')})"
     for name in ("prompt", "response"):
-        yield from _text(name, str(sample.get(name, "(the texts of this step are gone)")), width, full)
-    yield f"  extracted {_value(sample.get('extracted'))}  gold {_value(sample.get('gold'))}  {verdict(sample)}"
+        yield from text_lines(name, str(sample.get(name, "(the texts of this step are gone)")), width, full)
+    yield f"  extracted {one_line(sample.get('extracted'))}  gold {one_line(sample.get('gold'))}  {verdict(sample)}"
     yield f"  {_numbers(sample)}"
     if measures := _measures(sample):
         yield f"  {measures}"
 
 
-def _text(name: str, text: str, width: int, full: bool) -> Iterator[str]:
+def text_lines(name: str, text: str, width: int, full: bool) -> Iterator[str]:
+    """A text of a sample behind its name, ``width`` cells wide; cut in the middle unless ``full``."""
     if not full and len(text) > _MOST_LETTERS:
         half = _MOST_LETTERS // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} letters; --full shows them]\n{text[-half:]}"
@@ -60,8 +59,7 @@ def verdict(sample: Mapping[str, Any]) -> str:
     """In words."""
     if sample.get("error"):
         return f"no verdict: {visible(sample['error'])}"
-    words: dict[Any, str] = {True: "right", False: "wrong"}
-    return words.get(sample.get("correct"), "neither right nor wrong")
+    return RIGHT.get(sample.get("correct"), "neither right nor wrong")
 
 
 def _numbers(sample: Mapping[str, Any]) -> str:
@@ -83,7 +81,8 @@ def _number(value: Any) -> str:
     return f"{value:+.4g}" if isinstance(value, int | float) else "-"
 
 
-def _value(text: Any) -> str:
+def one_line(text: Any) -> str:
+    """A text that was found, or that there is none."""
     return "none" if text is None else visible(text).replace("\n", "\\n")
 
 
@@ -115,18 +114,17 @@ def table(samples: Sequence[Mapping[str, Any]], width: int) -> Table:
     if room >= _LEAST_RESPONSE:
         found.add_column("response", no_wrap=True)
     for row, sample in zip(rows, samples, strict=True):
-        response = [_cut(_value(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
+        response = [_cut(one_line(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
         found.add_row(*map(Text, [*row, *response]))
     return found
 
 
 def _cells(sample: Mapping[str, Any]) -> list[str]:
-    words: dict[Any, str] = {True: "right", False: "wrong"}
-    said = "failed" if sample.get("error") else words.get(sample.get("correct"), "-")
+    said = "failed" if sample.get("error") else RIGHT.get(sample.get("correct"), "-")
     entropy = "-" if sample.get("entropy") is None else f"{sample['entropy']:.3f}"
     places = [str(sample.get(name)) for name in ("step", "row", "draw", "index", "status")]
     numbers = [_number(sample.get("reward")), _number(sample.get("advantage")), str(sample.get("length")), entropy]
-    answers = [_cut(_value(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
+    answers = [_cut(one_line(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
     return [*places, said, *numbers, *answers]
 
 

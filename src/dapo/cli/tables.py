@@ -18,11 +18,8 @@ BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
     """Lines of a table, the first column to the left and the others to the right, its header first.
 
-    Args:
-        header: of each column.
-        rows: each as long as the header.
-        width: cells in a line; what does not fit goes into a further table below, with the first column again. None:
-            there is no limit.
+    ``width``: cells in a line; what does not fit goes into a further table below, with the first column again. None:
+    there is no limit.
     """
     widths = [max(cell_len(row[place]) for row in [header, *rows]) for place in range(len(header))]
     start = 1

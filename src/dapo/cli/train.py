@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from dapo.cli.completion import complete_recipe, complete_run
 from dapo.cli.errors import complain, errors_for_people, exit_code
 from dapo.cli.options import Debug, Overrides, Quiet
-from dapo.errors import ConfigError, DataError, UserError
+from dapo.errors import ConfigError, UserError
 from dapo.process import Stopped, Stopping
 from dapo.redaction import blanks, redact, require_secrets
 from dapo.run_folder import RunFolder
@@ -88,8 +88,7 @@ def _page(folder: Path) -> AbstractContextManager[None]:
 def _train(config: Config, resume: Path | None, quiet: bool) -> None:
     from dapo.progress import make_listener
 
-    listener = make_listener(quiet)
-    try:
+    with closing(make_listener(quiet)) as listener:
         with stopped_by_signals(config.run.stop_within_s, resume) as stopping:
             listener.phase("loading")
             from dapo.inputs import Inputs
@@ -98,8 +97,6 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
             folder = RunFolder(resume) if resume else None
             summary = run_experiment(config, listener, Inputs(resume=folder), stopping)
         listener.finished(summary)
-    finally:
-        listener.close()
     if not quiet:
         secrets = list(blanks(redact(config.model_dump(mode="json"))))
         for line in next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets):
@@ -110,9 +107,8 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
 def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -> Iterator[Stopping]:
     """SIGTERM and Ctrl-C inside of the block stop the run that is in it, within a bounded time, with their exit code.
 
-    Args:
-        within_s: seconds from the signal to the end, until the run that begins says how many it has.
-        resume: the run that goes on, if it is none that begins.
+    ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
+    run that goes on, if it is none that begins.
     """
 
     def code_of(error: BaseException) -> int:
@@ -141,12 +137,8 @@ def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
 
 
 def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
-    """What to do after a run, as far as the files for it exist.
-
-    Args:
-        run_dir: its folder.
-        longer: a setting with which it would train on.
-        secrets: keys of its recipe that config.yaml does not keep.
+    """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
+    ``secrets``: keys of its recipe that config.yaml does not keep.
     """
     if run_dir is None:
         return []
@@ -170,7 +162,7 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
 
 def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     from dapo.config import warnings_for
-    from dapo.plan import plan_of
+    from dapo.plan import plan_of, require_files
     from dapo.run_folder import config_yaml
 
     console = Terminal()
@@ -190,28 +182,13 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
             console.print(Text.assemble(("warning: ", "bold yellow"), warning))
     else:  # as comments, so that the whole is YAML
         print(config_yaml(config) + "\n".join(f"# {note}" for note in notes))
-    _require_files(config, recipe)
+    require_files(config, recipe)
     _require_model(config)
     _try_template(config)
 
 
-def _require_files(config: Config, recipe: Path) -> None:
-    """
-    Raises:
-        DataError: a file that the recipe names does not exist.
-    """
-    from dapo.plan import missing_files, remedy
-
-    missing = missing_files(config)
-    if missing:
-        raise DataError("\n".join([*missing, *filter(None, [remedy(recipe)])]))
-
-
 def _require_model(config: Config) -> None:
-    """
-    Raises:
-        ModelError: its folder, or that of its tokenizer, does not exist.
-    """
+    """Raises ModelError if its folder, or that of its tokenizer, does not exist."""
     from dapo.model.hub import require_folder
 
     require_folder("model.path:", config.model.path)
@@ -220,11 +197,7 @@ def _require_model(config: Config) -> None:
 
 
 def _try_template(config: Config) -> None:
-    """Load a tokenizer that lies in a folder, and see whether prompts can be written with it as the recipe says.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Raises UserError if a tokenizer that lies in a folder cannot write prompts as the recipe says."""
     name = config.model.tokenizer or config.model.path
     if not Path(name).expanduser().is_dir():
         return
@@ -260,9 +233,10 @@ def _require_data(config: Config, recipe: Path) -> None:
     """What can be told before torch is loaded."""
     from dapo.model.hub import require_at_hand
     from dapo.observe.trackers import check_trackers
+    from dapo.plan import require_files
 
     check_trackers(config)
     if not config.data.train and config.training.steps:
         raise ConfigError(f"{recipe}: data.train: required but not given; files of prompts to train on (JSONL)")
-    _require_files(config, recipe)
+    require_files(config, recipe)
     require_at_hand("model.path:", config.model.path)

@@ -60,10 +60,7 @@ def ui(
 
 
 def require_ui(what: str) -> None:
-    """
-    Raises:
-        ConfigError: a package that the page needs is missing.
-    """
+    """Raises ConfigError if a package that the page needs is missing."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{what}: needs {', '.join(missing)}, which is not installed: {install('ui')}")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.cli.completion import complete_run
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug
+from dapo.cli.options import Debug, Run
+from dapo.cli.output import print_lines
 from dapo.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def votes(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)],
+    run: Run,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write preference pairs (prompt, chosen, rejected) there, as JSON lines."),
@@ -39,10 +39,8 @@ def votes(
             raise UserError(f"{run}: there are no votes; dapo ui offers blind comparisons, which make them")
         told = tallies(found)
         header = ["second against first", "first", "second", "tie", "both bad", "second preferred", "95% interval"]
-        for line in columns(header, [_row(tally) for tally in told]):
-            print(line)
-        for tally in told:
-            print(f"{tally.models[1]} against {tally.models[0]}: {tally.verdict}")
+        print_lines(columns(header, [_row(tally) for tally in told]))
+        print_lines(f"{tally.models[1]} against {tally.models[0]}: {tally.verdict}" for tally in told)
         if output is not None:
             print(f"{write_pairs(found, output)} pairs of {len(found)} votes in {output}")
 

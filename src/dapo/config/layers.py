@@ -16,12 +16,7 @@ def layered_config(
     where: Mapping[str, str] | None = None,
 ) -> Config:
     """The tree that ``layers`` (nested mappings, the last one counts most) and then ``overrides`` make.
-
-    Args:
-        layers: sections and keys.
-        overrides: ``section.key=value``.
-        source: what to call the whole in messages.
-        where: for dotted keys, the place to name in messages, such as an option of the command line.
+    ``where``: for dotted keys, the place to name in messages, such as an option of the command line.
 
     Raises:
         ConfigError: with every problem found.

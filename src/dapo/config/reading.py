@@ -95,7 +95,6 @@ def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping
     """Check a nested mapping and turn it into a :class:`Config`.
 
     Args:
-        tree: sections and keys.
         source: what to call the whole in messages.
         where: for dotted keys, the place to name in messages.
 

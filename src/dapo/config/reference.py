@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -18,7 +19,7 @@ from dapo.config.reward import RewardBase
 from dapo.config.section import _leaves, _section_types
 from dapo.config.tree import Config
 
-_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything"}
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", date: "date"}
 _BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 

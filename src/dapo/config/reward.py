@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from dapo.config.compose import compose_problems
-from dapo.config.section import PathText, Problems, Section
+from dapo.config.section import PathText, Problems, Section, not_json
 
 
 class RewardBase(Section):
@@ -77,7 +76,7 @@ class FunctionReward(WorkerReward):
     @field_validator("args")
     @classmethod
     def _args_can_be_written_down(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in _not_json(value):
+        for problem in not_json(value):
             raise ValueError(problem)
         return value
 
@@ -258,7 +257,7 @@ class HttpReward(RemoteReward):
     @field_validator("request")
     @classmethod
     def _can_be_filled(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in _not_json(value):
+        for problem in not_json(value):
             raise ValueError(problem)
         _check_fields(value)
         return value
@@ -405,7 +404,7 @@ def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
         yield reward
 
 
-FIELD = re.compile(r"\$(?:(?:item|prompt|response|answer)\b|meta\b(?:\.\w+)*)")
+FIELD = re.compile(r"\$(?:(?:item|prompt|response|answer|finish_reason|prompt_end)\b|meta\b(?:\.\w+)*)")
 """A field of a response in the template of a request to a server."""
 
 
@@ -425,8 +424,6 @@ def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]
 def _check_address(url: str, example: str, key: str, *, query: bool = False) -> None:
     """
     Args:
-        url: address of a server.
-        example: of one.
         key: of the recipe; it names the environment variable with a login.
         query: whether it may hold a query.
 
@@ -448,34 +445,10 @@ def _check_address(url: str, example: str, key: str, *, query: bool = False) -> 
 
 
 def _check_fields(template: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: it has a field that there is not, or does not send the response.
-    """
-    known = "known are $item, $prompt, $response, $answer, $meta and $meta.KEY"
+    """Raises ValueError: it has a field that there is not, or does not send the response."""
+    known = "known are $item, $prompt, $response, $answer, $finish_reason, $prompt_end, $meta and $meta.KEY"
     unknown = re.search(r"\$[A-Za-z_]\w*", FIELD.sub("", json.dumps(template)))
     if unknown:
         raise ValueError(f"{unknown[0]} is no field of a response; {known}")
     if not any(name in ("$item", "$response") for name, _ in fields_of(template)):
         raise ValueError(f"must send the response; {known}")
-
-
-def _not_json(value: Any, key: str = "") -> Iterator[str]:
-    """What in ``value`` a run folder cannot hold: all but text, numbers, true, false, null, lists and mappings."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                yield f"{key}: the key {name!r} must be text; put it in quotes"
-            yield from _not_json(item, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _not_json(item, f"{key}[{place}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{key}: must be a finite number"
-    elif isinstance(value, str) and not value.isprintable():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            yield f"{key}: holds half of a letter, which cannot be written as UTF-8"
-    elif not isinstance(value, str | int | float | None):
-        yield f"{key}: holds a {type(value).__name__}, where text, a number, a list or a mapping can stand"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -81,3 +82,24 @@ def _leaves(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, types.UnionType, Literal):
         return [leaf for arg in get_args(annotation) for leaf in _leaves(arg)]
     return [annotation]
+
+
+def not_json(value: Any, key: str = "") -> Iterator[str]:
+    """What in ``value`` a run folder cannot hold: all but text, numbers, true, false, null, lists and mappings."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                yield f"{key}: the key {name!r} must be text; put it in quotes"
+            yield from not_json(item, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from not_json(item, f"{key}[{place}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{key}: must be a finite number"
+    elif isinstance(value, str) and not value.isprintable():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            yield f"{key}: holds half of a letter, which cannot be written as UTF-8"
+    elif not isinstance(value, str | int | float | None):
+        yield f"{key}: holds a {type(value).__name__}, where text, a number, a list or a mapping can stand"

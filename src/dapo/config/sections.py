@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from dapo.config.section import PathText, Section
+from dapo.config.section import PathText, Section, not_json
 
 
 class DataItem(Section):
@@ -88,8 +89,22 @@ class ModelConfig(Section):
     trained, and logits, are always float32."""
     trust_remote_code: bool = False
     """Allow Python code that comes with the model to run."""
+    export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    """Type of the weights in `model-after/` (float32 if one of them is too large for it), and in `model-before/` where
+    it can hold them exactly. `source`: that of the model trained; of a LoRA adapter float32. Checkpoints, from which
+    training goes on, hold float32."""
     lora: LoraConfig = LoraConfig()
     """What of the model is trained."""
+
+
+NO_VARIABLES = frozenset(
+    {
+        *("conversation", "messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"),
+        *("tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "strftime_now", "raise_exception"),
+    }
+)
+"""Names that a chat template is given by the program itself, or that are no variables of a template."""
 
 
 class DataConfig(Section):
@@ -114,6 +129,12 @@ class DataConfig(Section):
     `chat` is refused, and `dapo` writes plain text."""
     chat_template: PathText | None = None
     """File with a chat template (Jinja) to use in place of the tokenizer's own, beside the recipe."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as `{enable_thinking: false}` for Qwen3. One that it does not have is
+    refused."""
+    today: date | None = None
+    """What a chat template that writes the date (Llama 3's) takes for today. By default the day on which a run starts;
+    its config.yaml keeps it, so that prompts stay the same."""
     instruction: str = ""
     """Text put after every prompt (templates `plain` and `chat`)."""
     system: str | None = None
@@ -125,6 +146,15 @@ class DataConfig(Section):
     """Draw rows in a seeded random order, another one each epoch. Off: in the order of the files."""
     shuffle_answers: bool = False
     """Control experiment: permute the answers over the training rows. What is still learned is not from the reward."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables_of_a_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for problem in not_json(value):
+            raise ValueError(problem)
+        if taken := NO_VARIABLES & value.keys():
+            raise ValueError(f"{', '.join(sorted(taken))}: is set by the program, and cannot be given; leave it out")
+        return value
 
     @field_validator("train")
     @classmethod

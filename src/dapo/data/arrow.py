@@ -22,7 +22,6 @@ class ArrowTable(Table):
     def __init__(self, name: str, rows: Any, content: str) -> None:
         """
         Args:
-            name: of the file or data set.
             rows: a ``datasets.Dataset``.
             content: hash of what it holds.
         """
@@ -50,10 +49,7 @@ class ArrowTable(Table):
 
 
 def open_parquet(path: Path, name: str) -> ArrowTable:
-    """
-    Raises:
-        DataError: missing, not Parquet, damaged, or without rows.
-    """
+    """Raises DataError: missing, not Parquet, damaged, or without rows."""
     if not path.is_file():
         raise DataError(f"{name}: no such file")
     datasets = _library(f"{name}: Parquet files")
@@ -74,10 +70,8 @@ def open_dataset(path: str, config: str | None, split: str | None, name: str) ->
     """A data set of the hub, or a folder: one that ``save_to_disk`` wrote, or one of data files.
 
     Args:
-        path: name on the hub, or folder.
         config: which of several data sets under one name.
         split: by default ``train`` where there is one, or the only one.
-        name: for messages.
 
     Raises:
         DataError: there is no such data set, configuration or split.

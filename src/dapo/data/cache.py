@@ -73,7 +73,6 @@ def cached(kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> tupl
     """The entry ``key``: the folder that ``build`` filled and the numbers and text that it returned.
 
     Args:
-        kind: folder of entries alike.
         key: of :func:`key_of` or :func:`file_key`.
         build: called with an empty folder when there is no entry, or a damaged one.
 

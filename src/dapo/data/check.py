@@ -26,7 +26,7 @@ from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 
-_VERSION = 2
+_VERSION = 3
 _ROWS = "rows.bin"
 _EXAMPLES = 5
 
@@ -64,10 +64,9 @@ class FileReport:
     bad: int
     faults: list[str]
     """The first ones, as ``file:line: reason``."""
-    eaten: int
-    """Rows with control characters (:mod:`dapo.escapes`)."""
-    examples: list[str]
-    """The first of them, as ``file:line: key holds ...``."""
+    doubts: dict[str, tuple[int, list[str]]]
+    """Rows that can be used and may be wrong (:meth:`Row.doubts`), by kind: how many, and the first of them, as
+    ``file:line: key holds ...``."""
     missing_answers: int
     too_long: int | None
     """None: nothing counts tokens."""
@@ -136,18 +135,13 @@ def check_data(
     data: DataConfig,
     measure: Measure,
     *,
-    answer_required: bool = False,
+    answer_required: bool | None = False,
     progress: Progress = lambda what, done, total: None,
 ) -> CheckReport:
     """Read all rows of all files.
 
     Args:
-        train: files to train on.
-        evaluation: files to compare them with.
-        data: keys and length limit.
-        measure: how to measure prompts.
-        answer_required: whether a row without an answer is bad.
-        progress: hears how far it is.
+        answer_required: whether a row without an answer is bad; None: not known.
 
     Raises:
         DataError: a file cannot be read at all.
@@ -222,8 +216,10 @@ def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: _Once,
         rows=len(table),
         bad=facts["bad"],
         faults=[f"{table.place(row)}: {reason}" for row, reason in facts["faults"]],
-        eaten=facts["eaten"],
-        examples=[f"{table.place(row)}: {said}" for row, said in facts["examples"]],
+        doubts={
+            what: (count, [f"{table.place(row)}: {said}" for row, said in first])
+            for what, (count, first) in facts["doubts"].items()
+        },
         missing_answers=facts["missing_answers"],
         too_long=lengths.above(limit) if measure.load else None,
         duplicates=len(duplicates),
@@ -238,8 +234,8 @@ def _read_all(
 ) -> dict[str, Any]:
     lengths = Lengths(unit)
     faults: list[tuple[int, str]] = []
-    examples: list[tuple[int, str]] = []
-    bad = missing = eaten = 0
+    doubts: dict[str, tuple[int, list[tuple[int, str]]]] = {}
+    bad = missing = 0
     with (folder / _ROWS).open("wb") as found:
         for number in range(len(rows)):
             if number % 1000 == 0:
@@ -252,15 +248,15 @@ def _read_all(
                 if len(faults) < SHOWN_FAULTS:
                     faults.append((number, str(fault)))
                 continue
-            if said := row.eaten(rows.parts[0].keys):
-                eaten += 1
-                examples += [(number, said)] if len(examples) < _EXAMPLES else []
+            for what, said in row.doubts(rows.parts[0].keys):
+                count, first = doubts.get(what, (0, []))
+                doubts[what] = (count + 1, [*first, (number, said)][:_EXAMPLES])
             lengths.counts[length] += 1
             missing += row.answer is None or not row.answer.strip()
             answer = blake2b((row.answer or "").strip().encode(), digest_size=8).digest()
             found.write(number.to_bytes(8, "little") + exact_key(row.text).to_bytes(8, "little") + answer)
     facts = {"bad": bad, "faults": faults, "missing_answers": missing, "lengths": lengths.counts}
-    return {**facts, "eaten": eaten, "examples": examples}
+    return {**facts, "doubts": doubts}
 
 
 def _repeated(good: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
 
@@ -33,8 +33,8 @@ class DataReport:
     longest: int
     """Length in tokens of the longest prompt that is used."""
     bad: int = 0
-    eaten: tuple[str, ...] = ()
-    """Rows that hold control characters (:mod:`dapo.escapes`), as ``file:line: key holds ...``."""
+    doubts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Rows that can be used and may be wrong (:meth:`Row.doubts`), by kind, as ``file:line: key holds ...``."""
     faults: tuple[str, ...] = ()
     """The first bad rows, as ``file:line: reason``."""
 
@@ -53,16 +53,13 @@ class Head:
     """The first rows, read one by one: which are good, and what is wrong with the others."""
 
     def __init__(self, streams: Sequence[Stream], template: PromptTemplate, data: DataConfig) -> None:
-        """
-        Raises:
-            DataError: as the recipe's policy says, or if no row is left.
-        """
+        """Raises DataError: as the recipe's policy says, or if no row is left."""
         self._streams, self._template, self._data = streams, template, data
         self._starts = [0, *accumulate(len(stream.rows) for stream in streams)]
         self._size = self._starts[-1]
         self._prompts: dict[bytes, str | None] = {}
         self._duplicates = self._conflicts = 0
-        self._eaten: list[str] = []
+        self._doubts: dict[str, list[str]] = {}
         self.good: list[tuple[int, int]] = []
         """Stream and number of each row that can be used."""
         self.bad: set[tuple[int, int]] = set()
@@ -86,7 +83,7 @@ class Head:
             conflicts=self._conflicts,
             longest=max(fitting),
             bad=len(faults),
-            eaten=tuple(self._eaten),
+            doubts=self._doubts,
             faults=tuple(faults[:SHOWN_FAULTS]),
         )
 
@@ -118,8 +115,8 @@ class Head:
         """Length of the prompt in tokens."""
         row = self._streams[stream].rows[number]
         length = len(encode(row, self._template))
-        if said := row.eaten(self._streams[stream].rows.keys(number)):
-            self._eaten.append(f"{row.place}: {said}")
+        for what, said in row.doubts(self._streams[stream].rows.keys(number)):
+            self._doubts.setdefault(what, []).append(f"{row.place}: {said}")
         text = blake2b(row.text.encode(), digest_size=16).digest()
         if text in self._prompts:
             self._duplicates += 1

@@ -77,11 +77,8 @@ def _first_faults(parts: Sequence[Part]) -> Iterator[str]:
             yield f"{streams[part].place(number)}: {fault}"
 
 
-def keys_of(item: DataItem, data: DataConfig, answer_required: bool) -> Keys:
-    """
-    Raises:
-        ConfigError: prompt and answer are the same key.
-    """
+def keys_of(item: DataItem, data: DataConfig, answer_required: bool | None) -> Keys:
+    """Raises ConfigError: prompt and answer are the same key."""
     keys = Keys(item.prompt_key or data.prompt_key, item.answer_key or data.answer_key, answer_required)
     if keys.prompt == keys.answer:
         raise ConfigError(f"{item.path}: prompt_key and answer_key are the same key ({keys.prompt!r})")
@@ -99,10 +96,7 @@ class Rows:
         return self._ends[-1]
 
     def __getitem__(self, number: int) -> Row:
-        """
-        Raises:
-            BadRow: the row cannot be used.
-        """
+        """Raises BadRow: the row cannot be used."""
         part, inside = self._find(number)
         return check_row(part.table.raw(inside), part.keys, part.table.place(inside))
 
@@ -142,10 +136,7 @@ def names_of(rows: Rows) -> str:
 
 
 def encode(row: Row, template: PromptTemplate) -> tuple[int, ...]:
-    """
-    Raises:
-        BadRow: the template refuses the row, or there is nothing in it.
-    """
+    """Raises BadRow: the template refuses the row, or there is nothing in it."""
     try:
         ids = template.encode(row.prompt)
     except DataError as error:

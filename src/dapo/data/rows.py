@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -17,6 +18,14 @@ from typing import Any, NoReturn
 from dapo.escapes import eaten_in
 
 SHOWN_FAULTS = 20
+EATEN, NO_ANSWER = "hold control characters", "have a placeholder for an answer"
+"""What may be wrong with rows that can be used (:meth:`Row.doubts`)."""
+_NO_ANSWER = re.compile(
+    r"(?:[\W_]|\\[a-z]+\{)*(?:NA|(?i:n/a|n\.a|nan|none|null|nil|proof|unknown|missing|tbd|todo|omitted|unavailable"
+    r"|(?:no|without) (?:answer|solution given)|not[ _-]?(?:found|available|applicable|given|provided)"
+    r"|(?:see|refer to|as in)( the)? (?:solution|proof|above|below|explanation|figure|attached)))[\W_]*"
+    r"|\s*(?:\?+|-+|[.\u2026\u2013\u2014_]+)\s*"
+)
 _PLAIN_BELOW = 1e21
 """Whole floats below this are written out."""
 
@@ -35,10 +44,13 @@ class Row:
     meta: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
 
-    def eaten(self, keys: Keys) -> str | None:
-        """Where backslashes were eaten (:mod:`dapo.escapes`): in which keys, and what was probably meant."""
-        found = eaten_in(self.prompt, keys.prompt) + eaten_in(self.answer, keys.answer, is_answer=True)
-        return "; ".join([*found, *eaten_in(self.meta)][:3]) or None
+    def doubts(self, keys: Keys) -> Iterator[tuple[str, str]]:
+        """What may well be wrong with a row that can be used: what to say of all such rows, and where it is."""
+        eaten = eaten_in(self.prompt, keys.prompt) + eaten_in(self.answer, keys.answer, is_answer=True)
+        if found := [*eaten, *eaten_in(self.meta)][:3]:
+            yield EATEN, "; ".join(found)
+        if keys.answer_required is not False and _NO_ANSWER.fullmatch(self.answer or ""):
+            yield NO_ANSWER, f"{keys.answer} is {self.answer!r}"
 
     @property
     def text(self) -> str:
@@ -52,14 +64,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Which keys of a row hold what, and whether a row without an answer is a fault.
+    """Which keys of a row hold what, and whether a row without an answer is a fault (None: not known, so it is none).
 
     A key with dots, such as ``reward_model.ground_truth``, leads into mappings, unless a row has it as it is written.
     """
 
     prompt: str = "prompt"
     answer: str = "answer"
-    answer_required: bool = True
+    answer_required: bool | None = True
 
 
 class BadRow(Exception):

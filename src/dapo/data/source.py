@@ -37,10 +37,7 @@ def load_prompts(
     """Prompts to train on, without end.
 
     Args:
-        data: the recipe's ``data`` section.
-        source: files and data sets, or rows from Python.
         template: the one that the rollout uses too.
-        seed: of the run.
         answer_required: whether a row without an answer is a fault (``reward.build.needs_answer``).
         warn: hears of bad rows that are skipped when they are drawn.
 
@@ -64,12 +61,8 @@ def read_prompts(
     """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
 
     Args:
-        data: the recipe's ``data`` section.
-        source: files and data sets, or rows from Python.
-        template: the one that the rollout uses too.
-        answer_required: whether a row without an answer is a fault.
         limit: use the first so many rows.
-        warn: hears of rows that hold control characters.
+        warn: hears of rows that may be wrong (:meth:`Row.doubts`).
 
     Raises:
         DataError: a file or a row is bad; names all of them.
@@ -77,18 +70,20 @@ def read_prompts(
     rows = Rows(open_parts(data, source, answer_required)[0])
     prompts: list[Prompt] = []
     faults: list[str] = []
-    eaten: list[str] = []
+    doubts: dict[str, list[str]] = {}
     for number in range(len(rows) if limit is None else min(limit, len(rows))):
         try:
             row = rows[number]
-            eaten += [f"{row.place}: {said}"] if (said := row.eaten(rows.keys(number))) else []
-            prompts.append(Prompt(number, row.text, encode(row, template), row.answer, row.meta))
+            for what, said in row.doubts(rows.keys(number)):
+                doubts.setdefault(what, []).append(f"{row.place}: {said}")
+            ids = encode(row, template)
+            prompts.append(Prompt(number, row.text, ids, row.answer, row.meta, template.end(ids)))
         except BadRow as fault:
             faults.append(f"{rows.place(number)}: {fault}")
     if faults:
         raise DataError(listed(faults))
-    if eaten:
-        warn(f"{len(eaten)} rows hold control characters, such as {eaten[0]}")
+    for what, places in doubts.items():
+        warn(f"{len(places)} of {len(prompts)} rows {what}, such as {places[0]}")
     return tuple(prompts)
 
 
@@ -109,11 +104,7 @@ class PromptSource:
         Args:
             streams: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
                 identity (``Prompt.row``).
-            template: turns a row into token ids.
-            data: length limit, order and what to do with bad rows.
-            seed: of the run.
             weights: of the streams; each draw is from one of them, chosen at random in this proportion.
-            warn: hears of bad rows that are skipped when they are drawn.
 
         Raises:
             DataError: a row is bad, or none is short enough.
@@ -179,7 +170,8 @@ class PromptSource:
         source = self._streams[stream]
         row = source.rows[number]
         ids = encode(row, self._template)
-        return Prompt(self._starts[stream] + number, row.text, ids, source.answer(number, row), row.meta)
+        end = self._template.end(ids)
+        return Prompt(self._starts[stream] + number, row.text, ids, source.answer(number, row), row.meta, end)
 
     def _skip(self, fault: str, new: bool) -> None:
         """Go on without a row, or stop; ``new``: nobody heard of it yet."""

@@ -42,8 +42,6 @@ class TextTable(Table):
     def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
         """
         Args:
-            name: of the file.
-            content: the text.
             index: 16 bytes for each row.
             facts: ``rows``, ``sha256`` and ``array``.
         """
@@ -201,10 +199,7 @@ class _OnDisk:
             yield chunk
 
     def check(self) -> None:
-        """
-        Raises:
-            _Changed: it was written to.
-        """
+        """Raises _Changed: it was written to."""
         if self._now() != self._stat:
             raise _Changed
 

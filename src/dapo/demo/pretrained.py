@@ -37,11 +37,7 @@ def run_word_problems(
 ) -> dict[str, Any]:
     """Make the word problems of the run's seed, train on them, and show before and after.
 
-    Args:
-        overrides: ``section.key=value`` for the recipe; ``seed=7`` is another split of the numbers, other problems and
-            another run.
-        console: where the comparison is printed; None: nowhere.
-        stopping: as for :func:`~dapo.launch.run_experiment`.
+    ``overrides`` are for the recipe; ``seed=7`` is another split of the numbers, other problems and another run.
 
     Returns:
         The summary, as in ``summary.json``, with the shares of :func:`shares` before and after.

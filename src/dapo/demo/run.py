@@ -37,10 +37,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
 
-    Args:
-        overrides: ``section.key=value`` for the recipe; ``seed=7`` is another world, another model and another run.
-        console: where the comparison is printed; None: nowhere.
-        stopping: as for :func:`~dapo.launch.run_experiment`.
+    ``overrides`` are for the recipe; ``seed=7`` is another world, another model and another run.
 
     Returns:
         The summary, as in ``summary.json``.
@@ -100,7 +97,9 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     import torch
 
     from dapo.inputs import set_threads
+    from dapo.model.export import export_model
     from dapo.model.loading import load_model
+    from dapo.model.tokenizer import save_tokenizer
 
     listener.phase("making expressions, a tokenizer and a model")
     folder.mkdir(parents=True, exist_ok=True)  # an earlier one of this seed is made again, the same
@@ -115,8 +114,9 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     torch.manual_seed(config.seed)
     listener.phase(f"warming up a model of {model.num_parameters():,} parameters by imitation")
     warmed = warm_up(model, tokenizer, sets["warmup"], sets["exam"], rng, listener.advance)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    (folder / "model").mkdir(exist_ok=True)
+    export_model(model, folder / "model")
+    save_tokenizer(tokenizer, folder / "model")
     follow_umask(folder / "model")
     listener.phase(
         f"warmed up: in {warmed.steps} updates it learned to work in steps ({warmed.skill:.0%} right when made to), "

@@ -50,11 +50,7 @@ class Expression:
 
 
 def draw_expressions(rng: np.random.Generator, count: int, taken: set[str], operators: range) -> list[Expression]:
-    """``count`` different expressions that are not in ``taken``, which they are added to.
-
-    Args:
-        operators: how many operators an expression may have.
-    """
+    """``count`` different expressions, with so many operators, that are not in ``taken``, which they are added to."""
     found: list[Expression] = []
     while len(found) < count:
         size = int(rng.integers(operators.start, operators.stop))

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dapo.config import TrainingConfig
+from dapo.config import DataConfig, TrainingConfig
+from dapo.data.template import PromptTemplate
 from dapo.demo.task import ANSWER_MARK, Expression
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.decoder import Decoder
@@ -67,12 +68,8 @@ def warm_up(
     rng: np.random.Generator,
     progress: Callable[[int, int, str], None],
 ) -> WarmUp:
-    """Teach ``model`` the steps, then the habit of skipping them.
-
-    Args:
-        pool: expressions to demonstrate.
-        exam: expressions, none of them in the pool, on which the skill is tested.
-        progress: called with steps done, steps expected and a note.
+    """Teach ``model`` the steps with a pool of expressions, then the habit of skipping them. The skill is tested in an
+    exam with others. ``progress`` is called with steps done, steps expected and a note.
     """
     trainer = Trainer(model, TrainingConfig(weight_decay=0.01, betas=(0.9, 0.98), tokens_per_micro_batch=1 << 16), 1.0)
     tutor = Tutor(pool, tokenizer, rng)
@@ -96,6 +93,7 @@ def warm_up(
 
 def _skill(model: Any, tokenizer: Any, exam: list[Expression]) -> float:
     """Share of right answers when the response is made to begin with the first step."""
+    template = PromptTemplate(DataConfig(template="plain"), tokenizer)
     decoder = Decoder(model, [tokenizer.eos_token_id], max_sequence_tokens=96, max_concurrent_samples=256)
     for i, expression in enumerate(exam):
         ids = tokenizer(expression.prompt + expression.steps[0][0]).input_ids
@@ -103,6 +101,6 @@ def _skill(model: Any, tokenizer: Any, exam: list[Expression]) -> float:
     right = 0
     while decoder.busy:
         for _, sample in decoder.step():
-            text = tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True)
+            text = template.decode(sample.token_ids.tolist())
             right += text.rpartition(ANSWER_MARK)[2] == exam[sample.request_id].answer
     return right / len(exam)

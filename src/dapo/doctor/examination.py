@@ -73,11 +73,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Look at a recipe and all that it names. Nothing is written, nothing is downloaded.
 
-    Args:
-        recipe: its file.
-        overrides: ``section.key=value``.
-        probe: how many prompts to sample from and score; 0: none.
-        tell: hears the name of each check before it begins.
+    ``probe``: how many prompts to sample from and score. ``tell`` hears the name of each check before it begins.
     """
     from dapo.config import load_config
 
@@ -160,11 +156,7 @@ async def brief(
     """The short form, for a training that has loaded everything already: what takes no second, and nothing that loading
     has said already. Raises nothing: what it finds is for the user to judge.
 
-    Args:
-        config: of the run.
-        model: the one to train.
-        tokenizer, template, source, heldout, device: as the run has them.
-        scorer: started; None: a function from Python scores, which is left out, as what it costs is not known.
+    ``scorer`` is started; None: a function from Python scores, which is left out, as what it costs is not known.
     """
     import asyncio
 

@@ -125,13 +125,8 @@ def checkpoint_bytes(trained: int) -> int:
 
 
 def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
-    """See the module for the formulas.
-
-    Args:
-        config: of the run.
-        shape: a model of its architecture, with its adapter if it trains one, on any device; only shapes and the config
-            are looked at.
-        on_gpu: whether training runs on one.
+    """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
+    on any device; only shapes and the config are looked at.
     """
     text = shape.config.get_text_config()
     rollout, training = config.rollout, config.training

@@ -19,10 +19,21 @@ from dapo.inputs import (
     set_threads,
 )
 from dapo.model.adapters import adapter_parameters, find_adapter
-from dapo.model.hub import from_where, hub_answers, is_name
-from dapo.model.loading import check_supported, context_limit, load_tokenizer, read_config, stop_token_ids
+from dapo.model.hub import hub_answers, is_name
+from dapo.model.loading import (
+    check_supported,
+    context_limit,
+    load_tokenizer,
+    read_config,
+    stop_token_ids,
+    with_generation_config,
+)
 from dapo.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
+
+
+def _warning(name: str, found: str, fix: str) -> Finding:
+    return Finding("model", name, "warn", found, fix)
 
 
 def check_device(patient: Patient) -> Iterator[Finding]:
@@ -57,12 +68,8 @@ def check_tokenizer(patient: Patient) -> Iterator[Finding]:
         yield Finding("recipe", "chat-template", "fail", text, fix or "data.chat_template=FILE that can be used")
         return
     has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
-    yield Finding(
-        "model",
-        "tokenizer",
-        "pass",
-        f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}",
-    )
+    text = f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}"
+    yield Finding("model", "tokenizer", "pass", text)
 
 
 def check_architecture(patient: Patient) -> Iterator[Finding]:
@@ -121,33 +128,23 @@ def check_context(patient: Patient) -> Iterator[Finding]:
     """Whether prompts and responses fit into the positions that the model was made for."""
     found = patient.need(patient.model_config, "model")
     try:
-        check_lengths(patient.config, _Named(found), patient.heldout)
+        check_lengths(patient.config, found, patient.heldout)
     except (ConfigError, DataError) as error:
         text, _, fix = str(error).rpartition("; ")
         yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
         return
-    data, rollout = patient.config.data, patient.config.rollout
-    yield Finding(
-        "model",
-        "context",
-        "pass",
-        f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into "
-        f"{context_limit(_Named(found)) or 'any number of'} positions",
-    )
-
-
-class _Named:
-    """A model of which only the config is known."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    data, rollout, positions = patient.config.data, patient.config.rollout, context_limit(found) or "any number of"
+    text = f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into {positions}"
+    yield Finding("model", "context", "pass", f"{text} positions")
 
 
 def check_tokens(patient: Patient) -> Iterator[Finding]:
     """Whether model and tokenizer speak of the same tokens: vocabulary, padding, and what ends a response."""
     tokenizer, shape = patient.need(patient.tokenizer, "tokenizer"), patient.need(patient.shape, "model")
     config = patient.config
-    owner = patient.model or _with_generation_config(shape, config.model.path)
+    if patient.template is not None:
+        patient.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
+    owner = patient.model or with_generation_config(shape, config.model.path)
     stop_ids = stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids)
     heard = _Heard()
     try:
@@ -156,26 +153,24 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
         yield Finding("model", "vocabulary", "fail", str(error), "model.tokenizer=FOLDER of the model's own tokenizer")
         return
     except ConfigError as error:
-        name = "stop-tokens"
-        text = str(error)
-        if not set(config.rollout.stop_token_ids).intersection(stop_ids):
-            text = text.replace("rollout.stop_token_ids", "eos_token_id of model or tokenizer")
-        yield Finding("recipe", name, "fail", text, "mend config.json or generation_config.json, or the recipe's key")
+        yield Finding("recipe", "stop-tokens", "fail", str(error), "mend what the line begins with")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
     others = _of_another_model(patient, rows)
     if others:
         fix = "leave model.tokenizer out, or name the model's own"
         patient.words_known = True
-        yield Finding("model", "vocabulary", "warn", others, fix)
+        yield _warning("vocabulary", others, fix)
         return
     patient.words_known = True
-    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}")
+    empty = max(0, rows - len(tokenizer))
+    more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
+    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
     yield from _stop_tokens(patient, owner, stop_ids)
     yield from _padding(patient, rows)
     notice_generation_config(owner, said := _Heard())
     for text in said.warnings:
-        yield Finding("model", "generation-config", "warn", text, "take them out of generation_config.json")
+        yield _warning("generation-config", text, "take them out of generation_config.json")
 
 
 def _of_another_model(patient: Patient, rows: int) -> str | None:
@@ -197,17 +192,6 @@ def _of_another_model(patient: Patient, rows: int) -> str | None:
     return f"{len(given) - same:,} of {len(given):,} tokens of model.tokenizer have another id in the model's own"
 
 
-def _with_generation_config(shape: Any, path: str) -> Any:
-    """``shape`` with the file beside the weights, which is read with these only."""
-    from transformers import GenerationConfig
-
-    try:
-        shape.generation_config = GenerationConfig.from_pretrained(path, **from_where(path))
-    except (OSError, ValueError):  # there need not be one
-        return shape
-    return shape
-
-
 class _Heard(QuietListener):
     """Keeps warnings."""
 
@@ -221,10 +205,8 @@ class _Heard(QuietListener):
 def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Iterator[Finding]:
     tokenizer = patient.tokenizer
     if not stop_ids:
-        yield Finding(
-            "model",
+        yield _warning(
             "stop-tokens",
-            "warn",
             "neither model nor tokenizer names an end: every response runs to rollout.max_response_length",
             "rollout.stop_token_ids=[ID], or eos_token_id in generation_config.json",
         )
@@ -237,10 +219,8 @@ def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Ite
     said = ", ".join(f"{who} {ids}" for who, ids in told.items() if ids is not None)
     end = _end_of_turn(patient)
     if end is not None and end not in stop_ids:
-        yield Finding(
-            "model",
+        yield _warning(
             "stop-tokens",
-            "warn",
             f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}={end}, which is no stop "
             f"token ({said}): responses will run on",
             f"rollout.stop_token_ids=[{end}]",
@@ -252,13 +232,13 @@ def _stop_tokens(patient: Patient, owner: Any, stop_ids: tuple[int, ...]) -> Ite
     if words and special & set(stop_ids):
         text = f"{shown} ({said}); {tokenizer.convert_ids_to_tokens(words[0])!r}={words[0]} is an ordinary token"
         fix = "mend eos_token_id in generation_config.json and config.json: a response would end at that word"
-        yield Finding("model", "stop-tokens", "warn", text, fix)
+        yield _warning("stop-tokens", text, fix)
         return
     if all("pad" in tokenizer.convert_ids_to_tokens(i).lower() for i in stop_ids):
         text = f"{shown} ({said}) is all that ends a response, and made for padding: a model that was never taught to "
         text += f"write it runs on to rollout.max_response_length={patient.config.rollout.max_response_length}"
         fix = "eos_token_id of the token that ended its training texts, in generation_config.json (dapo generate shows)"
-        yield Finding("model", "stop-tokens", "warn", text, fix)
+        yield _warning("stop-tokens", text, fix)
         return
     yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
 
@@ -270,7 +250,7 @@ def _end_of_turn(patient: Patient) -> int | None:
         return None
     turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     try:
-        ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+        ids = patient.need(patient.template, "template").apply(turns, tokenize=True)
         said = tokenizer("4", add_special_tokens=False)["input_ids"][-1]
     except Exception:  # templates raise their own kinds; prompts are tried elsewhere
         return None
@@ -284,20 +264,17 @@ def _padding(patient: Patient, rows: int) -> Iterator[Finding]:
     tokenizer = patient.tokenizer
     pad = tokenizer.pad_token_id
     if pad is not None and pad >= rows:
-        yield Finding(
-            "model",
+        yield _warning(
             "padding",
-            "warn",
             f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
             "takes lengths from the engine and never pads, but other programs will",
             "tokenizer.pad_token = tokenizer.eos_token, and save it",
         )
         return
-    same = " (also ends a response; lengths come from the engine, so that does no harm)"
     told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
-    yield Finding(
-        "model", "padding", "pass", told + (same if pad is not None and pad == tokenizer.eos_token_id else "")
-    )
+    if pad is not None and pad == tokenizer.eos_token_id:
+        told += " (also ends a response; lengths come from the engine, so that does no harm)"
+    yield Finding("model", "padding", "pass", told)
 
 
 def check_bos(patient: Patient) -> Iterator[Finding]:
@@ -313,18 +290,14 @@ def check_bos(patient: Patient) -> Iterator[Finding]:
     opens = list(tokenizer("x")["input_ids"])[:1] == [bos]
     text = tokenizer.decode(ids[:8])
     if ids[:1] != [bos] and opens:
-        yield Finding(
-            "model",
+        yield _warning(
             "bos",
-            "warn",
             f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}",
             "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)",
         )
     elif _written_twice(tokenizer, template, patient.config) or (ids.count(bos) > 1 and opens):
-        yield Finding(
-            "model",
+        yield _warning(
             "bos",
-            "warn",
             f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be",
             "take it out of the chat template, or of the rows",
         )
@@ -338,7 +311,7 @@ def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> 
         return False
     turn = [{"role": "user", "content": "2+2="}]
     try:
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        text = template.apply(turn, tokenize=False, add_generation_prompt=True)
     except Exception:  # prompts are tried elsewhere
         return False
     return str(text).startswith(tokenizer.bos_token * 2)
@@ -350,34 +323,27 @@ def check_chat(patient: Patient) -> Iterator[Finding]:
     if data.template == "plain" or not getattr(tokenizer, "chat_template", None):
         return
     turns = [{"role": "user", "content": "2+2="}]
+    write = patient.need(patient.template, "template").apply
     try:
-        asked, bare = (_written(tokenizer, turns, add_generation_prompt=begin) for begin in (True, False))
-        answered = _written(tokenizer, [*turns, {"role": "assistant", "content": "4"}])
-        system = data.system and _written(tokenizer, [{"role": "system", "content": data.system}, *turns])
+        asked, bare = (write(turns, tokenize=False, add_generation_prompt=begin) for begin in (True, False))
+        answered = write([*turns, {"role": "assistant", "content": "4"}], tokenize=False)
+        system = data.system and write([{"role": "system", "content": data.system}, *turns], tokenize=False)
     except Exception:  # prompts are tried elsewhere
         return
     head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
     if asked == bare and head:
-        yield Finding(
-            "model",
+        yield _warning(
             "chat-template",
-            "warn",
             f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
             "not end in it",
             f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)",
         )
     if data.system and data.system.strip() not in str(system):
-        yield Finding(
-            "model",
+        yield _warning(
             "chat-template",
-            "warn",
             f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt",
             "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE",
         )
-
-
-def _written(tokenizer: Any, turns: list[dict[str, str]], **how: Any) -> str:
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, **how))
 
 
 def check_weights(patient: Patient) -> Iterator[Finding]:

@@ -62,11 +62,7 @@ class Patient:
     """What each check took."""
 
     def need(self, thing: T | None, what: str) -> T:
-        """``thing``, which another check provides.
-
-        Raises:
-            NotAtHand: it did not.
-        """
+        """``thing``, which another check provides. Raises NotAtHand if it did not."""
         if thing is None:
             raise NotAtHand(what)
         return thing
@@ -91,9 +87,7 @@ def config_at_hand(name: str) -> bool:
 def on_this_machine(name: str, file: str) -> bool:
     """Whether ``name``, a folder or a name on the hub, can be loaded without a download, or is a path for sure.
 
-    Args:
-        name: as in the recipe.
-        file: one that belongs to it.
+    ``file``: one that belongs to it.
     """
     if Path(name).expanduser().exists() or not is_name(name):
         return True

@@ -23,7 +23,7 @@ from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import RewardError
 from dapo.escapes import restored
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running, score_each
 from dapo.reward.contract import Scorer
@@ -174,12 +174,7 @@ def _quiet() -> Iterator[None]:
 
 
 async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Whether the reward is sane on the rows' own answers.
-
-    Args:
-        config: of the run.
-        scorer: started.
-        prompts: rows of the data; their token ids may be left out.
+    """Whether the reward, whose scorer is started, is sane on the rows' own answers (token ids may be left out).
 
     Raises:
         RewardError: the reward breaks its contract.
@@ -192,17 +187,10 @@ async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> l
         marker = marker_of(prompts[first.position].answer)
         mend = "mend or remove them; dapo data check shows where rows stand"
         mend = strip_marker(config, marker) if marker else mend
-        found.append(
-            Finding(
-                "data",
-                "gold-readable",
-                "fail" if unusable else "warn",
-                f"{len(unusable or doubts)} of {min(len(prompts), EXAMINED)} rows "
-                f"{'cannot be scored' if unusable else 'are in doubt'}, such as row {prompts[first.position].row + 1}: "
-                f"{first.text}",
-                mend,
-            )
-        )
+        text = f"{len(unusable or doubts)} of {min(len(prompts), EXAMINED)} rows "
+        text += f"{'cannot be scored' if unusable else 'are in doubt'}, such as row {prompts[first.position].row + 1}"
+        status: Any = "fail" if unusable else "warn"
+        found.append(Finding("data", "gold-readable", status, f"{text}: {first.text}", mend))
         if unusable:
             return found
     doubted = {doubt.position for doubt in doubts}
@@ -244,15 +232,8 @@ async def _on_answers(config: Config, scorer: Scorer, prompts: Sequence[Prompt])
     if failed:
         text, count = Counter(failed).most_common(1)[0]
         status: Any = "fail" if len(failed) == len(scored) else "warn"
-        return [
-            Finding(
-                "reward",
-                "scores",
-                status,
-                f"{len(failed)} of {len(scored)} scores failed: {text} ({count} x)",
-                "reward.timeout_s, or mend the reward",
-            )
-        ]
+        told = f"{len(failed)} of {len(scored)} scores failed: {text} ({count} x)"
+        return [Finding("reward", "scores", status, told, "reward.timeout_s, or mend the reward")]
     if all(reward.correct is None for _, _, reward in scored):
         return await _without_verdicts(config, scorer, scored)
     return await _with_verdicts(config, scorer, name, scored)
@@ -262,13 +243,18 @@ def _right(scored: Sequence[tuple[Prompt, str, Reward]]) -> int:
     return sum(reward.correct is True for _, _, reward in scored)
 
 
-async def scores(scorer: Scorer, written: Sequence[tuple[Prompt, str]]) -> list[Reward]:
-    """Of rows and responses.
+async def scores(
+    scorer: Scorer, written: Sequence[tuple[Prompt, str]], ends: Sequence[FinishReason | None] = ()
+) -> list[Reward]:
+    """Of rows and responses. ``ends``: why they ended, if a model wrote them; others go on from no prompt's end.
 
     Raises:
         RewardError: the reward breaks its contract.
     """
-    items = [(f"row {prompt.row + 1}", prompt, text) for prompt, text in written]
+    items = [
+        (f"row {p.row + 1}", p if end else replace(p, end=""), text, end)
+        for (p, text), end in zip(written, ends or [None] * len(written), strict=True)
+    ]
     try:
         return await score_each(scorer, items, lambda: None)
     except ExceptionGroup as group:  # of scores at the same time: one of them says enough

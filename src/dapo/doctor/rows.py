@@ -12,6 +12,7 @@ from typing import Any
 
 from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
+from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.doctor.answers import (
@@ -37,6 +38,11 @@ MANY_EPOCHS = 30
 
 _LAST_TURN = re.compile(r"^(system|user|assistant): ", re.MULTILINE)
 """How :attr:`Prompt.text` writes who speaks."""
+_DOUBTS = {
+    EATEN: ("control-characters", "write the rows with a JSON library, which doubles backslashes"),
+    NO_ANSWER: ("placeholders", "leave those rows out: a response that says the same would be right"),
+}
+"""Name and remedy of what may be wrong with rows (:meth:`Row.doubts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,10 @@ class _Trouble:
     text: str
     fix: str
     fails: bool = False
+
+
+def _warning(name: str, found: str, fix: str) -> Finding:
+    return Finding("data", name, "warn", found, fix)
 
 
 def check_rows(patient: Patient) -> Iterator[Finding]:
@@ -68,12 +78,8 @@ def check_rows(patient: Patient) -> Iterator[Finding]:
     if not any(one.fails for one in troubles):
         rows = sum(report.rows for report in found.train)
         held_out = sum(report.rows for report in found.evaluation)
-        yield Finding(
-            "data",
-            "rows",
-            "pass",
-            f"{rows:,} to train on, {held_out:,} to evaluate on, every one read" + _lengths(found),
-        )
+        text = f"{rows:,} to train on, {held_out:,} to evaluate on, every one read{_lengths(found)}"
+        yield Finding("data", "rows", "pass", text)
     near = sum(pair.near for pair in found.overlap)
     if found.evaluation and not sum(pair.exact for pair in found.overlap):
         also = f"; {near:,} share 13 words in a row with one (dapo data check shows them)" if near else ""
@@ -122,14 +128,11 @@ def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
         fails=True,
     )
     for key, reports in (("data.train", train), ("evaluation.data", held_out)):
-        examples = [example for report in reports for example in report.examples]
-        yield _Trouble(
-            "control-characters",
-            sum(report.eaten for report in reports),
-            f"{key}: {sum(report.eaten for report in reports):,} rows hold control characters, such as "
-            + "".join(examples[:1]),
-            "write the rows with a JSON library, which doubles backslashes",
-        )
+        for what, (name, fix) in _DOUBTS.items():
+            told = [report.doubts[what] for report in reports if what in report.doubts]
+            count = sum(number for number, _ in told)
+            first = "".join(example for _, examples in told[:1] for example in examples[:1])
+            yield _Trouble(name, count, f"{key}: {count:,} rows {what}, such as {first}", fix)
     unanswered = sum(report.missing_answers for report in train)
     yield _Trouble(
         "answers",
@@ -216,13 +219,8 @@ def _load(patient: Patient, template: PromptTemplate, needed: bool, already: boo
     if report.whole and report.usable < wanted and not already:
         whole = report.usable // config.training.groups_per_update * config.training.groups_per_update
         fix = f"rollout.prompts_per_step={whole or report.usable}" + ("" if whole else " training.groups_per_update=1")
-        yield Finding(
-            "data",
-            "rows",
-            "fail",
-            f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})",
-            f"{fix}, or more data",
-        )
+        text = f"{report.usable} usable prompts are fewer than one step needs (rollout.prompts_per_step={wanted})"
+        yield Finding("data", "rows", "fail", text, f"{fix}, or more data")
     yield from _epochs(config, report.usable if report.whole else report.rows)
 
 
@@ -230,10 +228,8 @@ def _epochs(config: Config, rows: int) -> Iterator[Finding]:
     """Whether so many steps draw the same few rows again and again; a run that its minutes end is not judged."""
     drawn = config.training.steps * config.rollout.prompts_per_step
     if rows and drawn > MANY_EPOCHS * rows and config.training.minutes is None:
-        yield Finding(
-            "data",
+        yield _warning(
             "epochs",
-            "warn",
             f"{config.training.steps:,} steps of {config.rollout.prompts_per_step} prompts draw each of {rows:,} rows "
             f"{drawn / rows:.0f} times or more: the model may learn their answers by heart",
             f"training.steps={max(1, 10 * rows // config.rollout.prompts_per_step)} (10 times), or more data",
@@ -250,12 +246,8 @@ def check_sample(patient: Patient) -> Iterator[Finding]:
     special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
     said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
     answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
-    yield Finding(
-        "data",
-        "prompt",
-        "pass",
-        f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})",
-    )
+    text = f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})"
+    yield Finding("data", "prompt", "pass", text)
     yield from _odd_prompts(patient, prompts)
 
 
@@ -270,21 +262,17 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
     marked = [(p, text) for p in prompts for text in markers if text in p.text]
     if marked:
         prompt, text = marked[0]
-        rows = len({p.row for p, _ in marked})
-        yield Finding(
-            "data",
+        rows, plain = len({p.row for p, _ in marked}), config.data.template == "plain"
+        yield _warning(
             "special-tokens",
-            "warn",
             f"{rows} of {len(prompts)} rows hold special tokens as text, such as {text!r} in row {prompt.row + 1}: "
-            "they were put through a template before",
-            "take them out of the rows, or data.template=plain",
+            + ("the model reads them as marks, not as text" if plain else "they were put through a template before"),
+            f"take them out of the rows, {'unless they are meant so' if plain else 'or data.template=plain'}",
         )
     blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
     if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
-        yield Finding(
-            "data",
+        yield _warning(
             "prompt-end",
-            "warn",
             f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
             f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
             " front of the next word, so the model has not seen such an end",
@@ -293,10 +281,8 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
     lost = [(p, letters) for p in prompts if (letters := _lost_letters(p, tokenizer))]
     if lost:
         prompt, letters = lost[0]
-        yield Finding(
-            "data",
+        yield _warning(
             "unknown-tokens",
-            "warn",
             f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "
             f"{''.join(letters)!r} in row {prompt.row + 1}",
             "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows",
@@ -307,7 +293,7 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
         for finding in check_content(with_keys(config, config.evaluation.data), spread(patient.heldout, LOOKED_AT)):
             yield replace(finding, found=f"evaluation.data: {finding.found}")
     yield from check_stops(config, prompts)
-    positions = None if patient.shape is None else context_limit(patient.shape)
+    positions = None if patient.shape is None else context_limit(patient.shape.config)
     yield from check_room(config, prompts, tokenizer, positions)
     everything = list(patient.need(patient.source, "tokenized data").untokenized())
     yield from check_given_away(config, spread(everything, READ))
@@ -319,20 +305,16 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
     instruction = config.data.instruction.strip()
     twice = [p for p in prompts if instruction and instruction in p.text]
     if len(twice) > len(prompts) / 2:
-        yield Finding(
-            "data",
+        yield _warning(
             "instruction",
-            "warn",
             f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
             "the model reads it twice",
             "data.instruction=''",
         )
     answered = [p for p in prompts if _LAST_TURN.findall(p.text)[-1:] == ["assistant"]]
     if len(answered) > len(prompts) / 2:
-        yield Finding(
-            "data",
+        yield _warning(
             "last-turn",
-            "warn",
             f"{len(answered)} of {len(prompts)} chats end in what the assistant says, such as row "
             f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that",
             f'take the last message off the rows: row["{config.data.prompt_key}"].pop()',
@@ -359,13 +341,8 @@ def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Find
     asked = [text for text in seen if any(words[rule] in text for rule in reward.extract)]
     if not asked:
         works = "data.template=dapo" if "answer_line" in reward.extract else "data.instruction=' Put it in \\boxed{}.'"
-        yield Finding(
-            "data",
-            "answer-format",
-            "warn",
-            'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)',
-            works,
-        )
+        text = 'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)'
+        yield _warning("answer-format", text, works)
 
 
 def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -374,10 +351,8 @@ def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) 
     read = "boxed" in (reward.after or "") or any("boxed" in (p.answer or "") for p in prompts)
     if asked > len(prompts) / 2 and not read:
         what = f"what follows {reward.after!r}" if reward.after else "the whole response"
-        yield Finding(
-            "data",
+        yield _warning(
             "answer-format",
-            "warn",
             f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
             f"compares {what} with the answer",
             "reward.kind=math, or ask for what the reward reads (data.instruction, or the rows)",

@@ -61,13 +61,8 @@ def check_agreement(patient: Patient) -> Iterator[Finding]:
         f"{found.maximum:.2g} at most"
     )
     if found.exceeds(limit):
-        yield Finding(
-            "model",
-            "agreement",
-            "warn",
-            f"{text}; {limit:g} would be noise",
-            "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute",
-        )
+        fix = "model.compute_dtype=float32 or algorithm.correction.kind=truncate algorithm.proximal=recompute"
+        yield Finding("model", "agreement", "warn", f"{text}; {limit:g} would be noise", fix)
     else:
         yield Finding("model", "agreement", "pass", text)
 
@@ -94,9 +89,11 @@ async def _engine(
     patient: Patient, prompts: Sequence[Prompt], samples: int, tokens: int
 ) -> AsyncIterator[NativeEngine]:
     config, model, template = patient.config, patient.model, patient.need(patient.template, "template")
+    stop_ids = stop_token_ids(model, patient.tokenizer, config.rollout.stop_token_ids)
+    template.ends_with(stop_ids)
     engine = NativeEngine(
         copy_model(model, getattr(torch, config.model.compute_dtype)),
-        stop_token_ids(model, patient.tokenizer, config.rollout.stop_token_ids),
+        stop_ids,
         max_sequence_tokens=max(len(p.token_ids) for p in prompts) + tokens,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),
         cache_bytes=cache_bytes(config),
@@ -139,19 +136,16 @@ def check_probe(patient: Patient) -> Iterator[Finding]:
 async def shifted(config: Config, groups: Sequence[Group], answers: Mapping[int, str | None]) -> list[Finding]:
     """Whether most responses are right by the answer of the row before or after, and not by their own row's.
 
-    Only a model that solves prompts can show it; of one that does not, nothing is said.
-
-    Args:
-        config: of the run.
-        groups: sampled and scored, with texts.
-        answers: of all rows, by their number.
+    Only a model that solves prompts can show it; of one that does not, nothing is said. ``groups``: sampled and scored,
+    with texts. ``answers``: of all rows, by their number.
     """
     own = sum(_most([s.verdict for s in g.scored]) for g in groups)
     async with running(make_scorer(config.reward)) as scorer:
         for shift, which in ((1, "next"), (-1, "previous")):
             moved = [(g, answers.get(g.prompt.row + shift)) for g in groups]
             asked = [(g, replace(g.prompt, answer=a)) for g, a in moved if a not in (None, g.prompt.answer)]
-            found = iter(await scores(scorer, [(prompt, s.text) for g, prompt in asked for s in g.samples]))
+            texts = [(prompt, s.text) for g, prompt in asked for s in g.samples]
+            found = iter(await scores(scorer, texts, [s.finish_reason for g, _ in asked for s in g.samples]))
             right = sum(_most([next(found) for _ in g.samples]) for g, _ in asked)
             if right >= _SHIFTED_PROMPTS and own <= right / _SHIFTED_PROMPTS:
                 text = (
@@ -175,11 +169,11 @@ def _is_open(groups: Sequence[Group]) -> bool:
 async def _scored(patient: Patient, prompts: Sequence[Prompt]) -> list[Group]:
     config, template = patient.config, patient.need(patient.template, "template")
     groups = await _sample(patient, prompts, config.rollout.samples_per_prompt, config.rollout.max_response_length)
-    texts = [template.decode(s.token_ids.tolist()) for g in groups for s in g.samples]
-    owners = [g.prompt for g in groups for _ in g.samples]
+    samples = [(g.prompt, s) for g in groups for s in g.samples]
+    texts = [(prompt, template.decode(s.token_ids.tolist())) for prompt, s in samples]
     async with running(make_scorer(impatient(config.reward))) as scorer:
-        rewards = iter(await scores(scorer, list(zip(owners, texts, strict=True))))
-    metric, said = config.algorithm.filter_groups.metric, iter(texts)
+        rewards = iter(await scores(scorer, texts, [s.finish_reason for _, s in samples]))
+    metric, said = config.algorithm.filter_groups.metric, iter([text for _, text in texts])
 
     def judged_sample(sample: Sample) -> Sample:
         return replace(sample, text=next(said), reward=in_place_of_failed(next(rewards), config.reward, metric))
@@ -222,16 +216,11 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
 
 def _cut(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
     cut = [s.truncated for g in groups for s in g.samples]
+    limit = config.rollout.max_response_length
     if sum(cut) > len(cut) / 2:
-        yield Finding(
-            "data",
-            "probe-lengths",
-            "warn",
-            f"{sum(cut)} of {len(cut)} responses were cut at rollout.max_response_length="
-            f"{config.rollout.max_response_length}",
-            f"rollout.max_response_length={2 * config.rollout.max_response_length}, or look whether the model ever "
-            "stops (dapo generate)",
-        )
+        text = f"{sum(cut)} of {len(cut)} responses were cut at rollout.max_response_length={limit}"
+        fix = f"rollout.max_response_length={2 * limit}, or look whether the model ever stops (dapo generate)"
+        yield Finding("data", "probe-lengths", "warn", text, fix)
 
 
 def _answers(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:

@@ -175,10 +175,7 @@ def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
                 "reward.error_value=-1.0, or reward.on_error=drop",
             )
         if reward.max_error_rate == 1:
-            yield (
-                "reward.max_error_rate=1: the run goes on even if every score fails",
-                "reward.max_error_rate=0.2",
-            )
+            yield "reward.max_error_rate=1: the run goes on even if every score fails", "reward.max_error_rate=0.2"
         after = reward.after if isinstance(reward, ExactReward) else None
         if after and any(text in after for text in config.rollout.stop):
             yield (
@@ -228,13 +225,8 @@ def check_run_folder(patient: Patient) -> Iterator[Finding]:
         yield Finding("machine", "run-folder", "fail", text, f"run.dir={folder}-2")
         return
     if taken and run.if_exists == "fail":
-        yield Finding(
-            "machine",
-            "run-folder",
-            "fail",
-            f"{folder} exists already",
-            f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run",
-        )
+        fix = f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run"
+        yield Finding("machine", "run-folder", "fail", f"{folder} exists already", fix)
         return
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
@@ -246,10 +238,8 @@ def check_run_folder(patient: Patient) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        reason = error.strerror or error
-        yield Finding(
-            "machine", "run-folder", "fail", f"cannot write to {parent}: {reason}", "run.dir=FOLDER on another disk"
-        )
+        text = f"cannot write to {parent}: {error.strerror or error}"
+        yield Finding("machine", "run-folder", "fail", text, "run.dir=FOLDER on another disk")
         return
     note = " (the one there is kept under another name)" if taken else ""
     yield Finding("machine", "run-folder", "pass", f"{folder} can be written{note}")
@@ -282,13 +272,9 @@ def check_disk(patient: Patient) -> Iterator[Finding]:
         return
     samples = _samples_bytes(config)
     if needed + samples > free:
-        yield Finding(
-            "machine",
-            "disk",
-            "warn",
-            f"{text}; samples may take up to {gib(samples)} more",
-            "run.save_samples=0.1 (a share) or false, or run.dir=FOLDER on a larger disk",
-        )
+        text += f"; samples may take up to {gib(samples)} more"
+        fix = "run.save_samples=0.1 (a share) or false, or run.dir=FOLDER on a larger disk"
+        yield Finding("machine", "disk", "warn", text, fix)
         return
     also = f"; samples at most {gib(samples)}" if samples > GIB else ""
     yield Finding("machine", "disk", "pass", text + also)

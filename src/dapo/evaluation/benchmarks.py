@@ -89,10 +89,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def benchmark_named(name: str) -> Benchmark:
-    """
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Raises ConfigError: there is none of this name."""
     found = BENCHMARKS.get(name.lower().replace("-", ""))
     if found is None:
         raise ConfigError(f"--benchmark: there is no {name!r}; there are: {', '.join(BENCHMARKS)}")

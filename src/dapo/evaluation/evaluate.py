@@ -33,10 +33,7 @@ async def evaluate(
     """Sample ``evaluation.samples_per_prompt`` responses to each prompt and score them.
 
     The same run seed gives the same samples for the same weights, whatever was trained in between.
-
-    Args:
-        prompts: exactly these are evaluated.
-        progress: called with samples done and samples in all.
+    ``progress``: called with samples done and samples in all.
 
     Raises:
         RewardError: the reward function broke its contract, or too many scores failed.
@@ -60,7 +57,7 @@ async def evaluate(
 
     async def score(sample: Sample) -> None:
         text = decode(sample.token_ids.tolist())
-        reward = await scorer.score(prompts[sample.request_id], text)
+        reward = await scorer.score(prompts[sample.request_id], text, sample.finish_reason)
         found[sample.request_id, sample.index] = replace(sample, text=text, reward=reward)
         progress(len(found), total)
 
@@ -82,10 +79,8 @@ async def evaluate(
 
 
 def _check_errors(errors: Sequence[str], total: int, config: Config) -> None:
-    """
-    Raises:
-        RewardError: the share of failed scores is above ``reward.max_error_rate``: an average over the rest would lie.
-    """
+    """Raises RewardError: the share of failed scores is above ``reward.max_error_rate``: an average over the rest would
+    lie."""
     limit = config.reward.max_error_rate
     if len(errors) > limit * total:
         raise RewardError(

@@ -121,10 +121,7 @@ class Evaluation:
 
     def estimates(self, wanted: Sequence[int] | None = None) -> dict[str, Estimate]:
         """``avg@k``, ``pass@j``, ``maj@j`` (if the reward tells answers) and ``reward``, each with its interval.
-
-        Args:
-            wanted: the j; by default powers of two up to k and k itself.
-        """
+        ``wanted``: the j; by default powers of two up to k and k itself."""
         groups = [g for g in self.groups if g.scored]
         if not groups:
             return {}

@@ -77,8 +77,6 @@ def evaluate_files(
     ``evaluation.rows`` of each).
 
     Args:
-        config: of the whole.
-        listener: hears what happens.
         write: called after each item with the results so far, so that nothing that goes wrong later can spoil them,
             and with the config that has the picked template in it.
         published: how rows are read that are as the benchmark's authors publish them; others are read as ever.
@@ -140,10 +138,7 @@ async def _running(prompting: Prompting, engine: Engine) -> AsyncIterator[Scorer
 
 
 def _prompts(prompting: Prompting, item: DataItem, listener: Listener) -> tuple[Prompt, ...]:
-    """
-    Raises:
-        DataError: a row is bad, or longer than ``data.max_prompt_length``.
-    """
+    """Raises DataError: a row is bad, or longer than ``data.max_prompt_length``."""
     config = prompting.config
     limit = config.data.max_prompt_length
     prompts = read_prompts(
@@ -190,10 +185,7 @@ def _bare_answers(
     file: str, prompts: tuple[Prompt, ...], published: Published, listener: Listener
 ) -> tuple[Prompt, ...]:
     """The rows with what stands after the mark as their answers, if any of them has one.
-
-    Raises:
-        DataError: some have none, so that it is not known what to compare with.
-    """
+    Raises DataError: some have none, so that it is not known what to compare with."""
     if not any(published.mark in (prompt.answer or "") for prompt in prompts):
         return prompts
     answers = [published.answer(prompt.answer or "") for prompt in prompts]
@@ -215,9 +207,7 @@ def report(
 
     Args:
         config: with the template in it.
-        results: of :func:`evaluate_files`.
         about: what else was picked, such as recipe and benchmark.
-        command: the command line.
     """
     sections = ("seed", "model", "data", "reward", "evaluation", "runtime")
     settings = redact({name: value for name, value in config.model_dump(mode="json").items() if name in sections})

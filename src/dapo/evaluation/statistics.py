@@ -139,11 +139,7 @@ def estimate_means(values: Values, seed: int = 0, resamples: int = RESAMPLES) ->
     the same ones for all columns.
 
     Where all prompts have the same value the interval has no width: the sample then says nothing of the spread.
-
-    Args:
-        values: ``[P, M]``, a row for each prompt, at least one.
-        seed: of the resampling.
-        resamples: how often.
+    ``values``: ``[P, M]``, a row for each prompt, at least one.
     """
     prompts, columns = values.shape
     means = values.mean(axis=0)
@@ -167,11 +163,7 @@ def estimate_means(values: Values, seed: int = 0, resamples: int = RESAMPLES) ->
 
 def estimate_share(successes: int, trials: int) -> Estimate:
     """A share and its 95% Wilson interval: it has a width where all trials went the same way, too.
-
-    Args:
-        successes: of the trials.
-        trials: at least one, independent of each other.
-    """
+    ``trials``: at least one, independent of each other."""
     z = 1.959964
     share, spread = successes / trials, z * z / trials
     middle = (share + spread / 2) / (1 + spread)

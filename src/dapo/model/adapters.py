@@ -127,7 +127,6 @@ def put_on(model: Any, adapter: Adapter, dtype: torch.dtype | None = None, read:
 
     Args:
         model: the base, without an adapter. It is frozen.
-        adapter: as found.
         dtype: of the adapter's parameters; None: that of the layers that they are on.
         read: the weights too, and not the shapes alone.
 
@@ -153,7 +152,6 @@ def new_adapter(model: Any, rank: int, alpha: float, target_modules: list[str] |
     Args:
         model: the base, from a folder or the hub. It is frozen.
         rank, alpha, target_modules: see ``dapo.config.sections.LoraConfig``.
-        seed: of its random start.
 
     Raises:
         ModelError: PEFT is not installed, or the model has no such modules.
@@ -220,12 +218,16 @@ def read_weights(model: Any, adapter: Adapter) -> None:
             raise ModelError(f"adapter {adapter.folder}: {len(names)} {what} weights, such as {sorted(names)[0]}")
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter that is on ``model`` in the layout of PEFT, its base named, into ``folder``, which exists."""
+def save_adapter(model: Any, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapter that is on ``model`` in the layout of PEFT, its base named, into ``folder``, which exists.
+
+    ``state``: to take the weights from, by the names of all parameters; None: those in memory.
+    """
     from safetensors.torch import save_file
 
     peft = _peft("adapter")
-    weights = peft.get_peft_model_state_dict(model, state_dict=adapter_parameters(model), save_embedding_layers=False)
+    chosen = {name: (state or {}).get(name, parameter) for name, parameter in adapter_parameters(model).items()}
+    weights = peft.get_peft_model_state_dict(model, state_dict=chosen, save_embedding_layers=False)
     tensors = {_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = copy.copy(model.peft_config["default"])
@@ -247,10 +249,8 @@ def can_be_compiled(model: Any) -> bool:
 
 
 def check_ends(model: Any) -> None:
-    """
-    Raises:
-        ModelError: the embedding or the output head carries an adapter, of which the head's computation knows nothing.
-    """
+    """Raises ModelError: the embedding or the output head carries an adapter, of which the head's computation knows
+    nothing."""
     for name, module in (("embedding", model.get_input_embeddings()), ("output head", model.get_output_embeddings())):
         if any(hasattr(module, wrapped) for wrapped in ("base_layer", "modules_to_save", "original_module")):
             raise ModelError(

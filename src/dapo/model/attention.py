@@ -201,10 +201,7 @@ def causal_attention(
     query_position: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention. Shapes as :func:`masked_attention`.
-
-    Args:
-        query_position: ``[B, Tq]``, where in its sequence each query stands; None: every token is one, ``Tq = Tk``.
-    """
+    ``query_position``: ``[B, Tq]``, where in its sequence each query stands; None: every token is one, ``Tq = Tk``."""
     queries, keys = query.shape[2], key.shape[2]
     window = spec.window if spec.window is not None and spec.window < keys else None
     # chosen by shape and type alone, never by whether a gradient is wanted: both have to give the same bits

@@ -26,10 +26,7 @@ def compile_layers(model: Any, **options: Any) -> None:
     Attention stays outside of the compiled code (:func:`dapo.model.attention.opaque_attention`). What a layer reads
     about itself becomes part of its code; its number must not, or every layer would be compiled anew, so it travels as
     a tensor. Layers that cannot be traced, those with a DoRA adapter, stay as they are.
-
-    Args:
-        model: from :func:`dapo.model.loading.load_model`, where it is to stay.
-        options: further ones of ``torch.compile``.
+    ``model``: from :func:`dapo.model.loading.load_model`, where it is to stay.
     """
     if not can_be_compiled(model):
         return

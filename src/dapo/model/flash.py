@@ -55,7 +55,6 @@ class FlashLayout:
         Args:
             query: ``[1, H, T, D]``, of the T tokens of the row.
             key, value: ``[1, Hkv, T, D]``.
-            scaling: of the scores.
             window: how many keys a query sees, its own one included; None: all before it.
 
         Returns:

@@ -95,7 +95,6 @@ def hidden_states(
     Args:
         model: a causal language model from :func:`dapo.model.loading.load_model`.
         token_ids, position_ids: ``[T]`` (one packed row) or ``[B, T]``.
-        context: how these tokens attend.
 
     Returns:
         ``[T, d]`` or ``[B, T, d]``.

@@ -54,7 +54,6 @@ def token_logprobs(
 
     Args:
         hidden: ``[R, d]``, float32, bfloat16 or float16 (or float64, which is then used throughout). R may be 0.
-        head: the output head.
         targets: ``[R]`` int64 token ids.
         temperature: above 0.
         chunk_tokens: rows whose logits exist at one time; None: as suits the device.

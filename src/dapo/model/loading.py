@@ -15,6 +15,7 @@ from dapo.files import holds_model
 from dapo.model.adapters import adapter_parameters, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 from dapo.model.hub import from_where, hub_answers, unreachable
+from dapo.model.tokenizer import as_its_file_says, source_folder
 
 # Architectures whose attention goes through the interface and whose tokens and log-probabilities are compared with
 # Transformers' own in tests/rollout. What is not here is refused: a model that runs is not yet a model that is right.
@@ -46,7 +47,6 @@ def load_model(
         source: folder in Hugging Face layout, name on the hub, folder of a LoRA adapter in PEFT layout (its base is
             loaded and the adapter put on it, unmerged), or a loaded ``PreTrainedModel`` (used as it is: its parameters
             are changed to ``dtype`` in place).
-        dtype: type of the parameters.
         trust_remote_code: allow code that comes with the model to run.
         device: where the model is to be; None: the CPU, and a loaded one stays where it is. With accelerate installed
             weights are read right onto it.
@@ -66,6 +66,7 @@ def load_model(
             model = put_on(model, adapter, adapter_dtype or dtype)
     else:
         model = _taken_as_it_is(source)
+        model.source_dtype = next(p.dtype for p in model.parameters())
     _cast(model, dtype, adapter_dtype)
     try:
         if device is not None:
@@ -120,9 +121,20 @@ def _from_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool, dev
         if names:
             what = kind.removesuffix("_keys")
             raise ModelError(f"model {path}: {len(names)} {what} weights, such as {names[0]}; is this its config.json?")
+    model.source_dtype = config.dtype or _dtype_on_disk(path)
     if has_adapter(model):  # Transformers puts on one that it finds on the hub, of any kind
         raise ModelError(f"model {path}: is an adapter on the hub; download it and name its folder")
     return model
+
+
+def _dtype_on_disk(path: str) -> torch.dtype:
+    """Type of the weights of a model whose config does not state it: that of the first, as Transformers takes it."""
+    from safetensors import safe_open
+
+    for file in sorted((source_folder(path) or Path(path)).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            return next((weights.get_tensor(name).dtype for name in weights.keys()), torch.float32)  # noqa: SIM118
+    return torch.float32
 
 
 def read_config(path: str, trust_remote_code: bool = False) -> Any:
@@ -156,10 +168,10 @@ def _straight_to(device: torch.device | str) -> dict[str, Any]:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer at ``path``; that of its base for an adapter's folder without one.
+    """The tokenizer at ``path``, as its tokenizer.json says; that of its base for an adapter's folder without one.
 
     Raises:
-        ModelError: not found or not readable.
+        ModelError: not found or not readable, or its files contradict each other.
     """
     from transformers import AutoTokenizer
 
@@ -169,12 +181,14 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **from_where(path))
+        # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ModelError(f"tokenizer {path}: there are no tokenizer files; name another folder in model.tokenizer")
+        return as_its_file_says(tokenizer, path)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(_explain("tokenizer", path, error)) from None
-    # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ModelError(f"tokenizer {path}: there are no tokenizer files; name another folder in model.tokenizer")
-    return tokenizer
 
 
 def _explain(what: str, path: str, error: Exception) -> str:
@@ -258,18 +272,69 @@ def copy_model(model: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def stop_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...] | list[int] = ()) -> tuple[int, ...]:
-    """Every id that ends a response: generation config, model config, tokenizer and ``extra``, none twice.
-
-    Each of the three may hold an integer, a list or nothing.
-    """
-    found: list[int] = []
-    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        found += [ids] if isinstance(ids, int) else list(ids or [])
+    """Every id that ends a response: generation config, model config, tokenizer and ``extra``, none twice."""
+    found = [i for ids in named_stop_ids(model, tokenizer).values() for i in ids]
     return tuple(dict.fromkeys([*found, *extra]))
 
 
-def context_limit(model: Any) -> int | None:
-    """The longest sequence in tokens that the position encoding was made for; None: not stated."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return int(limit) if limit else None
+def with_generation_config(shape: Any, path: str) -> Any:
+    """``shape`` with the file beside the weights, which is read with these only."""
+    from transformers import GenerationConfig
+
+    try:
+        shape.generation_config = GenerationConfig.from_pretrained(path, **from_where(path))
+    except (OSError, ValueError):  # there need not be one
+        return shape
+    return shape
+
+
+def named_stop_ids(model: Any, tokenizer: Any) -> dict[str, list[int]]:
+    """The ids that end a response by where they are stated, as messages call it. Each may be an integer, a list or
+    nothing."""
+    owners = {
+        "eos_token_id of generation_config.json": getattr(model, "generation_config", None),
+        "eos_token_id of config.json": model.config,
+        "the tokenizer's eos_token": tokenizer,
+    }
+    stated = {name: getattr(owner, "eos_token_id", None) for name, owner in owners.items()}
+    return {name: [ids] if isinstance(ids, int) else list(ids or []) for name, ids in stated.items()}
+
+
+def embedding_rows(source: Any, trust_remote_code: bool = False) -> int | None:
+    """How many tokens a model knows, before its weights are read; None: its config does not state it.
+
+    Raises:
+        ModelError: as :func:`read_config`.
+    """
+    if not isinstance(source, str | Path):
+        return int(source.get_input_embeddings().weight.shape[0])
+    adapter = find_adapter(source)
+    return getattr(read_config(adapter.base if adapter else str(source), trust_remote_code), "vocab_size", None)
+
+
+POSITIONS_STATED = "max_position_embeddings and rope_scaling in its config.json"
+"""For messages: where more can be stated for a model that can do more."""
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_length",
+)
+"""What a config may call the longest sequence; of several the smallest holds."""
+
+
+def context_limit(config: Any) -> int | None:
+    """The longest sequence in tokens that the position encoding was made for, as engines derive it; None: not stated.
+
+    Rotary settings that stretch positions multiply it: YaRN its ``original_max_position_embeddings``, linear and
+    dynamic scaling ``max_position_embeddings``, unless they name the original too. Those of Llama 3 and Gemma 3 are
+    in ``max_position_embeddings`` already.
+    """
+    stated = [int(value) for name in _LENGTHS if (value := getattr(config, name, None))]
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kind, factor = rotary.get("rope_type", "default"), rotary.get("factor")
+    if not stated or factor is None or kind not in ("yarn", "linear", "dynamic"):  # Gemma 3: by type of layer
+        return min(stated, default=None)
+    return int((rotary.get("original_max_position_embeddings") or min(stated)) * factor)

@@ -300,11 +300,7 @@ class Alarms:
         self._next: _State | None = None
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> tuple[dict[str, float], list[str]]:
-        """See the metrics of a step.
-
-        Args:
-            step: its number; steps come in order.
-            metrics: by registered name; other names are not looked at.
+        """See the metrics of a step, by registered name; steps come in order.
 
         Returns:
             The metric of this module, and what to say now: new alarms, and old ones that are due again.

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError, install
-from dapo.files import json_line, read_json, write_atomic, writing
+from dapo.files import json_line, lock_file, read_json, write_atomic, writing
 from dapo.observe.sample_rows import COLUMNS, Row, rows_of
 
 if TYPE_CHECKING:
@@ -118,11 +118,6 @@ class SampleIndex:
     """
 
     def __init__(self, run: Path, threads: int = _THREADS) -> None:
-        """
-        Args:
-            run: folder of the run.
-            threads: that DuckDB uses at most.
-        """
         self.samples = run / "samples"
         self.folder = self.samples / "index"
         self.damaged: dict[int, str] = {}
@@ -136,11 +131,7 @@ class SampleIndex:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def connection(self) -> duckdb.DuckDBPyConnection:
-        """A connection of its own for one thread, with the view ``samples`` as the index is now.
-
-        Raises:
-            UserError: DuckDB is not installed.
-        """
+        """For one thread, with the view ``samples`` as the index is now. Raises UserError if DuckDB is missing."""
         with self._lock:
             newest = (self.folder, _stamp_of(self.folder / "manifest.json"))
             if newest != self._shown:
@@ -166,10 +157,8 @@ class SampleIndex:
     def update(self) -> int:
         """Bring in the steps that are missing or were made again: how many there were.
 
-        A step whose file is gone stays; one whose file is damaged is left out, see :attr:`damaged`.
-
-        Raises:
-            UserError: DuckDB is not installed.
+        A step whose file is gone stays; one whose file is damaged is left out, see :attr:`damaged`. Raises UserError
+        if DuckDB is not installed.
         """
         there = _stamps(self.samples)
         if not there:
@@ -225,7 +214,7 @@ class SampleIndex:
                 self._move_elsewhere()
                 lock = stack.enter_context((self.folder / ".lock").open("a"))
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free = True
             except BlockingIOError:
                 free = False
@@ -312,7 +301,7 @@ def forget_steps(samples: Path, after: int) -> None:
     if not folder.is_dir():
         return
     with (folder / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a page that is open may be at it
+        lock_file(lock, fcntl.LOCK_EX)  # a page that is open may be at it
         manifest = Manifest.read(folder)
         gone = [step for step in manifest.steps if step > after]
         if gone:
@@ -320,14 +309,8 @@ def forget_steps(samples: Path, after: int) -> None:
 
 
 def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.DuckDBPyConnection:
-    """A database in memory, of bounded size.
-
-    Args:
-        threads: at most.
-        spill: what does not fit goes to this folder, which is made when it is needed and goes with the database.
-
-    Raises:
-        UserError: DuckDB is not installed.
+    """A database in memory, of bounded size. What does not fit goes to the folder ``spill``, which is made when it is
+    needed and goes with the database. Raises UserError if DuckDB is not installed.
     """
     if not has_duckdb():
         raise UserError(f"the index of samples needs DuckDB: {install('ui')}")

@@ -28,14 +28,11 @@ _NICE = 10
 
 
 class BackgroundIndex:
-    """Keeps the index of a run up to date: training never waits for it. Does nothing if DuckDB is not installed."""
+    """Keeps the index of a run's folder up to date: training never waits for it. ``warn`` is told once, from another
+    thread, if the index cannot be written. Does nothing if DuckDB is not installed.
+    """
 
     def __init__(self, run: Path, warn: Callable[[str], None]) -> None:
-        """
-        Args:
-            run: folder of the run.
-            warn: told once, from another thread, if the index cannot be written.
-        """
         self._run, self._warn = run, warn
         self._begun, self._behind = time.monotonic(), False
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,10 +92,8 @@ class BackgroundIndex:
 def keep_up(run: Path, notices: int | None, tell: Callable[[str], object]) -> None:
     """Update the index when there are notices, but not all the time, and once more when they end.
 
-    Args:
-        run: folder of the run.
-        notices: file descriptor that something can be read from for each notice; None: they have ended already.
-        tell: hears of the first update that failed.
+    ``notices``: file descriptor that something can be read from for each notice; None: they have ended already.
+    ``tell`` hears of the first update that failed.
     """
     index, pause, due = SampleIndex(run, threads=1), _PAUSE, 0.0
     told = waiting = False

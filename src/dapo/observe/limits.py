@@ -94,11 +94,8 @@ class Limits:
     ) -> dict[str, float]:
         """``share/matmul`` and ``share/bandwidth`` of a step, as far as there is something to tell.
 
-        Args:
-            fill: its rollout.
-            reports: of its updates.
-            seconds: by phase: rollout (with the wait for rewards), update.
-            decode_steps: times that the engine went through the weights for a token of each row.
+        ``seconds``: by phase: rollout (with the wait for rewards), update. ``decode_steps``: times that the engine went
+        through the weights for a token of each row.
         """
         found: dict[str, float] = {}
         if reports and seconds.get("update"):

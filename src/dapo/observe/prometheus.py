@@ -24,18 +24,11 @@ _PATIENCE = 5.0
 
 
 class PrometheusTracker:
-    """Serves the newest numbers."""
+    """Serves the newest numbers, labelled with the name of the run. Port 0 is one that is free, see ``port``; ``looks``
+    gives lines as in resources.jsonl. Raises OSError if the port is taken.
+    """
 
     def __init__(self, port: int, looks: Callable[[], Sequence[Mapping[str, Any]]], run: str) -> None:
-        """
-        Args:
-            port: 0: one that is free, see ``port``.
-            looks: lines as in resources.jsonl.
-            run: name of the run, the label ``run`` of each number.
-
-        Raises:
-            OSError: the port is taken.
-        """
         self._text, self._looks, self._run = "", looks, run
         tracker = self
 
@@ -71,7 +64,6 @@ class PrometheusTracker:
         threading.Thread(target=self._server.serve_forever, name="dapo-prometheus", daemon=True).start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
         label = _labels({"run": self._run})
         text = _gauge("step", "rollout steps done", [(label, step)])
         for name, value in metrics.items():

@@ -42,18 +42,13 @@ def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:
 
 
 class ResourceRecorder:
-    """Looks every few seconds, in a thread, until closed."""
+    """Looks every ``every_s`` seconds, in a thread, until closed; without ``start`` only :meth:`look` looks. Lines are
+    added to ``file``. ``looker`` gives the lines of a look; None: the machine's.
+    """
 
     def __init__(
         self, file: Path, every_s: float, looker: Callable[[], list[Look]] | None = None, start: bool = True
     ) -> None:
-        """
-        Args:
-            file: lines are added to it.
-            every_s: seconds between two looks.
-            looker: gives the lines of a look; None: the machine's.
-            start: begin at once; otherwise only :meth:`look` looks.
-        """
         self._file, self._every_s, self._looker = file, every_s, looker
         self._latest: list[Look] = []
         self._since: list[list[Look]] = []

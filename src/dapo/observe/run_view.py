@@ -18,7 +18,7 @@ import yaml
 from dapo.checkpoints import Checkpoints, damages
 from dapo.config import load_yaml
 from dapo.errors import UserError
-from dapo.files import parse_json, read_text
+from dapo.files import lock_file, parse_json, read_text
 from dapo.observe.metrics import LENIENT, read_metrics
 from dapo.observe.samples import STATUSES, steps_with_samples
 from dapo.run_folder import RunFolder
@@ -247,7 +247,7 @@ def _in_use(root: Path) -> bool:
     """Whether a process of this machine holds the lock of the run."""
     try:
         with (root / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # no lock: the run is of another machine, or was just made
@@ -258,12 +258,14 @@ def _in_use(root: Path) -> bool:
 def _recipe(path: Path) -> dict[str, Any]:
     """
     Raises:
-        UserError: it is no YAML, or is too large: not of a run of ours, or edited since.
+        UserError: it is too large, or nested too deeply, so it is none that a run of ours wrote.
     """
     try:
         value = load_yaml(read_text(path))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'problem', None) or error}") from None
+    except yaml.composer.ComposerError as error:
+        raise UserError(f"{path}: cannot be read: {error.problem}") from None
+    except (OSError, ValueError, yaml.YAMLError):  # half written
+        return {}
     return value if isinstance(value, dict) else {}
 
 

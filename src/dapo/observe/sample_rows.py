@@ -37,11 +37,8 @@ Row = dict[str, Any]
 
 
 def rows_of(folder: Path, step: int) -> list[Row]:
-    """The rows of one step, in the order of its file. A last line that was cut off while being written is left out.
-
-    Args:
-        folder: ``samples`` of the run.
-        step: from 1.
+    """The rows of one step (from 1), in the order of its file in the run's folder ``samples``. A last line that was cut
+    off while being written is left out.
 
     Raises:
         UserError: the file is gone, or a line of it is not a sample.

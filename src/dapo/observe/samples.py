@@ -4,7 +4,7 @@ Consumes: groups as they left the buffer, each with its status, and the reports 
 files per step, each whole or not at all; a step that is made again after a resume replaces its files.
 
 ``step-00012.jsonl`` holds one JSON object per sample. Fields: ``draw`` ``row`` ``index`` (which sample), ``prompt``
-``response`` ``extracted`` ``gold`` (the texts), ``correct`` ``reward`` ``parts`` ``error`` (the verdict),
+``prompt_end`` ``response`` ``extracted`` ``gold`` (texts), ``correct`` ``reward`` ``parts`` ``error`` (the verdict),
 ``shaped_reward`` ``advantage`` ``in_loss`` (what training sees; null and false where the group was not trained on),
 ``length`` ``finish_reason`` ``versions`` (first and last policy version of its tokens) and ``status``; where the
 held-out check was asked ``check_correct`` and ``check_reward``, too.
@@ -80,7 +80,6 @@ def write_samples(
 
     Args:
         folder: ``samples`` of the run.
-        step: its number, from 1.
         groups: all of them, each with its status, one of :data:`STATUSES`; what was trained on as it was trained on,
             and in its order.
         reports: of the step's optimizer updates.
@@ -169,10 +168,7 @@ class TokenArrays:
 
     @classmethod
     def read(cls, path: Path) -> TokenArrays:
-        """
-        Raises:
-            UserError: the file is damaged, or not one of these.
-        """
+        """Raises UserError if the file is damaged, or not one of these."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -216,11 +212,7 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Any:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one file; a last line that was cut off while being written is left out.
-
-    Raises:
-        UserError: another line is not a sample.
-    """
+    """The samples of one file without a last line that was cut off. Raises UserError if another is not a sample."""
     samples = []
     try:
         for number, line in enumerate(lines_of(path), start=1):
@@ -283,6 +275,7 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
             "index": sample.index,
             "status": status,
             "prompt": group.prompt.text,
+            "prompt_end": group.prompt.end,
             "response": sample.text,
             "gold": group.prompt.answer,
             **_verdict(sample),

@@ -7,7 +7,6 @@ is gone on with if there is one. Nothing leaves the machine unless the service's
 from __future__ import annotations
 
 import logging
-import numbers
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,21 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import flat
-from dapo.observe.trackers import Tracker
+from dapo.observe.trackers import Tracker, numbers_of
 
 PROJECT = "dapo"
 
 
 class WandbTracker:
-    """Weights & Biases: offline unless WANDB_MODE says otherwise, then `wandb sync RUN/wandb/offline-*`."""
+    """Weights & Biases: into the run's folder ``wandb``, offline unless WANDB_MODE says otherwise; `wandb sync
+    RUN/wandb/offline-*` sends it."""
 
     def __init__(self, folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
-        """
-        Args:
-            folder: of the run; files go to its folder ``wandb``.
-            key: of the run.
-            recipe: without secrets.
-        """
         import wandb
 
         # neither the terminal's text nor the machine is recorded: the one is not metrics, the other is resources.jsonl
@@ -47,11 +41,9 @@ class WandbTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
-        self._run.log(_numbers(metrics), step=step)
+        self._run.log(numbers_of(metrics), step=step)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
         self._run.summary.update({f"summary/{name}": value for name, value in flat(summary)})
 
     def close(self) -> None:
@@ -60,15 +52,10 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow: into ``mlflow.db`` in the run folder, or where MLFLOW_TRACKING_URI says."""
+    """MLflow: into ``mlflow.db`` in the run folder, or where MLFLOW_TRACKING_URI says. Each key of the recipe becomes a
+    parameter when the run begins."""
 
     def __init__(self, folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
-        """
-        Args:
-            folder: of the run.
-            key: of the run.
-            recipe: without secrets; each key becomes a parameter when the run begins.
-        """
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -92,13 +79,11 @@ class MlflowTracker:
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
         now = int(1000 * time.time())
-        batch = [self._metric(_name(name), value, now, step) for name, value in _numbers(metrics).items()]
+        batch = [self._metric(_name(name), value, now, step) for name, value in numbers_of(metrics).items()]
         self._client.log_batch(self._id, metrics=batch)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
         for name, value in flat(summary):
             self._client.set_tag(self._id, _name(f"summary.{name}"), str(value))
 
@@ -108,15 +93,9 @@ class MlflowTracker:
 
 
 class TrackioTracker:
-    """trackio: into its local store, see TRACKIO_DIR; `trackio show` shows it."""
+    """trackio: into its local store, see TRACKIO_DIR, and nothing into the run folder; `trackio show` shows it."""
 
     def __init__(self, folder: Path, key: str, recipe: Mapping[str, Any]) -> None:
-        """
-        Args:
-            folder: of the run; nothing is written there.
-            key: of the run.
-            recipe: without secrets.
-        """
         import trackio
         import trackio.run
         import trackio.utils
@@ -135,11 +114,9 @@ class TrackioTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
-        self._run.log(_numbers(metrics), step=step)
+        self._run.log(numbers_of(metrics), step=step)
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """See :class:`~dapo.observe.trackers.Tracker`."""
         lines = "\n".join(f"- {name}: {value}" for name, value in flat(summary))
         self._run.log({"summary": self._markdown(lines)}, step=int(summary.get("steps", 0)))
 
@@ -153,13 +130,8 @@ TRACKERS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
 }
-"""By the names that ``run.trackers`` knows."""
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that there are; one that is not finite stays so."""
-    found = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-    return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}
+"""By the names that ``run.trackers`` knows; each takes the run folder, the key of the run and the recipe without its
+secrets."""
 
 
 def _name(name: str) -> str:

@@ -53,13 +53,8 @@ def step_metrics(
 ) -> dict[str, float | None]:
     """Metrics of a step. What there is no number for is left out, or None if it is in :data:`WATCHED`.
 
-    Args:
-        fill: as the buffer returned it.
-        trained: its groups after shaping, with advantages.
-        reports: of the optimizer updates.
-        mismatch: of engine and trainer.
-        times: seconds by phase: rollout (with the wait for rewards), prepare, update, sync, evaluation, rest.
-        config: of the run.
+    ``trained``: the groups of ``fill`` after shaping, with advantages. ``times``: seconds by phase: rollout (with the
+    wait for rewards), prepare, update, sync, evaluation, rest.
     """
     drawn = [s for g in fill.sampled for s in g.samples]
     nothing: dict[str, float | None] = dict.fromkeys(WATCHED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import numbers
 import queue
 import secrets
 import threading
@@ -34,27 +35,26 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics of a rollout step (0: the evaluation before training). May raise anything."""
-        ...
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
         """Keep what the run came to, as in summary.json. May come more than once."""
-        ...
 
     def close(self) -> None:
         """No more will come."""
-        ...
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that there are; one that is not finite stays so."""
+    found = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {name: float(value) for name, value in found.items() if isinstance(value, numbers.Real)}
 
 
 class Background:
-    """A tracker in a thread of its own, from its making to its end. Raises nothing; the first failure ends it."""
+    """A tracker in a thread of its own, from its making (``make``, called there) to its end. Raises nothing; the first
+    failure ends it, of which ``tell`` hears once, in the thread of who calls.
+    """
 
     def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], object]) -> None:
-        """
-        Args:
-            name: for the warning.
-            make: makes the tracker; called in the thread.
-            tell: hears once, in the thread of who calls, that the tracker failed.
-        """
         self._name, self._make, self._tell = name, make, tell
         self._work: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         self._fault: str | None = None
@@ -63,11 +63,9 @@ class Background:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """See :class:`Tracker`."""
         self._hand_over(lambda tracker: tracker.log(step, metrics))
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """See :class:`Tracker`."""
         self._hand_over(lambda tracker: tracker.summarise(summary))
 
     def end(self) -> None:
@@ -115,11 +113,7 @@ def close_all(trackers: Sequence[Tracker]) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """See that what the trackers need is installed; costs nothing.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Raises ConfigError if a package that the trackers need is missing; costs nothing."""
     for name in config.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
@@ -138,8 +132,6 @@ def make_trackers(
     """The trackers that ``config`` asks for.
 
     Args:
-        config: the recipe of the run.
-        folder: where its files lie.
         keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
             that can take something back.
         tell: hears of a tracker that fails.

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from dapo.errors import UserError
 from dapo.evaluation.statistics import Estimate, estimate_share
-from dapo.files import json_line, lines_of, parse_json, write_atomic
+from dapo.files import json_line, lines_of, lock_file, parse_json, write_atomic
 
 Choice = Literal["left", "right", "tie", "both_bad"]
 CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
@@ -81,10 +81,7 @@ class Vote:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Vote:
-        """
-        Raises:
-            KeyError, TypeError or ValueError: the line is not a vote.
-        """
+        """Raises KeyError, TypeError or ValueError if the line is not a vote."""
         left, right = (Shown(str(line[side]["model"]), str(line[side]["response"])) for side in ("left", "right"))
         if line["vote"] not in CHOICES:
             raise ValueError(f"vote is {line['vote']!r}")
@@ -101,7 +98,7 @@ def add_vote(root: Path, vote: Vote) -> int:
     path, line = votes_path(root), json_line(vote.as_json()).encode()
     try:
         with path.open("a+b", buffering=0) as file:  # a buffer would be written once more when the file is closed
-            fcntl.flock(file, fcntl.LOCK_EX)  # freed with the file
+            lock_file(file, fcntl.LOCK_EX)  # freed with the file
             file.seek(0)
             before = file.read()
             whole = before.rfind(b"\n") + 1
@@ -151,11 +148,7 @@ def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
 
 
 def write_pairs(votes: Sequence[Vote], output: Path) -> int:
-    """Write the preference pairs as JSON lines, and say how many there are.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write the preference pairs as JSON lines: how many there are. Raises UserError if the file cannot be written."""
     pairs = list(preference_pairs(votes))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

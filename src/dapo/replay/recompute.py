@@ -68,12 +68,7 @@ def compare_decisions(stored: StoredStep, config: Config) -> Iterator[Difference
 
 def compare_versions(stored: StoredStep, version: int, max_staleness: int) -> Iterator[Difference]:
     """Where tokens that were trained on are of a policy that training could not have had them from.
-
-    Args:
-        stored: the step, with its tokens.
-        version: of the policy that it trained.
-        max_staleness: versions that a token may be older.
-    """
+    ``max_staleness``: versions that a token may be older."""
     oldest = version - max_staleness
     allowed = str(version) if oldest == version else f"{oldest} to {version}"
     for group in stored.trained:
@@ -116,11 +111,7 @@ def _penalty(sample: Sample, config: Config) -> float:
 def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, Any]]:
     """What the updates of the step consist of, as far as it follows without weights: groups, samples, tokens in the
     loss and the range of a loss token's weight. A correction that masks tokens may still take some out of the loss.
-
-    Args:
-        groups: that were trained on, with advantages and tokens, or zeros in place of these.
-        config: the run's.
-    """
+    ``groups``: that were trained on, with advantages and tokens, or zeros in place of these."""
     packed = pack([_with_prompt(group) for group in groups])
     found: list[dict[str, Any]] = []
     for _ in range(config.training.epochs_per_rollout):
@@ -173,7 +164,6 @@ def reports_differ(
 
     Args:
         recorded: by name; only names in both are compared.
-        made: the same of the replay.
         tolerance: relative; 0: to the bit.
         update: which one, or None for means over the step.
     """

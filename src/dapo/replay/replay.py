@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, UserError
 from dapo.inputs import determinism
-from dapo.model.loading import load_tokenizer
+from dapo.model.loading import load_tokenizer, read_config, stop_token_ids, with_generation_config
 from dapo.observe.run_view import RunView
 from dapo.observe.step import statistic
 from dapo.prepare import Update, shape
@@ -90,13 +91,11 @@ def replay(
     """Make a rollout step again.
 
     Args:
-        root: run folder.
         step: from 1, as in ``samples/``.
         update: of the step, from 0: only this one is reported; None: all of them.
         sample: draw and index of the one whose tokens are wanted.
         gradients: per update, for so many samples the gradient norm; one backward pass each.
         rewards: score the samples again, which may cost calls of a judge.
-        phase: hears what is going on.
 
     Raises:
         UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
@@ -204,13 +203,17 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
     try:
         tokenizer = load_tokenizer(str(folder), config.model.trust_remote_code)
         template = PromptTemplate(config.data, tokenizer)
+        if (folder / "config.json").is_file():  # not of an adapter
+            owner = SimpleNamespace(config=read_config(str(folder), config.model.trust_remote_code))
+            owner = with_generation_config(owner, str(folder))
+            template.ends_with(stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
     except UserError as error:
         found.missing.append(f"texts of tokens: {folder} holds no tokenizer that can be loaded: {error}")
         return lambda token: ""
     if stored.no_tokens is None:
         for draw, index, fault in differing_texts(stored, template.decode):
             found.differences.append(Difference(fault, draw=draw, index=index))
-    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return lambda token: template.text([token])
 
 
 def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Config) -> None:

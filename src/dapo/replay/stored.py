@@ -16,14 +16,7 @@ import numpy as np
 
 from dapo.errors import UserError
 from dapo.files import read_json
-from dapo.observe.samples import (
-    TokenArrays,
-    checksum,
-    read_samples,
-    samples_path,
-    tokens_path,
-    updates_path,
-)
+from dapo.observe.samples import TokenArrays, checksum, read_samples, samples_path, tokens_path, updates_path
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.replay.checks import check_report, check_sample
 from dapo.run_folder import RunFolder
@@ -50,10 +43,7 @@ class StoredStep:
 
 
 def read_step(folder: RunFolder, step: int) -> StoredStep:
-    """
-    Raises:
-        UserError: a file is damaged, or is not of the same step as the others.
-    """
+    """Raises UserError: a file is damaged, or is not of the same step as the others."""
     path = samples_path(folder.samples, step)
     lines = read_samples(path)
     for number, line in enumerate(lines, start=1):

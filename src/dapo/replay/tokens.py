@@ -25,8 +25,6 @@ def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, cou
 
     Args:
         policy: with the weights before the update.
-        update: of which they are samples.
-        objective: in force.
         count: look at so many, those first whose tokens weigh most (weight times advantage); one backward pass each.
     """
     batch, inputs = update.batch, update.inputs
@@ -82,8 +80,6 @@ def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, numb
 
     Args:
         policy: with the weights before the update.
-        update: that the sample is in.
-        objective: in force.
         number: of the sample in the update's batch.
     """
     part, inputs = _alone(update, number)

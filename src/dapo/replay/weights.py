@@ -51,8 +51,6 @@ def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Sta
     """The furthest kept weights from which an update can be reached; if there are none, why.
 
     Args:
-        folder: of the run.
-        config: the run's.
         step: from 1.
         update: from 0.
     """
@@ -142,7 +140,6 @@ class Rerun:
         """Make the updates of the next step and compare them with what was recorded.
 
         Args:
-            stored: the step.
             last: stop after this update; None: after all of them.
             visit: sees every update before it is made.
 
@@ -190,10 +187,7 @@ class Rerun:
         return replace(prepared, packed=packed)
 
     def _require_vocabulary(self, stored: StoredStep) -> None:
-        """
-        Raises:
-            UserError: a token that the model does not have, which a GPU would fail on without a word of it.
-        """
+        """Raises UserError: a token that the model does not have, which a GPU would fail on without a word of it."""
         size = self.trainer.policy.model.get_input_embeddings().num_embeddings
         for group in stored.trained:
             for sample in group.samples:

@@ -30,10 +30,7 @@ from dapo.reward.math.scorer import MathScorer
 
 def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Scorer:
     """The scorer that a recipe asks for. Workers start with the first score, or with ``start``.
-
-    Args:
-        config: the recipe's ``reward`` section.
-        function: a function passed from Python, used in place of the recipe's kind; the section's time limit holds.
+    ``function``: a function passed from Python, used in place of the recipe's kind; the section's time limit holds.
 
     Raises:
         RewardError: what the kind needs is not installed.

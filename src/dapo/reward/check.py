@@ -8,6 +8,7 @@ A case is a response with the verdict that it should get, or a program that is g
     {"gold": "1/2", "response": "It is \\\\boxed{0.5}.", "expected": true}
     {"solution": "print(7)", "tests": [{"stdin": "", "stdout": "7\\n"}], "expected": "pass", "also_ok": ["error"]}
 
+``finish_reason`` (stop, length) and ``prompt_end`` (such as "<think>", if the template opens it) may be there, too.
 ``expected`` is true (right), false (wrong), the number that the reward should be, or "error" (no verdict); of a
 program it is pass, fail, timeout or error. ``also_ok`` lists what would be fine, too. ``prompt``, if there is one, and
 all other keys reach the reward as those of a row of data do; ``name``, ``note`` and the like are for people.
@@ -22,7 +23,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from dapo.config import CodeReward, RewardConfig
 from dapo.config.sections import DataItem
@@ -30,7 +31,7 @@ from dapo.data.files import open_table
 from dapo.data.rows import BadRow, Keys, check_row, listed, plain_value
 from dapo.data.tables import Table
 from dapo.errors import DataError, RewardError
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
 from dapo.reward.convert import reward_to_json
@@ -45,7 +46,7 @@ _AT_ONCE = 256
 """Scores that are asked for at the same time. Scorers have bounds of their own; those that make batches want many."""
 _SHOWN = ("name", "note", "source", "after")
 """Keys for people."""
-_TAKEN = ("gold", "response", "expected", "also_ok", "prompt")
+_TAKEN = ("gold", "response", "expected", "also_ok", "prompt", "finish_reason", "prompt_end")
 """Keys that the reward does not get to see as further keys of a row."""
 
 
@@ -59,6 +60,7 @@ class Case:
     accepted: tuple[Expected, ...]
     is_program: bool
     about: Mapping[str, str]
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +133,7 @@ def _open(file: str) -> Table:
 
 
 def _case(raw: Any, place: str, number: int, config: RewardConfig) -> Case:
-    """
-    Raises:
-        BadRow: it is not a case, or not one for this reward.
-    """
+    """Raises BadRow: it is not a case, or not one for this reward."""
     if not isinstance(raw, Mapping):
         raise BadRow(f"expected an object such as {_EXAMPLE}, got {_shown(raw)}")
     is_program = "solution" in raw and "response" not in raw
@@ -149,7 +148,10 @@ def _case(raw: Any, place: str, number: int, config: RewardConfig) -> Case:
     accepted = _accepted(raw, is_program)
     prompt = _prompt(raw, place, number, needs_answer(config) and not is_program)
     about = {key: str(plain_value(raw[key])) for key in _SHOWN if raw.get(key) is not None}
-    return Case(place, prompt, text, accepted, is_program, about)
+    reason, end = raw.get("finish_reason"), raw.get("prompt_end") or ""
+    if reason not in (None, *get_args(FinishReason)) or type(end) is not str:
+        raise BadRow(f"'finish_reason' must be stop or length, 'prompt_end' text, got {_shown(reason)}, {_shown(end)}")
+    return Case(place, replace(prompt, end=end), text, accepted, is_program, about, reason)
 
 
 def _accepted(raw: Mapping[str, Any], is_program: bool) -> tuple[Expected, ...]:
@@ -199,12 +201,7 @@ async def check_cases(
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[Checked]:
     """Score every case.
-
-    Args:
-        cases: of :func:`read_cases`.
-        config: the recipe's ``reward`` section.
-        tolerance: how far, absolutely or relative to it, a reward may be from an expected number.
-        advance: hears how many are done.
+    ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
 
     Raises:
         RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case.
@@ -223,7 +220,8 @@ async def check_cases(
         checked += await _grade_each(programs, config, one_more)
     if others:
         async with running(make_scorer(config)) as scorer:
-            rewards = await score_each(scorer, [(case.place, case.prompt, case.response) for case in others], one_more)
+            items = [(case.place, case.prompt, case.response, case.finish_reason) for case in others]
+            rewards = await score_each(scorer, items, one_more)
             compared = [_compared(case, reward, tolerance) for case, reward in zip(others, rewards, strict=True)]
             checked += await _with_doubts(compared, scorer)
     return sorted(checked, key=lambda one: one.case.prompt.row)
@@ -258,9 +256,9 @@ async def running(scorer: Scorer) -> AsyncIterator[Scorer]:
 
 
 async def score_each(
-    scorer: Scorer, items: Sequence[tuple[str, Prompt, str]], advance: Callable[[], None]
+    scorer: Scorer, items: Sequence[tuple[str, Prompt, str, FinishReason | None]], advance: Callable[[], None]
 ) -> list[Reward]:
-    """Score (place, prompt, response) items, many at once; the rewards are in the order of the items.
+    """Score (place, prompt, response, why it ended) items, many at once; the rewards are in the order of the items.
 
     Raises:
         RewardError: the reward breaks its contract; names the place. The others are given up.
@@ -269,9 +267,9 @@ async def score_each(
     waiting = iter(enumerate(items))
 
     async def score() -> None:
-        for number, (place, prompt, response) in waiting:
+        for number, (place, prompt, response, finish_reason) in waiting:
             try:
-                rewards[number] = await scorer.score(prompt, response)
+                rewards[number] = await scorer.score(prompt, response, finish_reason)
             except RewardError as error:
                 raise RewardError(f"{place}: {error}") from None
             advance()
@@ -287,10 +285,7 @@ async def score_each(
 
 async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Callable[[], None]) -> list[Checked]:
     """Run programs as they stand against their tests, in worker processes as the code reward does.
-
-    Raises:
-        RewardError: the sandbox is missing.
-    """
+    Raises RewardError: the sandbox is missing."""
     from dapo.reward.code.names import TOLERANCE_KEY
     from dapo.reward.code.scorer import UNSAFE
 

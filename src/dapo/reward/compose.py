@@ -16,7 +16,7 @@ from dapo.config import ComposeReward
 from dapo.config.compose import waits_for
 from dapo.config.reward import Part
 from dapo.errors import RewardError
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.convert import LARGEST
 
@@ -26,6 +26,8 @@ _ENOUGH = 20
 """Scores after which that share is judged."""
 
 _Done = TypeVar("_Done")
+_Ask = Callable[[Scorer], Awaitable[Reward]]
+"""Has a scorer score the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,7 @@ class ComposedScorer:
 
     A part that fails with ``on_error: drop`` leaves the sample without a verdict, also where it would not have counted
     (a later tier): ``only_if`` has it computed only where it is needed.
-
-    Args:
-        config: how the parts are put together.
-        scorers: one for each part, by its name. They are started and closed with this one.
+    ``scorers``: one for each part, by its name. They are started and closed with this one.
     """
 
     def __init__(self, config: ComposeReward, scorers: Mapping[str, Scorer]) -> None:
@@ -76,11 +75,15 @@ class ComposedScorer:
         doubts = [replace(doubt, text=f"part {name}: {doubt.text}") for name, told in found.items() for doubt in told]
         return sorted(doubts, key=lambda doubt: doubt.position)
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`."""
+
+        def ask(scorer: Scorer) -> Awaitable[Reward]:
+            return scorer.score(prompt, response, finish_reason)
+
         try:
             async with asyncio.timeout(self._config.timeout_s) as deadline:
-                outcomes = await self._outcomes(prompt, response)
+                outcomes = await self._outcomes(ask)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -110,23 +113,21 @@ class ComposedScorer:
             raise RewardError("\n".join(problems))
         return done
 
-    async def _outcomes(self, prompt: Prompt, response: str) -> dict[str, Outcome]:
+    async def _outcomes(self, ask: _Ask) -> dict[str, Outcome]:
         """What comes of each part, in the order of the recipe."""
         tasks: dict[str, asyncio.Task[Outcome]] = {}
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for name in self._in_order:
-                    tasks[name] = group.create_task(self._part(name, tasks, prompt, response))
+                    tasks[name] = group.create_task(self._part(name, tasks, ask))
         except BaseExceptionGroup as found:
             failure = found.exceptions[0]  # the others followed from it, or came in the same moment
         if failure is not None:  # out here, so that the wrapping is not shown as its context
             raise failure
         return {name: tasks[name].result() for name in self._config.parts}
 
-    async def _part(
-        self, name: str, others: Mapping[str, asyncio.Task[Outcome]], prompt: Prompt, response: str
-    ) -> Outcome:
+    async def _part(self, name: str, others: Mapping[str, asyncio.Task[Outcome]], ask: _Ask) -> Outcome:
         part = self._config.parts[name]
         if part.only_if is not None and not (await others[part.only_if]).passes:
             return _NOT_COMPUTED
@@ -135,7 +136,7 @@ class ComposedScorer:
             return _inner(name, part, source, key, await others[source])
         # No deadline here: a scorer counts its limit from when the work begins, and waiting in a queue is no failure.
         try:
-            reward = await self._scorers[name].score(prompt, response)
+            reward = await ask(self._scorers[name])
             self._failures[name].take(reward.error)
             return outcome_of(part, reward)
         except RewardError as error:
@@ -154,10 +155,7 @@ class _Failures:
         self._latest: deque[str | None] = deque(maxlen=_LATEST)
 
     def take(self, error: str | None) -> None:
-        """
-        Raises:
-            RewardError: the share of failed scores is above the part's ``max_error_rate``.
-        """
+        """Raises RewardError: the share of failed scores is above the part's ``max_error_rate``."""
         self._latest.append(error)
         made = len(self._latest)
         if error is None or made < _ENOUGH:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ class Scorer(Protocol):
         left out. In the order of ``prompts``."""
         ...
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
-        """The verdict on ``response``. Waits for a free worker and for the score; the deadline ends both."""
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
+        """The verdict on ``response``, which goes on from ``prompt.end``. Waits for a free worker and the score; the
+        deadline ends both. ``finish_reason``: why the response ended; None: not known, as of one that was typed."""
         ...
 
     async def close(self) -> None:
@@ -56,12 +57,7 @@ class Scorer(Protocol):
 
 def in_place_of_failed(reward: Reward, config: RewardConfig, metric: str) -> Reward:
     """What stands for a score (``reward.on_error``): itself, unless it failed and a value is to be taken instead.
-
-    Args:
-        reward: the score.
-        config: the recipe's ``reward`` section.
-        metric: ``algorithm.filter_groups.metric``; under ``acc`` what stands for a failed score is not right.
-    """
+    ``metric``: ``algorithm.filter_groups.metric``; under ``acc`` what stands for a failed score is not right."""
     if reward.error is None or config.on_error == "drop":
         return reward
     return replace(reward, error=None, correct=False if metric == "acc" else None, value=config.error_value)

@@ -25,6 +25,11 @@ def verdict(correct: bool, extracted: str | None, **parts: float) -> Reward:
     return Reward(correct, 1.0 if correct else -1.0, parts=parts, extracted=extracted)
 
 
+def out_of_time(extracted: str | None = None) -> Reward:
+    """The verdict on a response that cannot be scored in time and has itself to blame."""
+    return verdict(False, extracted, answer_found=float(bool(extracted)), out_of_time=1.0)
+
+
 def to_reward(result: Any, name: str) -> Reward:
     """Turn what the reward function ``name`` returned for one response into a reward.
 

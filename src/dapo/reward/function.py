@@ -29,6 +29,8 @@ BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float |
 ASYNC_AT_ONCE = 64
 """Calls of an async function that a worker awaits together."""
 _IN_BATCHES = ("prompts", "responses", "answers")
+_IF_NAMED = ("finish_reason", "prompt_end")
+"""Arguments for functions that name them; with an s in batches. In ``**meta`` are the keys of the row and no others."""
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
@@ -36,10 +38,8 @@ _IN_BATCHES = ("prompts", "responses", "answers")
 
 def load_function(spec: str) -> Callable[..., Any]:
     """The function that ``spec`` names.
-
-    Args:
-        spec: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
-            under); a relative path starts in the working folder.
+    ``spec``: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
+    under); a relative path starts in the working folder.
 
     Raises:
         RewardError: the file or module is missing, fails while being imported, or holds no such function.
@@ -122,12 +122,7 @@ def _shortened(text: str, limit: int = 500) -> str:
 
 class BoundFunction:
     """A reward function with its name and what the recipe says of it.
-
-    Args:
-        function: the function.
-        name: what to call it in messages.
-        args: constant arguments.
-        responses_per_call: most responses in one call; None: as it is declared, by default one at a time.
+    ``responses_per_call``: most responses in one call; None: as it is declared, by default one at a time.
 
     Raises:
         RewardError: it takes no such arguments, or is declared to take one response at a time.
@@ -160,27 +155,26 @@ class BoundFunction:
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
-    def arguments(self, prompt: str, response: str, answer: str | None, meta: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, meta: Mapping[str, Any], **said: Any) -> dict[str, Any]:
         """The keyword arguments for one call: only those that the function takes, unless it takes any.
+        ``said``: "prompt", "response" and "answer"; and what only a function gets that names it (:data:`_IF_NAMED`).
 
         Raises:
             RewardError: it demands a parameter that there is no value for.
         """
-        return self._demanded({**meta, "prompt": prompt, "response": response, "answer": answer, **self.args})
+        return self._demanded({**meta, **self._without_unnamed(said), **self.args})
 
     def batch_arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The same for one call of a batched function: a list for each key, with None where an item lacks it.
-
-        Args:
-            items: with "prompt", "response", "answer" and "meta".
+        ``items``: each as for :meth:`arguments`.
 
         Raises:
             RewardError: it demands a parameter that no item has a value for.
         """
         keys = dict.fromkeys(key for item in items for key in item["meta"])
         lists = {key: [item["meta"].get(key) for item in items] for key in keys}
-        lists |= {f"{key}s": [item[key] for item in items] for key in ("prompt", "response", "answer")}
-        return self._demanded({**lists, **self.args})
+        said = {f"{key}s": [item[key] for item in items] for key in items[0] if key != "meta"}
+        return self._demanded({**lists, **self._without_unnamed(said), **self.args})
 
     def rewards(self, result: Any, count: int) -> list[Reward]:
         """The rewards of the ``count`` responses of one call that returned ``result``.
@@ -218,6 +212,9 @@ class BoundFunction:
                 )
         return self._accepted(offered)
 
+    def _without_unnamed(self, said: dict[str, Any]) -> dict[str, Any]:
+        return {key: v for key, v in said.items() if key.rstrip("s") not in _IF_NAMED or key in (self.parameters or {})}
+
     def _accepted(self, offered: dict[str, Any]) -> dict[str, Any]:
         if self.parameters is None or any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):
             return offered
@@ -235,9 +232,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
     A message is {"items": [...]}, one item unless the function is batched, or async: then its calls are awaited
     together. Its reply is {"rewards": [...]}, or {"raised": message}. Or it is {"about": true}, answered with
     {"responses_per_call": ...}: only the worker has the function.
-
-    Args:
-        options: "function" (its spec), "args" and "responses_per_call".
+    ``options``: "function" (its spec), "args" and "responses_per_call".
     """
     spec = options["function"]
     bound = BoundFunction(load_function(spec), spec, options["args"], options["responses_per_call"])

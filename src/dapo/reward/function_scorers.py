@@ -14,7 +14,7 @@ from typing import Any
 
 from dapo.config import FunctionReward
 from dapo.errors import RewardError
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
 from dapo.reward.contract import Doubt
 from dapo.reward.convert import reward_from_json
@@ -31,11 +31,12 @@ _ASYNC_BATCHES = 4
 """The same of a batched one: fewer, so that batches can grow while others are at work."""
 
 _Item = Mapping[str, Any]
-"""A response with what belongs to it: "prompt", "response", "answer" and "meta"."""
+"""A response with what belongs to it: the parameters of :meth:`BoundFunction.arguments`."""
 
 
-def _item(prompt: Prompt, response: str) -> _Item:
-    return {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
+def _item(prompt: Prompt, response: str, finish_reason: FinishReason | None) -> _Item:
+    said = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
+    return {**said, "finish_reason": finish_reason, "prompt_end": prompt.end}
 
 
 async def _score_items(
@@ -76,13 +77,13 @@ class FunctionScorer(PooledScorer):
         """Any row will do."""
         return ()
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`."""
         try:
             submit = self._submit or await self._how_to_submit()
         except ScoringFailed as error:
             return Reward(None, 0.0, error=str(error))
-        return await submit(_item(prompt, response))
+        return await submit(_item(prompt, response, finish_reason))
 
     async def _how_to_submit(self) -> Callable[[_Item], Awaitable[Reward]]:
         async with self._asking:
@@ -151,9 +152,9 @@ class CallableScorer:
         """Any row will do."""
         return ()
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`."""
-        item = _item(prompt, response)
+        item = _item(prompt, response, finish_reason)
         if self._batcher is not None:
             return await self._batcher.submit(item)
         (reward,) = await _score_items(self._call, [item])
@@ -171,11 +172,7 @@ class CallableScorer:
         return bound.rewards(result, len(items))
 
     async def _timed_call(self, arguments: dict[str, Any]) -> Any:
-        """What the function returned.
-
-        Raises:
-            ScoringFailed: it raised, or took too long.
-        """
+        """What the function returned. Raises ScoringFailed: it raised, or took too long."""
         self._check_lost_threads()
         work = asyncio.create_task(self._result(arguments))
         self._tasks.add(work)

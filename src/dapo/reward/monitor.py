@@ -55,7 +55,6 @@ class Monitor:
     def __init__(self, config: MonitorConfig, check: Scorer | None, seed: int = 0) -> None:
         """
         Args:
-            config: the recipe's ``monitor`` section.
             check: scores for ``config.check``; started and closed by the caller.
             seed: decides which samples are checked.
         """
@@ -156,7 +155,7 @@ class Monitor:
 
         async def score(group: Group, sample: Sample) -> tuple[Sample, Reward]:
             async with room:
-                return sample, await check.score(group.prompt, sample.text)
+                return sample, await check.score(group.prompt, sample.text, sample.finish_reason)
 
         tasks = [asyncio.create_task(score(*pair)) for pair in chosen]
         try:

@@ -32,6 +32,15 @@ class ScoringFailed(Exception):
     """This item has no result (time-out, dead worker). The message says why; other items go on."""
 
 
+class OutOfTime(ScoringFailed):
+    """The deadline passed. ``cpu_s``: processor time of the worker since it got the item; little of it says that the
+    machine, and not the item, is to blame."""
+
+    def __init__(self, limit_s: float, cpu_s: float) -> None:
+        super().__init__(f"timed out after {limit_s:g} s")
+        self.cpu_s = cpu_s
+
+
 class _WorkerDied(Exception):
     pass
 
@@ -86,7 +95,7 @@ class WorkerPool:
         """The handler's result for ``item``.
 
         Raises:
-            ScoringFailed: the deadline passed, or the worker died twice.
+            ScoringFailed: the worker died twice; or, :class:`OutOfTime`, the deadline passed.
             RewardError: the user's code cannot be loaded or broke its contract.
         """
         try:
@@ -130,13 +139,14 @@ class WorkerPool:
 
     async def _attempt(self, message: bytes) -> dict[str, Any]:
         worker = await self._take()
+        used = worker.cpu_s()
         clean = False
         try:
             async with asyncio.timeout(self._timeout_s):
                 reply = await worker.exchange(message)
             clean = True
         except TimeoutError:
-            raise ScoringFailed(f"timed out after {self._timeout_s:g} s") from None
+            raise OutOfTime(self._timeout_s, worker.cpu_s() - used) from None
         finally:
             # in every other case, cancellation included, the worker is busy or broken: it must not be used again
             if clean:
@@ -210,6 +220,13 @@ class _Worker:
             start_new_session=True,
         )
         return cls(process)
+
+    def cpu_s(self) -> float:
+        """Processor time that the process has used, in seconds; 0 where this cannot be told."""
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+        return 0.0
 
     async def exchange(self, message: bytes) -> dict[str, Any]:
         """Send one message and wait for its reply."""

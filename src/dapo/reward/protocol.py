@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt
 from dapo.reward.convert import reward_to_json
 
@@ -34,10 +34,14 @@ class Row(_Message):
     """The row's other keys."""
     row: int | None = Field(None, ge=0)
     """Number of the row in the data, counted from 0: messages name it."""
+    prompt_end: str = ""
+    """What the response goes on from: the text that the prompt, as the model saw it, has behind its last control
+    token."""
 
     def as_prompt(self, position: int) -> Prompt:
         """As the rest of the program knows it; the ``position`` in the request stands in for a missing number."""
-        return Prompt(position if self.row is None else self.row, self.prompt, (), self.answer, self.meta)
+        number = position if self.row is None else self.row
+        return Prompt(number, self.prompt, (), self.answer, self.meta, self.prompt_end)
 
 
 class Item(Row):
@@ -45,6 +49,8 @@ class Item(Row):
 
     response: str
     """The response as text."""
+    finish_reason: FinishReason | None = None
+    """Why it ended: by itself (`stop`), or at the limit (`length`); null: not known."""
     id: str | int | None = None
     """Comes back with the result."""
 

@@ -26,7 +26,7 @@ from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow
 from dapo.errors import DataError, UserError
 from dapo.observe.samples import read_samples, samples_path
-from dapo.records import Group, Prompt, Reward, Sample
+from dapo.records import FinishReason, Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running, score_each
 from dapo.reward.contract import Scorer, in_place_of_failed
@@ -152,11 +152,6 @@ async def rescore(
     """Score the samples of some steps again, one step after the other.
 
     Args:
-        folder: of the run.
-        steps: those to score; each has samples.
-        reward: the other reward.
-        config: the run's; dynamic sampling decides as it says.
-        rows: gives the prompts.
         hear: called for each step with what changed.
         advance: called with its step for every sample that is done.
 
@@ -173,12 +168,12 @@ async def _rescore_step(
 ) -> StepChange:
     path = samples_path(folder.samples, step)
 
-    def read() -> tuple[list[dict[str, Any]], list[tuple[str, Prompt, str]]]:
+    def read() -> tuple[list[dict[str, Any]], list[tuple[str, Prompt, str, FinishReason | None]]]:
         samples, items = read_samples(path), []
         for number, sample in enumerate(samples, start=1):
             place = f"{path}:{number}"
             _check(sample, place)
-            items.append((place, rows.prompt(sample, place), sample["response"]))
+            items.append((place, rows.prompt(sample, place), sample["response"], sample.get("finish_reason")))
         return samples, items
 
     samples, items = await asyncio.to_thread(read)
@@ -207,10 +202,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
 
 
 def _check(sample: Mapping[str, Any], place: str) -> None:
-    """
-    Raises:
-        UserError: it is not what a run writes.
-    """
+    """Raises UserError: it is not what a run writes."""
     bad = [key for key, kinds in _FIELDS.items() if key not in sample or type(sample[key]) not in kinds]
     if not bad and sample["error"] is None and sample["reward"] is None:
         bad = ["reward"]
@@ -232,11 +224,7 @@ class StoredRows:
     """The prompts of stored samples, with the further keys of their rows if the reward may want them."""
 
     def __init__(self, config: Config, reward: RewardConfig, warn: Callable[[str], None]) -> None:
-        """
-        Args:
-            config: the run's, which names its data.
-            reward: the one to score with.
-            warn: hears that the data is not there; only a reward that cannot do without it ends here.
+        """``warn``: hears that the data is not there; only a reward that cannot do without it ends here.
 
         Raises:
             DataError: the reward runs tests, and the rows that hold them cannot be read.
@@ -272,7 +260,7 @@ class StoredRows:
                 found = f"{row.place} is another prompt" if row else f"there are {len(self._rows)} rows"
                 raise DataError(f"{place}: sampled from row {number + 1} of the data, which has changed: {found}")
             meta = dict(row.meta)
-        return Prompt(number, sample["prompt"], (), sample["gold"], meta)
+        return Prompt(number, sample["prompt"], (), sample["gold"], meta, sample.get("prompt_end") or "")
 
 
 # --- what changed -------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Service:
         """
         started = time.perf_counter()
         try:
-            reward = await self.scorer.score(item.as_prompt(index), item.response)
+            reward = await self.scorer.score(item.as_prompt(index), item.response, item.finish_reason)
             result = Result.of(index, item, reward)
         except RewardError:
             raise
@@ -134,15 +134,12 @@ class Service:
         return result
 
     def check(self, name: str, rows: Sequence[Row]) -> None:
-        """
-        Raises:
-            HTTPException: 422, there are too many ``rows``, or one holds too long a text.
-        """
+        """Raises HTTPException: 422, there are too many ``rows``, or one holds too long a text."""
         if len(rows) > self.limits.max_items:
             text = f"{name}: {len(rows)} in one request; this server takes {self.limits.max_items} (--max-items)"
             raise HTTPException(422, text)
         for place, row in enumerate(rows):
-            for key in ("prompt", "response", "answer"):
+            for key in ("prompt", "response", "answer", "prompt_end"):
                 length = len(getattr(row, key, None) or "")
                 if length > self.limits.max_text:
                     raise HTTPException(

@@ -55,14 +55,7 @@ class _Server(Server):
 async def serve(
     config: RewardConfig, address: Address, limits: Limits, *, drain_s: float, say: Callable[[str], None]
 ) -> None:
-    """Serve until a signal comes.
-
-    Args:
-        config: what scores.
-        address: where to listen.
-        limits: what is refused.
-        drain_s: longest time for running requests to finish.
-        say: told when the server listens, is ready, drains.
+    """Serve until a signal comes. ``drain_s``: longest time for running requests to finish.
 
     Raises:
         ConfigError: the address cannot be listened on.

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from dapo.errors import ModelError, UserError
 from dapo.files import new_folder, read_json, write_json
-from dapo.model.adapters import has_adapter, read_weights, require_adapter, save_adapter
+from dapo.model.adapters import has_adapter, read_weights, require_adapter
+from dapo.model.export import export_model
 from dapo.model.loading import load_model
 
 TENSORS, METADATA = "trainer.safetensors", "trainer.json"
@@ -25,18 +26,15 @@ SHARD_BYTES = 5 * 10**9
 """Of one file at most, unless a single tensor is larger."""
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Write ``model`` in Hugging Face layout (config and safetensors), to be loaded by ``from_pretrained``; of one with
-    an adapter the adapter, in the layout of PEFT.
+def save_model(model: Any, folder: Path, **how: Any) -> None:
+    """Write ``model`` in Hugging Face layout, to be loaded by ``from_pretrained``; of one with an adapter the adapter,
+    in the layout of PEFT. ``how``: see :func:`dapo.model.export.export_model`; by default weights are as in memory.
 
     Raises:
         FileExistsError: the folder exists and is not empty.
     """
     with new_folder(folder) as staging:
-        if has_adapter(model):
-            save_adapter(model, staging)
-        else:
-            model.save_pretrained(staging)
+        export_model(model, staging, **how)
 
 
 def load_weights(model: Any, folder: Path) -> None:
@@ -73,11 +71,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], folder: Path
 ) -> dict[str, Any]:
     """Continue with what :func:`save_optimizer` wrote; settings of the optimizer stay. Returns the counters.
-
-    Args:
-        optimizer: of ``parameters``, in their order.
-        parameters: by name.
-        folder: the one written to.
+    ``optimizer``: of ``parameters``, in their order.
 
     Raises:
         UserError: missing or damaged, or of another model.

@@ -133,8 +133,6 @@ def diagnose(
     Args:
         policy: with the weights that the update met.
         batch: R response tokens.
-        inputs: of the objective, for these tokens.
-        objective: as in the update.
         parameters: those trained, by name, with the gradients of the update.
     """
     watch = _Watch()
@@ -289,14 +287,7 @@ class FaultFolder:
         self._decode = decode
 
     def write(self, name: str, fault: Fault, batch: PackedBatch, inputs: Any, facts: Mapping[str, Any]) -> str:
-        """Keep an update, in the place of one of the same name. Returns where, or why not: a full disk ends no run.
-
-        Args:
-            name: of the folder.
-            fault: what was found.
-            batch, inputs: of the update.
-            facts: more for the report.
-        """
+        """Keep an update, in the place of one of the same name. Returns where, or why not: a full disk ends no run."""
         first = fault.token.sequence if fault.token else 0
         try:
             shutil.rmtree(self.root / name, ignore_errors=True)  # of the same update, before the run was resumed

@@ -23,7 +23,6 @@ def load_trainable(source: Any, config: ModelConfig, device: torch.device | str 
     Args:
         source: as for :func:`dapo.model.loading.load_model`. Training goes on with the adapter of an adapter's folder.
         config: compute type and adapter; its path is not looked at.
-        device: where to.
 
     Raises:
         ModelError: it cannot be loaded, or is a model in memory on which an adapter is to be trained.

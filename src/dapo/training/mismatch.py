@@ -55,7 +55,6 @@ def measure_mismatch(batch: PackedBatch, logprobs: torch.Tensor, version: int) -
     Args:
         batch: R response tokens, with the engine's log-probabilities.
         logprobs: ``[R]``, the trainer's, under the weights of ``version``; no gradient.
-        version: the policy version of the trainer's weights.
     """
     same = batch.versions == version
     engine, trainer = batch.behaviour_logprobs[same].double(), logprobs[same].double()

@@ -26,12 +26,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def __init__(
         self, parameters: Iterable[torch.Tensor], *, group_numbers: int = GROUP_NUMBERS, **settings: Any
     ) -> None:
-        """
-        Args:
-            parameters: to be trained.
-            group_numbers: at most so many in a group; a larger tensor is a group of its own.
-            settings: those of ``torch.optim.AdamW``.
-        """
+        """``group_numbers``: at most so many in a group; a larger tensor is a group of its own."""
         super().__init__([{"params": group} for group in _groups(parameters, group_numbers)], **settings)
 
     @torch.no_grad()

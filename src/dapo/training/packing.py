@@ -183,10 +183,7 @@ class PackedBatch:
 
     def select(self, sequences: IntArray) -> MicroBatch:
         """Some of the sequences as a batch of their own.
-
-        Args:
-            sequences: numbers of the wanted ones, none twice, in the order wanted.
-        """
+        ``sequences``: numbers of the wanted ones, none twice, in the order wanted."""
         tokens = _ranges(_starts(self.lengths)[sequences], self.lengths[sequences])
         index = self._tensor(_ranges(_starts(self.response_lengths)[sequences], self.response_lengths[sequences]))
         cut: dict[str, Any] = {name: getattr(self, name)[sequences] for name in PER_SEQUENCE}
@@ -340,10 +337,7 @@ def plan_micro_batches(lengths: Sequence[int] | IntArray, token_budget: int) -> 
 
     Their number is what first-fit decreasing needs (at most 11/9 of the optimum). With that many, each sequence then
     goes to the least loaded one instead: equal parts, where first-fit leaves a small rest. If that breaks the budget,
-    first-fit's own answer stands.
-
-    Args:
-        lengths: tokens of each, each within the budget.
+    first-fit's own answer stands. ``lengths``: tokens of each, each within the budget.
 
     Returns:
         Numbers of those in each micro-batch, ascending.

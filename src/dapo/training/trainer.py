@@ -173,10 +173,7 @@ class Trainer:
 
         That is ``lr + spent (final - lr)``, and of it (step + 1) / W during the warm-up. It depends on nothing else, so
         a resumed run cannot get it wrong.
-
-        Args:
-            step: from 0.
-            spent: the share of the run that is over (:attr:`dapo.budget.Budget.spent`).
+        ``spent``: the share of the run that is over (:attr:`dapo.budget.Budget.spent`).
         """
         config, warmup = self._config, self._config.warmup_steps
         final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate
@@ -204,7 +201,6 @@ class Trainer:
         Args:
             batch: the mini-batch, R response tokens.
             inputs: what the objective needs of these R tokens.
-            objective: gives loss and statistics of any part of them.
 
         Raises:
             ConfigError: a sequence is longer than the token budget.
@@ -295,13 +291,14 @@ class Trainer:
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write the weights (float32) in Hugging Face layout, or those of the adapter in PEFT's. Whole or not at all.
+    def save(self, folder: Path, **how: Any) -> None:
+        """Write the weights in Hugging Face layout, or those of the adapter in PEFT's, in float32 unless ``how`` says
+        otherwise (:func:`dapo.model.export.export_model`). Whole or not at all.
 
         Raises:
             FileExistsError: the folder exists and is not empty.
         """
-        save_model(self.policy.model, folder)
+        save_model(self.policy.model, folder, **how)
 
     def load(self, folder: Path) -> None:
         """Continue from the weights that :meth:`save` wrote.
@@ -402,10 +399,7 @@ class Trainer:
 
     def _skip(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], loss: float, norm: float) -> str:
         """Count an update that is not finite, find out why and keep it: what there is to say.
-
-        Raises:
-            NumericalError: too many in a row.
-        """
+        Raises NumericalError: too many in a row."""
         fault = self._diagnosis(batch, inputs, objective)
         in_row = self._skipped_in_row + 1
         reason = f"loss {loss:g}, gradient norm {norm:g}: {fault.cause}"

@@ -12,12 +12,7 @@ from dapo.observe.run_view import HACKING
 
 
 def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last.
-
-    Args:
-        config: the run's recipe.
-        entries: its metrics, in order.
-    """
+    """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
     recipe = _recipe(config)
     found: dict[str, dict[str, Any]] = {
         rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
@@ -34,11 +29,7 @@ def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]
 
 
 def hacking_history(steps: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
-    """The signs of reward hacking, told in the same way.
-
-    Args:
-        steps: as :attr:`~dapo.observe.run_view.RunView.hacking` has them.
-    """
+    """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them."""
     signs = HACKING | {"": "; or ".join(HACKING.values())} if "" in steps else HACKING
     return [
         {

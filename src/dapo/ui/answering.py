@@ -12,14 +12,14 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dapo.config import RewardConfig
 from dapo.errors import UserError
 from dapo.observe.run_view import RunView
-from dapo.records import Prompt, Sample
+from dapo.records import FinishReason, Prompt, Sample
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Draft, EngineError, Request, Sampling
@@ -61,15 +61,10 @@ class Asked:
 
 
 class Answerer:
-    """Has models answer, one question at a time. Everything happens on one event loop."""
+    """Has models answer, one question at a time, on one event loop; each is given up after ``seconds``."""
 
-    def __init__(self, device: str = "cpu", seconds: float = MOST_SECONDS) -> None:
-        """
-        Args:
-            device: where the models are put.
-            seconds: after which unfinished answers are given up.
-        """
-        self._models = Models(device)
+    def __init__(self, seconds: float = MOST_SECONDS) -> None:
+        self._models = Models()
         self._seconds = seconds
         self._task: asyncio.Task[None] | None = None
         self._scorer: tuple[Path, Scorer] | None = None
@@ -182,11 +177,12 @@ class _Judge:
         )
         self._scorer = scorer
 
-    async def verdict(self, response: str) -> Event:
+    async def verdict(self, response: str, finish_reason: FinishReason, prompt_end: str) -> Event:
         if isinstance(self._scorer, str):
             return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": self._scorer}
         try:
-            reward = await self._scorer.score(self._prompt, response)
+            prompt = replace(self._prompt, end=prompt_end)
+            reward = await self._scorer.score(prompt, response, finish_reason)
         except UserError as error:
             return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": str(error)}
         value = None if reward.error else reward.value
@@ -204,6 +200,7 @@ class _Side:
     async def answer(self, ids: tuple[int, ...]) -> None:
         """Sample, tell what is written meanwhile, and judge what is done."""
         asked = self._asked
+        self._prompt_end = self._model.prompting.template.end(ids)
         limit = min(asked.max_tokens or self._model.max_tokens, self._model.max_tokens)
         sampling = Sampling(asked.temperature, limit, top_logprobs=TOP)
         seeds = tuple(sample_seed(asked.seed, 0, 0, index) for index in range(asked.samples))  # the same on both sides
@@ -246,18 +243,18 @@ class _Side:
                 "tokens": list(self._tokens(sample)),
                 "length": sample.length,
                 "finish_reason": sample.finish_reason,
-                "verdict": await self._judge.verdict(text),
+                "verdict": await self._judge.verdict(text, sample.finish_reason, self._prompt_end),
             }
         )
 
     def _tokens(self, sample: Sample) -> Iterator[list[Any]]:
         """Text, probability and, as text and probability each, the most likely tokens in its place."""
         assert sample.top_ids is not None and sample.top_logprobs is not None  # they were asked for
-        tokenizer = self._model.prompting.tokenizer
+        template = self._model.prompting.template
         texts = self._pieces().add(sample.token_ids.tolist(), last=True)
         tops = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
         for text, logprob, (ids, logprobs) in zip(texts, sample.logprobs.tolist(), tops, strict=True):
-            best = [[str(tokenizer.decode([i])), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
+            best = [[template.text([i]), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
             yield [text, _probability(logprob), best]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,8 @@ from dapo.observe.metrics import METRICS, PHASES
 Entry = Mapping[str, Any]
 
 HEADLINES = (
-    "eval/accuracy",
-    "accuracy",
-    "reward/mean",
-    "response_length/mean",
-    "entropy",
-    "probability/mean",
-    "groups/share_all_right",
-    "clip/high",
-    "grad_norm",
-    "mismatch/mean",
-    "kl/reference",
-    "tokens_per_second/total",
+    *("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "probability/mean"),
+    *("groups/share_all_right", "clip/high", "grad_norm", "mismatch/mean", "kl/reference", "tokens_per_second/total"),
 )
 """What is worth a look first: section 4.3 of the paper, then what tells of trouble."""
 
@@ -52,6 +42,13 @@ def curve(entries: Sequence[Entry], name: str, points: int, x: str = "step") -> 
     return [[_round(part[-1, 0]), *map(_round, _spread(part[:, 1]))] for part in parts]
 
 
+def curves(
+    entries: Sequence[Entry], names: Iterable[str], points: int, x: str = "step"
+) -> dict[str, list[list[float]]]:
+    """The curve of each of these metrics."""
+    return {name: curve(entries, name, points, x) for name in names}
+
+
 def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
     """Seconds of each phase per step: series for the screen (means over neighbours) and totals over the run.
 
@@ -61,14 +58,8 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
     table = np.array([_phases_of(entry) for entry in steps], np.float64).reshape(len(steps), len(PHASES) + 1)
     numbers = np.array([entry["step"] for entry in steps], np.float64)
     count = min(points, len(steps))
-    rows = (
-        [
-            [_round(step[-1]), *map(_round, part.mean(axis=0))]
-            for step, part in zip(np.array_split(numbers, count), np.array_split(table, count), strict=True)
-        ]
-        if count
-        else []
-    )
+    parts = zip(*(np.array_split(array, count) for array in (numbers, table)), strict=True) if count else ()
+    rows = [[_round(step[-1]), *map(_round, part.mean(axis=0))] for step, part in parts]
     names = [*PHASES, "other"]
     return {"names": names, "rows": rows, "totals": dict(zip(names, map(_round, table.sum(axis=0)), strict=True))}
 

@@ -34,26 +34,16 @@ class Full(Exception):
 
 
 class Live:
-    """Looks at the runs while somebody listens, and tells each what is new in the runs that it shows. For one event
-    loop."""
+    """Looks at the runs while somebody listens, every ``period`` seconds, and tells each what is new in the runs that
+    it shows. Streams end when ``closing`` is set, so that the server can. For one event loop."""
 
     def __init__(self, runs: Runs, closing: threading.Event, period: float = PERIOD) -> None:
-        """
-        Args:
-            runs: what is looked at.
-            closing: set: streams end, so that the server can.
-            period: seconds between two looks.
-        """
         self._runs, self._closing, self._period = runs, closing, period
         self._listeners: set[Listener] = set()
         self._looking: asyncio.Task[None] | None = None
 
     def join(self, names: Sequence[str]) -> Listener:
-        """Who hears of the runs of these names until it leaves.
-
-        Raises:
-            Full: there are :data:`MOST_STREAMS`.
-        """
+        """Who hears of the runs of these names until it leaves. Raises Full if there are :data:`MOST_STREAMS`."""
         if len(self._listeners) >= MOST_STREAMS:
             raise Full
         listener = Listener(names)

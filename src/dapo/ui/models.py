@@ -57,12 +57,7 @@ class Loaded:
 class Models:
     """The models that were asked last. For one event loop, and for one that asks at a time."""
 
-    def __init__(self, device: str) -> None:
-        """
-        Args:
-            device: as ``runtime.device``: where they are put. The run may need the other one for itself.
-        """
-        self._device = device
+    def __init__(self) -> None:
         self._held: dict[Path, tuple[int, Loaded]] = {}  # the one asked last comes last
 
     async def holds(self, path: Path) -> bool:
@@ -70,11 +65,7 @@ class Models:
         return path in self._held and self._held[path][0] == await asyncio.to_thread(_stamp, path)
 
     async def get(self, path: Path) -> Loaded:
-        """The model in a folder of a run; another one makes way for it.
-
-        Raises:
-            UserError: it cannot be loaded.
-        """
+        """The model in a folder of a run; another one makes way for it. Raises UserError if it cannot be loaded."""
         stamp = await asyncio.to_thread(_stamp, path)
         known = self._held.pop(path, None)
         if known is not None and known[0] == stamp:
@@ -84,7 +75,7 @@ class Models:
             await known[1].engine.close()
         while len(self._held) >= HELD:
             await self._held.pop(next(iter(self._held)))[1].engine.close()
-        loaded = await asyncio.to_thread(load, path, self._device)
+        loaded = await asyncio.to_thread(load, path)
         self._held[path] = stamp, loaded
         return loaded
 
@@ -99,35 +90,26 @@ _loading = threading.Lock()
 on loading while the next one asks."""
 
 
-def load(path: Path, device: str) -> Loaded:
-    """Load the model in ``path``, a folder inside a run folder, by the recipe of that run.
+def load(path: Path) -> Loaded:
+    """Load the model in a folder inside a run folder, by that run's recipe. Raises UserError if it cannot be loaded."""
+    from dapo.model.adapters import find_adapter
+    from dapo.model.loading import context_limit, read_config
 
-    Raises:
-        UserError: it cannot be loaded.
-    """
     run = path.parent if path.name.startswith("model-") else path.parents[2]
     found = FoundModel(str(path), run / "config.yaml")
-    bounds: dict[str, Any] = {"runtime": {"device": device}, "rollout": {"max_concurrent_samples": MOST_SAMPLES * HELD}}
+    # on the CPU: the run may need a GPU for itself
+    bounds: dict[str, Any] = {"runtime": {"device": "cpu"}, "rollout": {"max_concurrent_samples": MOST_SAMPLES * HELD}}
     config = inference_config(found, bounds)
     limit = min(response_limit(config), MOST_TOKENS)
     config = inference_config(found, bounds, {"evaluation": {"max_response_length": limit}})
     prompting = load_prompting(config)
-    longest = min(config.data.max_prompt_length, _positions(path, default=2**20) - limit)
+    adapter = find_adapter(path)
+    positions = context_limit(read_config(adapter.base if adapter else str(path), config.model.trust_remote_code))
+    longest = min(config.data.max_prompt_length, (positions or 2**20) - limit)
     room = {"prompt": [Prompt(0, "", (0,) * max(longest, 1))]}
     with _loading:
         engine = load_engine(prompting, room, MOST_SAMPLES * HELD, QuietListener())
     return Loaded(prompting, engine, limit, longest)
-
-
-def _positions(path: Path, default: int) -> int:
-    """How many positions the model was made for, by its config."""
-    from transformers import AutoConfig
-
-    try:
-        known = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
-    except (OSError, ValueError):  # such as of an adapter; what is wrong shows when the model is loaded
-        return default
-    return int(known) if known else default
 
 
 def _stamp(path: Path) -> int:

@@ -94,21 +94,14 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
 
 
 def _asked(folder_of: FolderOf, wanted: Ask) -> Asked:
-    """
-    Raises:
-        NotHere: there is no such run.
-        UserError: nor such a model or row, or nothing was typed.
-    """
+    """Raises NotHere if there is no such run, UserError if no such model or row, or nothing was typed."""
     root = folder_of(wanted.run)
     models, question = pick_models(root, wanted.models), _question(root, wanted)
     return Asked(root, models, question, wanted.samples, wanted.temperature, wanted.max_tokens, wanted.seed)
 
 
 def _question(root: Path, wanted: Ask) -> Question:
-    """
-    Raises:
-        UserError: there is no such row, or nothing was typed.
-    """
+    """Raises UserError if there is no such row, or nothing was typed."""
     if wanted.row is not None:
         return Questions(root)[wanted.row]
     if not (wanted.prompt or "").strip():

@@ -39,10 +39,7 @@ class Questions:
     """The rows that a run's models can be asked, by number. ``held_out``: whether they are those of its evaluation."""
 
     def __init__(self, root: Path) -> None:
-        """
-        Raises:
-            UserError: the run has neither rows that can be read nor samples.
-        """
+        """Raises UserError if the run has neither rows that can be read nor samples."""
         run = RunView.read(root)
         self._rows = _held_out(run)
         self.held_out = self._rows is not None
@@ -57,10 +54,7 @@ class Questions:
         return len(self._asked) if self._rows is None else len(self._rows)
 
     def __getitem__(self, number: int) -> Question:
-        """
-        Raises:
-            UserError: there is no such row, or it cannot be used.
-        """
+        """Raises UserError if there is no such row, or it cannot be used."""
         if not 0 <= number < len(self):
             raise UserError(f"there is no row {number}; there are {len(self)}, from 0 on")
         if self._rows is None:
@@ -110,11 +104,7 @@ def _asked(run: RunView) -> list[Question]:
 
 
 def recipe_of(root: Path) -> Config:
-    """The recipe of a run.
-
-    Raises:
-        ConfigError: this version does not read it.
-    """
+    """The recipe of a run. Raises ConfigError if this version does not read it."""
     return load_config(RunFolder(root).config)
 
 
@@ -129,11 +119,7 @@ def models_of(root: Path) -> dict[str, Path]:
 
 
 def pick_models(root: Path, names: Sequence[str]) -> list[Path]:
-    """Their folders.
-
-    Raises:
-        UserError: one is not there; says which are.
-    """
+    """Their folders. Raises UserError if one is not there, and says which are."""
     known = models_of(root)
     missing = [name for name in names if name not in known]
     if missing:

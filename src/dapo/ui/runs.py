@@ -59,11 +59,7 @@ class Run:
             return replace(self._read[2])  # whether it still runs is asked anew
 
     def samples(self) -> DuckDBPyConnection:
-        """A connection with the view ``samples`` of all steps that are written, for this thread.
-
-        Raises:
-            UserError: DuckDB is missing.
-        """
+        """For this thread, with the view ``samples`` of all written steps. Raises UserError if DuckDB is missing."""
         from dapo.observe.index import SampleIndex
 
         stamp = stamp_of(self.folder.samples)
@@ -96,10 +92,7 @@ class Runs:
             return sorted((self._known[root] for root in dict.fromkeys(roots)), key=_changed, reverse=True)
 
     def get(self, name: str) -> Run:
-        """
-        Raises:
-            NotHere: there is none of this name.
-        """
+        """Raises NotHere if there is none of this name."""
         known = (run for run in list(self._known.values()) if run.name == name and is_run(run.folder.root))
         run = next(known, None) or next((run for run in self.all() if run.name == name), None)
         if run is None:
@@ -108,10 +101,7 @@ class Runs:
 
 
 def check_folders(folders: Sequence[Path]) -> None:
-    """
-    Raises:
-        UserError: a folder does not exist, or neither is a run nor holds one.
-    """
+    """Raises UserError if a folder does not exist, or neither is a run nor holds one."""
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: is not a folder; a run's is named at its start and end, such as runs/cpu-demo")

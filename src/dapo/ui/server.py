@@ -41,6 +41,21 @@ MOST_TOKENS = 25_000
 BEGINNING = 2_000
 """Characters of a response that is not shown whole."""
 
+_LAST = (
+    *("reward/mean", "response_length/mean", "entropy", "accuracy", "tokens_per_second/total"),
+    *("alarms/count", "monitor/alarms"),
+)
+_SAMPLING = (
+    *("groups/all_wrong", "groups/mixed", "groups/all_right", "groups/flat", "groups/drawn", "groups/kept"),
+    *("groups/keep_rate", "groups/rounds", "tokens/generated", "tokens/wasted", "tokens/filtered"),
+)
+_HACKING = (
+    *("monitor/reward", "monitor/check", "monitor/false_right", "monitor/length_correlation"),
+    *("reward/mean", "response_length/mean"),
+)
+_SPEEDS = (*(f"tokens_per_second/{of}" for of in ("rollout", "update", "total")), "samples_per_second")
+"""Metrics of the list of runs, and of the views that have some of their own."""
+
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=50)]
 Name = Annotated[str, Query(alias="run")]
 Points = Annotated[int, Query(ge=10, le=5000)]
@@ -76,7 +91,7 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
 
     Args:
         folders: run folders, or folders that hold runs; nothing else is read.
-        token: what a client must show; None: there is no token, and only this machine's own names are answered.
+        token: what a client must show; None: only this machine's own names are answered.
         period: seconds between two looks at the files for what is new.
     """
     app = FastAPI(title="dapo", version=dapo.__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -151,7 +166,7 @@ def _overview(runs: Runs) -> APIRouter:
         found = {}
         for name in names:
             entries = _with_tokens(runs.get(name).view.metrics) if x == "tokens" else runs.get(name).view.metrics
-            found[name] = {metric: curves.curve(entries, metric, points, x) for metric in metrics}
+            found[name] = curves.curves(entries, metrics, points, x)
         return found
 
     @router.get("/ablation")
@@ -243,23 +258,10 @@ def _samples(runs: Runs) -> APIRouter:
         """Dynamic sampling over time, what became of the groups, and how hard the prompts were."""
         run = runs.get(name)
         view, connection = run.view, run.samples()
-        metrics = (
-            "groups/all_wrong",
-            "groups/mixed",
-            "groups/all_right",
-            "groups/flat",
-            "groups/drawn",
-            "groups/kept",
-            "groups/keep_rate",
-            "groups/rounds",
-            "tokens/generated",
-            "tokens/wasted",
-            "tokens/filtered",
-        )
         tenth = max(view.steps_done // 10, 1)
         found = queries.outcomes(connection, tenth, view.steps_done - tenth)
         return {
-            "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
+            "curves": curves.curves(view.metrics, _SAMPLING, points),
             "difficulty": found["difficulty"],
             "drawn": sum(e.get("groups/drawn") or 0 for e in view.metrics),
             "statuses": _outcomes(view, found["statuses"]),
@@ -271,20 +273,12 @@ def _samples(runs: Runs) -> APIRouter:
         """Trained reward against the held-out check and against length; the samples that they disagree on."""
         run = runs.get(name)
         view, connection = run.view, run.samples()
-        metrics = (
-            "monitor/reward",
-            "monitor/check",
-            "monitor/false_right",
-            "monitor/length_correlation",
-            "reward/mean",
-            "response_length/mean",
-        )
         found = queries.disagreements(connection)
         for row in found:
             line = _line(run, row)
             row["prompt"], row["response"] = summary_of(line), str(line.get("response") or "")[:600]
         return {
-            "curves": {metric: curves.curve(view.metrics, metric, points) for metric in metrics},
+            "curves": curves.curves(view.metrics, _HACKING, points),
             "lengths": queries.reward_by_length(connection),
             "disagreements": found,
             **queries.bounds(connection),
@@ -301,15 +295,9 @@ def _details(runs: Runs) -> APIRouter:
         """Where the seconds of each step went, speeds, and what each role used."""
         run = runs.get(name)
         view = run.view
-        speeds = (
-            "tokens_per_second/rollout",
-            "tokens_per_second/update",
-            "tokens_per_second/total",
-            "samples_per_second",
-        )
         return {
             "phases": curves.phases(view.metrics, points),
-            "speeds": {metric: curves.curve(view.metrics, metric, points) for metric in speeds},
+            "speeds": curves.curves(view.metrics, _SPEEDS, points),
             "memory": curves.curve(view.metrics, "memory/rss", points),
             "resources": _resources(run.folder.root / "resources.jsonl"),
         }
@@ -343,18 +331,6 @@ def _card(run: Run) -> dict[str, Any]:
         view = run.card
         before, after = view.accuracies
         last = view.metrics[-1] if view.metrics else {}
-        shown = {
-            name: last.get(name)
-            for name in (
-                "reward/mean",
-                "response_length/mean",
-                "entropy",
-                "accuracy",
-                "tokens_per_second/total",
-                "alarms/count",
-                "monitor/alarms",
-            )
-        }
         return {
             "name": run.name,
             "path": str(run.folder.root),
@@ -365,7 +341,7 @@ def _card(run: Run) -> dict[str, Any]:
             "seconds": view.seconds,
             "before": before,
             "after": after,
-            "last": shown,
+            "last": {name: last.get(name) for name in _LAST},
         }
     except (UserError, OSError) as error:  # one that is spoilt, or somebody else's, hides no other
         return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
@@ -383,10 +359,7 @@ def _outcomes(view: RunView, stored: Sequence[queries.Row]) -> list[dict[str, An
 
 
 def _group_of(run: Run, step: int, draw: int) -> list[queries.Row]:
-    """
-    Raises:
-        NotHere: there is no such group.
-    """
+    """Raises NotHere if there is no such group."""
     found = queries.group(run.samples(), step, draw)
     if not found:
         raise NotHere(f"step {step} of {run.name} has no draw {draw}")

@@ -19,16 +19,9 @@ SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", 
 
 
 def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int | None = None) -> list[dict[str, Any]]:
-    """Per sample its ``pieces`` of text and the signals that were stored, one number for each piece.
-
-    Args:
-        folder: of the run.
-        step: whose samples.
-        positions: of the samples among those of the step.
-        most: tokens of each, from its first one on; None: all.
-
-    Returns:
-        One entry for each position; empty ones where the arrays or the tokenizer are missing.
+    """Per sample its ``pieces`` of text and the signals that were stored, one number for each piece; empty where the
+    arrays are missing. ``positions``: of the samples among those of the step. ``most``: tokens of each, from its first
+    one on; None: all.
     """
     path, tokenizer = tokens_path(folder.samples, step), tokenizer_of(folder)
     arrays = _slices(path, positions, most) if path.is_file() else None
@@ -44,7 +37,8 @@ def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text that each token adds, those that end a response too."""
-    return Pieces(lambda some: str(tokenizer.decode(some, skip_special_tokens=False))).add(ids, last=True)
+    texts = Pieces(lambda some: str(tokenizer.decode(some, skip_special_tokens=False))).add(ids, last=True)
+    return [text if tokenizer.id_to_token(i) is not None else "\ufffd" for text, i in zip(texts, ids, strict=True)]
 
 
 def tokenizer_of(folder: RunFolder) -> Any:

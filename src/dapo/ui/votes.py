@@ -79,10 +79,7 @@ class _Pairs:
         self._waiting[name] = pair
 
     def take(self, name: str) -> _Pair:
-        """
-        Raises:
-            DataError: there is none of this name.
-        """
+        """Raises DataError if there is none of this name."""
         pair = self._waiting.pop(name, None)
         if pair is None:
             raise DataError("this pair was voted on before, or is forgotten; ask for the next one")
@@ -194,11 +191,7 @@ def _rows_left(questions: Questions, root: Path, wanted: PairWanted) -> list[int
 
 
 async def _answers(answerer: Answerer, asked: Asked) -> list[str]:
-    """One response of each model, in their order.
-
-    Raises:
-        UserError: it went wrong.
-    """
+    """One response of each model, in their order. Raises UserError if it went wrong."""
     found: dict[int, str] = {}
     async with aclosing(answerer.begin(asked)) as events:
         async for event in events:

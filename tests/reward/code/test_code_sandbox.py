@@ -1,6 +1,7 @@
 """What a program sees and reaches from inside of the sandbox."""
 
 import os
+import resource
 import sys
 import time
 from ast import literal_eval
@@ -174,7 +175,7 @@ def test_a_sandbox_that_does_not_start_is_the_users_affair_and_no_verdict(tmp_pa
     try:
         with pytest.raises(RewardError, match="No permissions to create new namespace"):
             Sandbox(Limits(2**30, 32, 2**26)).check()
-        with pytest.raises(SandboxFailed):
+        with pytest.raises(SandboxFailed, match="No permissions to create new namespace"):
             Grader(CONFIG).grade("print(7)\n", read_tests([{"stdin": "", "stdout": "7"}], None))
     finally:
         module._arguments.cache_clear()
@@ -190,3 +191,20 @@ def test_without_a_sandbox_programs_run_and_leave_no_folder():
     hanging = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\nprint(7)\n"
     assert grade(hanging, [{"stdin": "", "stdout": "7"}], None, config) == "pass"
     assert grade("while True:\n    pass\n", [{"stdin": "", "stdout": "7"}], None, config) == "timeout"
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_STACK)[1] != resource.RLIM_INFINITY, reason="the stack is bounded"
+)
+@pytest.mark.parametrize("limits", ["(-1, -1)", "(2**28, -1)", "(2**28, 2**28)", "(resource.RLIM_INFINITY,) * 2"])
+def test_a_program_may_ask_for_more_stack(limits):
+    asks = f"import resource, sys\nresource.setrlimit(resource.RLIMIT_STACK, {limits})\nsys.setrecursionlimit(10**6)\n"
+    deep = "def depth(n):\n    return n and 1 + depth(n - 1)\n"
+    program = f"{asks}{deep}print(depth(20000) + sum(map(int, input().split())))\n"
+    assert grade(program, [{"stdin": "5 7\n", "stdout": "20012\n"}]) == "pass"
+
+
+def test_more_stack_is_no_more_memory():
+    asks = "from resource import *\nsetrlimit(RLIMIT_STACK, (getrlimit(RLIMIT_STACK)[1],) * 2)\n"
+    program = f"{asks}try:\n    bytearray(2**33)\nexcept MemoryError:\n    print('low')\n"
+    assert grade(program, [{"stdin": "", "stdout": "low\n"}]) == "pass"

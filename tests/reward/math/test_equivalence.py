@@ -7,6 +7,7 @@ import pytest
 from dapo.reward.math.equivalence import equivalent, readable
 from dapo.reward.math.score import _bounded, score_math
 
+IN_TIME = {"out_of_time": 0.0}
 SAME = [
     # numbers
     ("12", "12.0"), ("12", "012"), ("0.5", r"\frac12"), (r"\frac{1}{2}", "1/2"), ("1/2", r"\dfrac{2}{4}"),
@@ -91,9 +92,28 @@ def test_readable(gold, is_readable):  # failures.md 43
 
 def test_score_tells_wrong_from_no_answer():  # failures.md 50
     right = score_math(r"so \boxed{0.5}", r"\frac12", ["boxed"])
-    assert (right.correct, right.value, right.extracted, right.parts) == (True, 1.0, "0.5", {"answer_found": 1.0})
+    assert (right.correct, right.value, right.extracted, right.parts) == (
+        True,
+        1.0,
+        "0.5",
+        {"answer_found": 1.0} | IN_TIME,
+    )
     wrong = score_math(r"so \boxed{7}", r"\frac12", ["boxed"])
-    assert (wrong.correct, wrong.value, wrong.parts) == (False, -1.0, {"answer_found": 1.0})
+    assert (wrong.correct, wrong.value, wrong.parts) == (False, -1.0, {"answer_found": 1.0} | IN_TIME)
     for response in ("", "I do not know", r"\boxed{}"):  # failures.md 73
         none = score_math(response, "0", ["boxed"])
-        assert (none.correct, none.value, none.parts) == (False, -1.0, {"answer_found": 0.0})
+        assert (none.correct, none.value, none.parts) == (False, -1.0, {"answer_found": 0.0} | IN_TIME)
+
+
+def test_a_reference_that_has_no_value_is_none():
+    for gold in (r"\frac{1}{0}", r"(1, \frac{0}{0})", r"\infty-\infty", r"\ln 0", "9^{9^{9^{9}}}"):
+        assert not _bounded(readable, gold)
+    for gold in (
+        r"x \equiv 2 \pmod{5}",
+        r"f(x)=x+c \text{ for any real } c",
+        "AD",
+        "6:00",
+        r"\frac{AB}{CD}=2",
+        r"\infty",
+    ):
+        assert _bounded(readable, gold)

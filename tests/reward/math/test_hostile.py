@@ -2,8 +2,8 @@
 # ruff: noqa: E501, RUF001 (rows of a table, look-alike characters)
 
 import asyncio
+import os
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,11 @@ CODE = [
 ]  # fmt: skip
 
 
+def spent():
+    """Processor time in user mode, which the limit counts too: a loaded kernel is no fault of an answer."""
+    return os.times().user
+
+
 def boxed(answer):
     return rf"It is \boxed{{{answer}}}."
 
@@ -100,18 +105,18 @@ def test_workers_get_over_all_expensive_answers():
 @pytest.mark.parametrize("gold", ["17", r"x^2+\sqrt{2}", "(1, 2)"])
 @pytest.mark.parametrize("number", range(len(EXPENSIVE)))
 def test_expensive_answers_are_wrong_in_time(number, gold):  # failures.md 46
-    started = time.process_time()
+    started = spent()
     assert not _bounded(equivalent, gold, EXPENSIVE[number])
-    assert time.process_time() - started < 2
+    assert spent() - started < 2
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(len(EXPENSIVE)))
 def test_expensive_references_are_bounded_too(number):
-    started = time.process_time()
+    started = spent()
     _bounded(readable, EXPENSIVE[number])
     assert not _bounded(equivalent, EXPENSIVE[number], "17")
-    assert time.process_time() - started < 4
+    assert spent() - started < 4
 
 
 def test_code_in_an_answer_is_never_run(tmp_path):  # failures.md 45
@@ -163,12 +168,13 @@ def check_mangled(count):
     rng = random.Random(count)
     for _ in range(count):
         gold, text = mangled(rng)
-        started = time.process_time()
+        started = spent()
         reward = score_math(text, gold, ["boxed", "answer_line"])
         assert isinstance(reward, Reward) and reward.error is None, (gold, text)
         assert type(reward.correct) is bool and reward.value == (1.0 if reward.correct else -1.0), (gold, text)
-        assert reward.parts == {"answer_found": float(bool(reward.extracted))}, (gold, text)
-        assert time.process_time() - started < 4, (gold, text)
+        assert reward.parts.keys() == {"answer_found", "out_of_time"}, (gold, text)
+        assert reward.parts["answer_found"] == float(bool(reward.extracted)), (gold, text)
+        assert spent() - started < 4, (gold, text)
 
 
 def test_500_mangled_responses():

@@ -47,7 +47,12 @@ def test_math_solutions_agree_with_their_own_answer():
     """An identity check: the answer was cut out of the solution's last box."""
     all_rows = rows("math")
     assert len(all_rows) == 7347
-    assert [r["id"] for r in all_rows if not score_math(r["solution"], r["answer"], RULES).correct] == []
+    # In seven the solution boxes two values side by side, and the row's answer is the last of them alone.
+    half = ["00331", "00501", "03918", "06725", "07267"]  # the question asks for all values: the row's answer lacks one
+    either = ["04170"]  # it asks for one of two foci and wants no second one; the solution boxes both
+    based = ["05318"]  # "28 or 28_9" for 28_9, where the question names the base: without it, 28 is twenty-eight here
+    missed = [r["id"] for r in all_rows if not score_math(r["solution"], r["answer"], RULES).correct]
+    assert missed == sorted(f"math_train-{number}" for number in half + either + based)
 
 
 def test_all_references_of_math_can_be_read():

@@ -48,9 +48,9 @@ RESPONSES = [
     ("9", r"\boxed{9}. Hmm, or is it \boxed{4}? Yes, \boxed{4}.", False),
     ("9", r"\boxed{9} and again \boxed{9}", True),
     ("99", r"\boxed{9} \boxed{9}", False),
-    ("3, 5", r"\boxed{3} and \boxed{5}", False),
+    ("3, 5", r"\boxed{3} and \boxed{5}", True),
     ("17", r"\boxed{15} \boxed{16} \boxed{17} \boxed{18}", False),
-    ("17", r"\boxed{18}\boxed{17}", True),
+    ("17", r"\boxed{18}\boxed{17}", False),
     ("19", r"in \boxed form: \boxed{19}", True),
     ("19", r"\boxed{19}. I put it in \boxed form.", True),
     ("19", r"in \boxed form: 19", False),
@@ -159,3 +159,33 @@ def test_no_answer_is_told_from_a_wrong_one():  # failures.md 50
     assert [r.parts["answer_found"] for r in rewards] == [1, 1, 0, 0, 0, 1, 0]
     assert [r.correct for r in rewards] == [False, True, False, False, False, False, False]
     assert [r.extracted for r in rewards] == ["3", "4", None, "", None, "3", None]
+
+
+SIDE_BY_SIDE = [
+    ("(1,4), (5,4)", r"Hence $\boxed{(1,4)}$ and $\boxed{(5,4)}$.", True),
+    ("(1,4)", r"Hence $\boxed{(1,4)}$ and $\boxed{(5,4)}$.", False),
+    ("(5,4)", r"Hence $\boxed{(1,4)}$ and $\boxed{(5,4)}$.", False),
+    ("m = 12, n = 5", r"We get $\boxed{m = 12}$ and $\boxed{n = 5}$.", True),
+    ("m = 12, n = 5", r"We get $\boxed{m = 5}$ and $\boxed{n = 12}$.", False),
+    ("2, 3, 5", r"\boxed{2}, \boxed{3}, and \boxed{5}", True),
+    ("2, 3, 5", r"\boxed{2}, \boxed{3}", False),
+    ("AD", r"\boxed{A} \boxed{D}", True),
+    (r"(-\infty,1)\cup(2,\infty)", r"\boxed{x<1} or \boxed{x>2}", True),
+    ("9", r"\boxed{9}, \boxed{9}", True),
+    ("8:34 p.m.", r"in $\boxed{20\!:\!34}$ or $\boxed{8\!:\!34 \text{ p.m.}}$.", True),
+    ("8:34 p.m.", r"\boxed{8:34 p.m.} or \boxed{20:35}", False),
+    ("6:00", r"\boxed{6:00 a.m.} or \boxed{6:00 p.m.}", False),
+    (r"\frac{1}{2}", r"\boxed{\frac{1}{2}} or \boxed{50\%}", True),
+    (r"500\text{ cm}", r"\boxed{5\text{ m}} = \boxed{500\text{ cm}}", True),
+    (r"500\text{ cm}", r"\boxed{5\text{ m}}, \boxed{5\text{ cm}}", False),
+    ("5", r"\boxed{x=5}, \boxed{y=5}", False),
+    ("4", "\\boxed{3}\n\n\\boxed{4}", True),  # another paragraph
+    ("4", r"First \boxed{3}, no: \boxed{4}", True),
+    ("73", r"Answer: \boxed{72}, \boxed{73}", False),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SIDE_BY_SIDE)))
+def test_boxes_side_by_side_are_one_answer(number):
+    gold, response, correct = SIDE_BY_SIDE[number]
+    assert score_math(response, gold, ["boxed", "answer_line"]).correct is correct

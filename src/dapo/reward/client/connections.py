@@ -47,10 +47,7 @@ class HttpConnections:
     async def send(
         self, method: str, url: str, body: bytes | None = None, accept: str = "application/json"
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A reply whose body is not read yet.
-
-        Args:
-            body: JSON.
+        """A reply whose body is not read yet. ``body``: JSON.
 
         Raises:
             Fault: the connection could not be made, or broke.

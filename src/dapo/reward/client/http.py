@@ -108,7 +108,7 @@ class ServerScorer(_JsonScorer):
             await self._checked(reply)
 
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
-        items = [{**_row(call.prompt), "response": call.response} for call in calls]
+        items = [{**_row(c.prompt), "response": c.response, "finish_reason": c.finish_reason} for c in calls]
         body = to_json({"items": items})
         missing = set(range(len(calls)))
         async with self._send("POST", f"{self._url}/score", body, "application/x-ndjson") as reply:
@@ -162,7 +162,8 @@ class HttpScorer(_JsonScorer):
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt": prompt.text, "answer": prompt.answer, "meta": dict(prompt.meta), "row": prompt.row}
+    said = {"prompt": prompt.text, "answer": prompt.answer, "meta": dict(prompt.meta)}
+    return {**said, "row": prompt.row, "prompt_end": prompt.end}
 
 
 async def _read(reply: aiohttp.ClientResponse) -> bytes:

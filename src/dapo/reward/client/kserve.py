@@ -70,10 +70,7 @@ class KServeScorer(RemoteScorer):
         self._check_tensors(described)
 
     def _check_tensors(self, described: Any) -> None:
-        """
-        Raises:
-            RewardError: the model says that it has other tensors than the recipe names.
-        """
+        """Raises RewardError: the model says that it has other tensors than the recipe names."""
         model = self._model
         for kind, wanted in (
             ("inputs", [*model.inputs]),
@@ -159,10 +156,7 @@ def _text_tensor(name: str, texts: Sequence[str]) -> Any:
 
 def _column(reply: Any, name: str, count: int) -> list[Any]:
     """One number for each response, from a tensor of shape ``[responses]`` or ``[responses, 1]``.
-
-    Raises:
-        BadReply: it has another shape, or holds no numbers.
-    """
+    Raises BadReply: it has another shape, or holds no numbers."""
     tensor = reply.as_numpy(name)
     if tensor is None:
         raise BadReply(f"the reply has no output {name!r}")

@@ -68,8 +68,10 @@ def _value(found: re.Match[str], call: Call) -> Any:
     prompt = call.prompt
     fields = {"prompt": prompt.text, "response": call.response, "answer": prompt.answer, "meta": dict(prompt.meta)}
     name = found[0]
+    if name == "$item":
+        return fields
     if not name.startswith("$meta."):
-        return fields if name == "$item" else fields[name[1:]]
+        return (fields | {"finish_reason": call.finish_reason, "prompt_end": prompt.end})[name[1:]]
     value = _in_meta(prompt, name)
     if value is _NOTHING:
         raise RewardError(f"row {prompt.row + 1} has no {name}, which the reward server is sent")
@@ -92,10 +94,7 @@ def as_text(value: Any) -> str:
 
 
 def to_json(body: Any) -> bytes:
-    """
-    Raises:
-        RewardError: a row holds what is not JSON.
-    """
+    """Raises RewardError: a row holds what is not JSON."""
     try:  # half a letter, which UTF-8 cannot hold, becomes a question mark
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     except (TypeError, ValueError) as error:
@@ -103,10 +102,7 @@ def to_json(body: Any) -> bytes:
 
 
 def from_json(body: bytes) -> Any:
-    """
-    Raises:
-        BadReply: it is not JSON.
-    """
+    """Raises BadReply: it is not JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -134,9 +130,7 @@ def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward 
 
     Args:
         results: what the reply has of them.
-        count: how many there must be.
         value: path of the reward in a result.
-        name: of the server.
 
     Raises:
         BadReply: it is not a list of that many.

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
 from dapo.reward.client.connections import token_in
 from dapo.reward.client.faults import BadReply, Fault, Refusal
@@ -39,6 +39,7 @@ class Call:
 
     prompt: Prompt
     response: str
+    finish_reason: FinishReason | None
     verdict: asyncio.Future[Reward]
     bad_replies: int = 0
 
@@ -130,11 +131,11 @@ class RemoteScorer(abc.ABC):
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """See :class:`Scorer`."""
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`."""
         if not self._submitted:
             self._silent_since = None  # nobody asked: that there was no answer says nothing
-        call = Call(prompt, response, asyncio.get_running_loop().create_future())
+        call = Call(prompt, response, finish_reason, asyncio.get_running_loop().create_future())
         submitted = asyncio.create_task(self._batcher.submit(call))
         self._submitted.add(submitted)  # the batch may go on for others after this verdict is there
         submitted.add_done_callback(self._settle)

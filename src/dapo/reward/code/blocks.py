@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo.reward.code.names import root_name
-from dapo.reward.math.extract import outside_thinking
+from dapo.reward.thinking import outside_thinking
 
 _FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+")  # never takes a step back: linear time
 _PYTHON = re.compile(r"\{?\.?(?:i?python|py)[0-9.]*\}?")
@@ -41,7 +41,6 @@ def find_program(response: str, entry_point: str | None, called: Sequence[str] =
     """The program in a response; None if there is none.
 
     Args:
-        response: the whole text.
         entry_point: what the tests call, such as ``add`` or ``Solution().add``; ``__main__`` or None: not known.
         called: names that the tests use, tried if there is no entry point.
     """

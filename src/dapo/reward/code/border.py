@@ -32,12 +32,7 @@ class ProgramGone(BaseException):
 
 
 class Border:
-    """The connection to one program.
-
-    Args:
-        channel: its socket.
-        reply_bytes: the longest reply that is read.
-    """
+    """The connection to one program. ``reply_bytes``: the longest reply that is read."""
 
     def __init__(self, channel: socket.socket, reply_bytes: int) -> None:
         self.gone = False

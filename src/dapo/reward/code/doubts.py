@@ -20,6 +20,7 @@ from dapo.reward.code.remote import PLAIN
 
 _SEEN_THROUGH = frozenset(("abs", "all", "any", "bool", "float", "int", "len", "list", "max", "min", "round", "sum"))
 """Functions whose result says no more than what they are given."""
+_JOINING = (ast.UnaryOp, ast.BoolOp, ast.BinOp, ast.IfExp, ast.NamedExpr, ast.List, ast.Tuple)
 _TOLERANCE = 0.1
 _PLAIN_METHODS = {name for kind in (str, bytes, int, float, list, dict, set, range) for name in dir(kind)}
 
@@ -150,15 +151,7 @@ class _Seen:
                     yield node
                 case ast.Name(id=name) if name in self._bound:
                     left.append(self._bound[name])
-                case (
-                    ast.UnaryOp()
-                    | ast.BoolOp()
-                    | ast.BinOp()
-                    | ast.IfExp()
-                    | ast.NamedExpr()
-                    | ast.List()
-                    | ast.Tuple()
-                ):
+                case _ if isinstance(node, _JOINING):
                     left += [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
                 case ast.GeneratorExp(elt=elt) | ast.ListComp(elt=elt):
                     left.append(elt)

@@ -71,7 +71,6 @@ def grade(solution: str, tests: Any, entry_point: str | None = None, config: Cod
     Args:
         solution: the program itself, not a response that holds it.
         tests: as in a row of data, see :func:`~dapo.reward.code.names.read_tests`.
-        entry_point: what the tests call, if known.
         config: limits; by default those of the recipe's defaults.
 
     Raises:

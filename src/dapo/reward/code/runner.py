@@ -260,7 +260,8 @@ def limit(limits: "dict[str, int]", user: "int | None") -> None:
         which = getattr(resource, name)
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(which, (value, value))
+        # programs that recurse deeply ask for more stack: what they get of it is bounded by their memory
+        resource.setrlimit(which, (value, hard if name == "RLIMIT_STACK" else value))
 
 
 def add_prelude(code: "Any", namespace: "dict[str, Any]") -> None:

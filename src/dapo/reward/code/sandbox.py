@@ -64,7 +64,6 @@ class Sandbox:
     """Starts programs.
 
     Args:
-        limits: for each program.
         kind: ``none`` runs programs as plain processes with the rights of this one.
         packages: installed packages that programs may import beside the standard library.
 

@@ -9,12 +9,13 @@ from itertools import islice
 from typing import Any
 
 from dapo.config import CodeReward
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.code.doubts import doubts
 from dapo.reward.code.names import TOLERANCE_KEY, read_tests
 from dapo.reward.contract import Doubt
 from dapo.reward.pool import WorkerPool
 from dapo.reward.pooled import PooledScorer
+from dapo.reward.thinking import behind
 
 UNSAFE = (
     "reward `code` has `sandbox: none`: programs that the model writes run with your rights. They can read your files, "
@@ -47,12 +48,12 @@ class CodeScorer(PooledScorer):
             logging.getLogger(__name__).warning(warning)
         await super().start()
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`."""
         meta = prompt.meta
         return await self._score(
             {
-                "response": response,
+                "response": behind(prompt.end, response),
                 "tests": meta.get(self._config.tests_key),
                 "entry_point": _text(meta, self._config.entry_point_key),
                 "solution": _text(meta, self._config.solution_key),

@@ -135,11 +135,7 @@ class Endpoint:
     async def _request(
         self, method: str, path: str, body: bytes | None, limit_s: float
     ) -> tuple[int, str | None, bytes]:
-        """Status, Retry-After and body.
-
-        Raises:
-            _Again: no connection, no reply in time, or one that does not end.
-        """
+        """Status, Retry-After and body. Raises _Again: no connection, no reply in time, or one that does not end."""
         try:
             async with asyncio.timeout(limit_s), self._connections.send(method, self._base + path, body) as reply:
                 data = await self._connections.beginning(reply, _LARGEST_REPLY + 1)
@@ -181,11 +177,7 @@ class Endpoint:
 
 
 def _written(data: bytes) -> str:
-    """The text in a reply of the chat protocol, whole.
-
-    Raises:
-        _Again: there is none.
-    """
+    """The text in a reply of the chat protocol, whole. Raises _Again: there is none."""
     try:
         choice = json.loads(data)["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.errors import RewardError
-from dapo.records import Prompt
+from dapo.records import FinishReason, Prompt
 
 _GRADE = re.compile(r"(?:#+ *)?[*_`]*Grade[*_`]*:[*_` ]*(-?[0-9]+(?:\.[0-9]+)?)[*_`]*")
 """The last line of a reply; models like to set it, or a part of it, in bold, or as a heading."""
@@ -24,7 +24,8 @@ class RubricError(Exception):
 
 
 class Rubric:
-    """A template over ``prompt``, ``response``, ``answer``, ``meta``, ``scale`` and ``fence``.
+    """A template over ``prompt``, ``response``, ``answer``, ``meta``, ``scale``, ``fence``, ``prompt_end`` and
+    ``finish_reason`` (empty: not known).
 
     ``fence`` is a line that depends on prompt and response: a response cannot hold it, since it would have to contain
     its own hash, and the same question stays the same from run to run, which a cache needs.
@@ -51,7 +52,7 @@ class Rubric:
             line = getattr(error, "lineno", None)
             raise RewardError(f"reward.rubric: {file}{f', line {line}' if line else ''}: {error}") from None
 
-    def message(self, prompt: Prompt, response: str) -> str:
+    def message(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> str:
         """What the judge is asked.
 
         Raises:
@@ -61,6 +62,8 @@ class Rubric:
         values: dict[str, Any] = {
             "prompt": prompt.text,
             "response": response,
+            "finish_reason": finish_reason or "",
+            "prompt_end": prompt.end,
             "answer": prompt.answer,
             "meta": dict(prompt.meta),
             "scale": [int(end) if end.is_integer() else end for end in self._scale],

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 
 from dapo.config import JudgeReward
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt
 from dapo.reward.judge.cache import ReplyCache
 from dapo.reward.judge.endpoint import Endpoint, NoReply
@@ -58,7 +58,7 @@ class JudgeScorer:
 
         return await asyncio.to_thread(doubts)
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`.
 
         Raises:
@@ -66,7 +66,7 @@ class JudgeScorer:
         """
         rubric, endpoint = await self._ready()
         try:
-            message = rubric.message(prompt, response)
+            message = rubric.message(prompt, response, finish_reason)
         except RubricError as error:
             return Reward(None, 0.0, error=f"judge: {error}")
         question = self._question(message)

@@ -7,30 +7,52 @@ The reference always comes first. Imports sympy: for worker processes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
-from dapo.reward.math.notation import canonical, is_marked_choice, is_text, same_choice, same_text, squeezed
+from dapo.reward.math.notation import (
+    canonical,
+    is_marked_choice,
+    is_text,
+    same_choice,
+    same_text,
+    several_choices,
+    squeezed,
+)
+from dapo.reward.math.qualifiers import bare, without_qualifiers
 from dapo.reward.math.sets import read_set, same_set
 from dapo.reward.math.structure import (
     FLIPPED,
     RELATIONS,
     SEPARATORS,
+    Congruence,
     assigned,
     both_signs,
+    congruence,
     cut,
     in_order,
     is_name,
     strip_name,
     unbracket,
 )
-from dapo.reward.math.symbolic import constant_ratio, literal, parsed, real_number, same_expression
-from dapo.reward.math.units import PERCENT, Quantity, split_unit, unit_ratio
+from dapo.reward.math.symbolic import (
+    constant_ratio,
+    has_value,
+    is_undefined,
+    literal,
+    parsed,
+    real_number,
+    same_expression,
+)
+from dapo.reward.math.units import PERCENT, Quantity, clock, same_time, split_unit, unit_ratio
 
+_Same = Callable[[str, str], bool]
 _MAX_ITEMS = 64
 """Longest list that is compared, each item with each."""
 _MAX_LENGTH = 4000
 """Longest text in characters that is looked into; beyond, only equal texts are equal."""
 _INEQUALITIES = r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]"
+_MAY_BE_UNDEFINED = re.compile(r"/ ?0|\\(?:frac|tan|cot|sec|csc|ln|log|infty|Gamma)(?![A-Za-z])|\^ ?\{ ?-")
 _SUM_OF_LETTERS = re.compile(r"[A-Za-z](?: ?\+ ?[A-Za-z])+")
 _LOOKS_LIKE_A_SET = re.compile(
     rf"{_INEQUALITIES}|\\(?:cup|cap|setminus|in|notin|emptyset|mathbb)(?![A-Za-z])|\\\{{|^[\[(]"
@@ -45,11 +67,26 @@ def equivalent(gold: str, answer: str) -> bool:
     """
     if max(len(gold), len(answer)) > _MAX_LENGTH:
         return bool(squeezed(gold)) and squeezed(gold) == squeezed(answer)
-    left, right = canonical(gold), canonical(answer)
+    return _equivalent(canonical(gold), canonical(answer))
+
+
+def _equivalent(left: str, right: str) -> bool:
     if not left or not right:
         return False
-    if squeezed(left) == squeezed(right) or same_choice(left, right):
+    if squeezed(left) == squeezed(right):
+        return not _is_undefined(right)
+    if same_choice(left, right):
         return True
+    choices = several_choices(left, is_gold=True), several_choices(right, is_gold=False)
+    if all(choices):
+        return choices[0] == choices[1]
+    ways = cut(right, SEPARATORS).pieces
+    if 1 < len(ways) <= _MAX_ITEMS and all(_equivalent(left, w) and _equivalent(ways[0], w) for w in ways):
+        return True  # the one value in other words: "20:34 or 8:34 p.m."
+    stripped = without_qualifiers(left, right)
+    if stripped is None:
+        return False
+    left, right = stripped
     if _is_words(left) or _is_words(right):
         return same_text(strip_name(left).value, strip_name(right).value)
     return _same_quantity(left, right)
@@ -57,7 +94,7 @@ def equivalent(gold: str, answer: str) -> bool:
 
 def readable(gold: str) -> bool:
     """Whether a reference can be compared with anything but its own text."""
-    text = canonical(gold)
+    text = bare(canonical(gold))
     if not text or _is_words(text):
         return bool(text)
     return _is_readable(split_unit(text).value)
@@ -76,13 +113,28 @@ def _is_readable(text: str) -> bool:
     brackets, items = _shape(value)
     if brackets or len(items) > 1:
         return all(_is_readable(split_unit(item).value) for item in items)
-    return all(parsed(piece) is not None for piece in cut(items[0], rf"{RELATIONS}|:").pieces)
+    modular = congruence(value)
+    if modular is not None:
+        return all(map(_is_readable, filter(None, modular)))
+    return all(map(has_value, cut(items[0], rf"{RELATIONS}|:").pieces))
+
+
+def _is_undefined(text: str) -> bool:
+    if not _MAY_BE_UNDEFINED.search(text):
+        return False
+    brackets, items = _shape(text)
+    if brackets or len(items) > 1:
+        return any(map(_is_undefined, items))
+    return any(is_undefined(parsed(piece)) for piece in cut(items[0], rf"{RELATIONS}|:").pieces)
 
 
 # --- one value ----------------------------------------------------------------------------------------------------
 
 
 def _same_quantity(gold: str, answer: str) -> bool:
+    time, other_time = clock(gold), clock(answer)
+    if time is not None and other_time is not None:
+        return same_time(time, other_time)
     gold, answer = _exact_form(gold), _exact_form(answer, is_answer=True)
     left, right = split_unit(gold), split_unit(answer)
     if left.unit and not right.unit:
@@ -102,17 +154,21 @@ def _same_quantity(gold: str, answer: str) -> bool:
 
 def _same_percentage(left: Quantity, right: Quantity) -> bool:
     """35% is 0.35. Where the question asks for a percentage, 35 is the same answer with its unit left out; but what is
-    smaller than 1 is taken for the share itself."""
+    smaller than 1 is taken for the share itself, and a reference above 1 for percents: 500% is not 5."""
     percent, other = (left, right) if left.unit == PERCENT else (right, left)
     if other.unit:
         return False
-    if _same_value(rf"\frac{{{percent.value}}}{{100}}", other.value):
-        return True
     share = real_number(other.value)
+    is_percents = right.unit == PERCENT and share is not None and abs(share) > 1
+    if not is_percents and _same_value(rf"\frac{{{percent.value}}}{{100}}", other.value):
+        return True
     return share is not None and bool(abs(share) >= 1) and _same_value(percent.value, other.value)
 
 
 def _same_value(gold: str, answer: str) -> bool:
+    modular, other = congruence(gold), congruence(answer)
+    if modular is not None or other is not None:
+        return modular is not None and other is not None and _same_congruence(modular, other)
     left, right = strip_name(gold), strip_name(answer)
     pairs = assigned(gold), assigned(answer)
     if all(pairs) or (any(pairs) and "=" not in (left.value if pairs[1] else right.value)):
@@ -125,31 +181,42 @@ def _same_value(gold: str, answer: str) -> bool:
             return (not same_kind or _same_names(left.name, right.name)) and same_set(first, second)
     if _same_names(left.name, right.name) and _same_structure(left.value, right.value):
         return True
-    return _same_relation(gold, answer) or _same_in_other_words(gold, answer)
-
-
-def _same_in_other_words(gold: str, answer: str) -> bool:
-    r"""An answer that gives the one value twice (``\frac{1}{2} \lor 0.5``) or names a sum (``m + n = 5``)."""
-    ways = cut(answer, r"\\lor(?![A-Za-z])").pieces
-    if 1 < len(ways) <= _MAX_ITEMS and r"\lor" not in gold and all(_same_quantity(gold, way) for way in ways):
-        return True
     sides, relations = cut(answer, RELATIONS)
     if relations == ["="] and _SUM_OF_LETTERS.fullmatch(sides[0]) and real_number(gold) is not None:
-        return same_expression(gold, sides[1])
-    return False
+        return same_expression(gold, sides[1])  # m + n = 5
+    return _same_relation(gold, answer)
 
 
 def _same_assignment(gold: str, answer: str, left: dict[str, str] | None, right: dict[str, str] | None) -> bool:
     """``x = 1, y = 2`` beside the same by name, or beside a pair or a list: there ``left`` or ``right`` is None."""
     if left is not None and right is not None:
         return left.keys() == right.keys() and all(_same_quantity(left[name], right[name]) for name in left)
-    brackets, items = _shape(gold if left is None else answer)
+    other = gold if left is None else answer
+    brackets, items = _shape(other)
     if left is not None:
-        return brackets in ("", "()") and _same_ordered(in_order(left), items)
+        return _is_pair(other) and _same_ordered(in_order(left), items)
     values = in_order(right or {})
-    if brackets == "()":
+    if brackets == "()" and _is_pair(other):
         return _same_ordered(items, values)
-    return brackets in ("", r"\{\}") and len(items) <= _MAX_ITEMS and _same_unordered(items, values)
+    return brackets == "" and len(items) == len(values) and _same_unordered(items, values)
+
+
+def _same_congruence(gold: Congruence, answer: Congruence) -> bool:
+    """Of the same number to the same modulus, where residues differ by multiples of it."""
+    modulus = real_number(gold.modulus)
+    if (gold.left and answer.left and not _same_leaf(gold.left, answer.left)) or not _same_leaf(
+        gold.modulus, answer.modulus
+    ):
+        return False
+
+    def same_residue(left: str, right: str) -> bool:
+        difference = real_number(f"({left})-({right})")
+        if not modulus or difference is None:
+            return _same_leaf(left, right)
+        return bool((difference / modulus).is_integer)
+
+    left, right = (_shape(side.right)[1] for side in (gold, answer))
+    return _same_unordered(left, right, same_residue)
 
 
 def _same_names(left: str, right: str) -> bool:
@@ -159,22 +226,28 @@ def _same_names(left: str, right: str) -> bool:
 def _same_structure(gold: str, answer: str) -> bool:
     gold_brackets, left = _shape(gold)
     answer_brackets, right = _shape(answer)
-    if len(left) != len(right) or len(left) > _MAX_ITEMS:
-        return False
     gold_is_set, answer_is_set = gold_brackets in ("", r"\{\}"), answer_brackets in ("", r"\{\}")
     if gold_is_set and answer_is_set:
         if gold_brackets != answer_brackets and r"\emptyset" in (left[0], right[0]):
             return False  # a set that has the empty set in it
-        return _same_leaf(left[0], right[0]) if len(left) == 1 else _same_unordered(left, right)
+        return _same_leaf(left[0], right[0]) if len(left) == len(right) == 1 else _same_unordered(left, right)
     # a pair may lose its brackets, but an interval or a set does not become another one
-    return (gold_brackets == answer_brackets or (gold_brackets, answer_brackets) == ("()", "")) and _same_ordered(
-        left, right
-    )
+    loses = (gold_brackets, answer_brackets) == ("()", "") and _is_pair(gold) and _is_pair(answer)
+    return (gold_brackets == answer_brackets or loses) and _same_ordered(left, right)
+
+
+def _is_pair(text: str) -> bool:
+    """Whether a text can be a pair or a longer tuple, its brackets left out or not: no inequality, no alternatives."""
+    brackets, inner = unbracket(text)
+    return brackets in ("", "()") and not cut(inner, rf"{_INEQUALITIES}|\\(?:lor|cup)(?![A-Za-z])").cuts
 
 
 def _same_leaf(gold: str, answer: str) -> bool:
     if ":" in gold and ":" in answer:  # clock times and ratios
-        return _same_ordered(gold.split(":"), answer.split(":"))
+        left, right = gold.split(":"), answer.split(":")
+        if clock(gold) is None and not _same_ordered(left, right):
+            left, right = ([rf"\frac{{{a}}}{{{b}}}" for a, b in pairwise(parts)] for parts in (left, right))
+        return _same_ordered(left, right)
     if cut(gold, RELATIONS).cuts or cut(answer, RELATIONS).cuts:
         return False  # compared as a whole, by _same_relation
     return same_expression(gold, answer)
@@ -184,14 +257,21 @@ def _same_ordered(left: Sequence[str], right: Sequence[str]) -> bool:
     return len(left) == len(right) and all(map(_same_quantity, left, right))
 
 
-def _same_unordered(left: Sequence[str], right: Sequence[str]) -> bool:
-    rest = list(right)
+def _same_unordered(left: Sequence[str], right: Sequence[str], same: _Same = _same_quantity) -> bool:
+    """Whether each item of the reference has its own in the answer; what is left over there repeats what is matched."""
+    if max(len(left), len(right)) > _MAX_ITEMS:
+        return False
+    rest, matched = list(right), []
     for item in left:
-        match = next((k for k, other in enumerate(rest) if _same_quantity(item, other)), None)
+        match = next((k for k, other in enumerate(rest) if same(item, other)), None)
         if match is None:
             return False
-        del rest[match]
-    return not rest
+        matched.append(rest.pop(match))
+    if not rest:
+        return True
+    # a solution may be given twice, but where the reference does so, repetitions count (prime factors)
+    repeats = any(same(item, other) for k, item in enumerate(left) for other in left[:k])
+    return not repeats and all(any(same(item, other) for item in matched) for other in rest)
 
 
 # --- second forms, lists ------------------------------------------------------------------------------------------
@@ -207,6 +287,8 @@ def _exact_form(text: str, is_answer: bool = False) -> str:
         return text
     text = text.removeprefix(r"\approx").strip()
     exact, *rounded = (piece.strip() for piece in text.split(r"\approx"))
+    if len(rounded) == 1 and is_name(exact):  # "x \approx 11" says no more of x
+        return f"{exact} = {rounded[0]}"
     members = cut(exact, "=").pieces
     named = len(members) > 1 and is_name(members[0])
     forms = members[1:] if named else members

@@ -6,11 +6,17 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from dapo.reward.thinking import outside_thinking
+
 Rule = Literal["boxed", "answer_line"]
 
-_THINK_TAG = re.compile(r"</?think>")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<digit>\d)(?!\w))|\\.|[{}]", re.DOTALL)
-_ANSWER = re.compile(r"\banswer[ \t]*[*_]*[ \t]*[:\uff1a][\s*_]*([^\s*_].*)", re.IGNORECASE)
+_SIDE_BY_SIDE = re.compile(
+    r"(?:[ \t$,;&]|\n(?!\s*\n)|\\(?:[,;! ()\[\]]|q?quad\b|text\s*\{\s*(?:and|or)\s*\})|\b(?:and|or)\b)*+"
+)
+"""What stands between boxes that are one answer together; not a blank line."""
+_MOST_BETWEEN = 60
+_ANSWER = re.compile(r"\banswer[ \t]*+(?:[*_]++[ \t]*+)?[:\uff1a][\s*_]*+([^\s*_].*)", re.IGNORECASE)
 
 
 def final_answer(response: str, rules: Sequence[Rule]) -> str | None:
@@ -27,39 +33,36 @@ def final_answer(response: str, rules: Sequence[Rule]) -> str | None:
     return None
 
 
-def outside_thinking(response: str) -> str:
-    """``response`` without its ``<think>`` blocks. One that is not closed goes to the end; one that is closed but not
-    opened (chat templates open it in the prompt) starts at the beginning."""
-    outside: list[str] = []
-    start: int | None = 0  # of the present piece; None: within a block
-    for tag in _THINK_TAG.finditer(response):
-        if tag[0] == "<think>":
-            if start is not None:
-                outside.append(response[start : tag.start()])
-            start = None
-        else:
-            if start is not None:  # never opened
-                outside.clear()
-            start = tag.end()
-    return "".join(outside) if start is None else "".join(outside) + response[start:]
-
-
 def last_box(text: str) -> str | None:
     r"""Content of the last ``\boxed{}`` or ``\fbox{}`` whose braces close; one that is cut off does not count. A single
-    digit needs no braces."""
-    open_braces: list[tuple[bool, int]] = []  # is it a box, where its content starts
-    last: tuple[int, int] | None = None  # where it starts and ends
+    digit needs no braces. Boxes side by side (``\boxed{1}`` and ``\boxed{2}``) are one answer, a list: whoever boxes
+    several values has not chosen the last of them."""
+    open_braces: list[tuple[bool, int, int]] = []  # is it a box, where it and where its content starts
+    boxes: list[tuple[int, int, int, int]] = []  # where each starts, its content starts and ends, it ends
     for match in _BRACES.finditer(text):
         token = match[0]
         if match["digit"] is not None:
-            last = match.span("digit")
+            boxes.append((match.start(), *match.span("digit"), match.end()))
         elif token.endswith("{") and token != r"\{":
-            open_braces.append((len(token) > 1, match.end()))
+            open_braces.append((len(token) > 1, match.start(), match.end()))
         elif token == "}" and open_braces:
-            is_box, start = open_braces.pop()
-            if is_box and (last is None or start > last[0]):
-                last = start, match.start()
-    return None if last is None else text[last[0] : last[1]].strip()
+            is_box, outer, start = open_braces.pop()
+            if is_box and (not boxes or start > boxes[-1][1]):
+                boxes.append((outer, start, match.start(), match.end()))
+    return _joined(text, boxes) if boxes else None
+
+
+def _joined(text: str, boxes: Sequence[tuple[int, int, int, int]]) -> str:
+    """The content of the last box, behind that of those before it which stand beside it."""
+    pieces: list[str] = []
+    for (_, _, _, end), (outer, start, stop, _) in zip([(0, 0, 0, 0), *boxes[:-1]], boxes, strict=True):
+        between, content = text[end:outer], text[start:stop].strip()
+        if not content or len(between) > _MOST_BETWEEN or not _SIDE_BY_SIDE.fullmatch(between):
+            pieces.clear()
+        elif pieces and pieces[-1]:
+            pieces.append(between.replace("$", " ") if re.search(r"[,;&]|and|or", between) else ", ")
+        pieces.append(content)
+    return "".join(pieces)
 
 
 def last_answer_line(text: str) -> str | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
+from functools import partial
 
 _UNICODE = {
     "−": "-", "–": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
@@ -17,103 +19,106 @@ _UNICODE = {
     "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "∨": r"\lor ", "∧": r"\land ", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]",
     "°": r"^\circ ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "δ": r"\delta ", "ε": r"\epsilon ",
     "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "ρ": r"\rho ", "σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ",
-    "ω": r"\omega ", "Δ": r"\Delta ", "¢": r"\text{ cents}", "“": '"', "”": '"', "′": "'", "’": "'",
-    "⟨": "(", "⟩": ")", "∣": "|", "…": r"\ldots ", "ⁿ": "^{n}",
+    "ω": r"\omega ", "Δ": r"\Delta ", "¢": r"\text{ cents}", "“": '"', "”": '"', "′": "'", "″": "''", "’": "'",
+    "⟨": "(", "⟩": ")", "∣": "|", "…": r"\ldots ", "ⁿ": "^{n}", "≡": r"\equiv ", "∀": r"\forall ",
 }  # fmt: skip
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
-_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|ln|log|exp"
-_BASES = [
-    (2, "two"), (3, "three"), (4, "four"), (5, "five"), (6, "six"), (7, "seven"), (8, "eight"), (9, "nine"),
-    (10, "ten"), (11, "eleven"), (12, "twelve"), (16, "sixteen"),
-]  # fmt: skip
-_SPELLINGS: list[tuple[re.Pattern[str], str]] = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in [
-        (r"\\\\\s*\[[\d.]+\s*[a-z]+\]", r"\\\\"),  # a row of a matrix with more space after it
-        (r"\\cr(?![A-Za-z])", r"\\\\"),
-        (r"(?<!\\)\\[()\[\]]", " "),  # math delimiters \( \) \[ \]
-        (r"(?<=\d)\{,\}(?=\d)", ","),
-        (r"\{:\}", ":"),
-        (r"\\!", ""),
-        (r"(?<!\\)\\[,;: ]|~|\\q?quad\b|\\displaystyle\b|\\limits\b|\\[hv]space\*?\s*\{[^{}]*\}", " "),
-        (r"\\[hv]?phantom\s*(?:\{[^{}]*\}|[^\s{])", " "),
-        (r"\\checkmark|\\(?:text)?color\s*\{[^{}]*\}|\\underline(?=\s*\{)", " "),
-        (r"\\(?:left|right)\s*\.", ""),
-        (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])", ""),
-        (r"\\(?:tiny|small|large|Large|LARGE|huge|Huge|normalsize|(?:text|script)style)(?![A-Za-z])", " "),
-        (r"\\pmod\s*(\w)", r"\\pmod{\1}"),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\\lbrack(?![A-Za-z])", "["),
-        (r"\\rbrack(?![A-Za-z])", "]"),
-        (r"\\langle(?![A-Za-z])", "("),
-        (r"\\rangle(?![A-Za-z])", ")"),
-        (r"\\(?:mid|[lr]?vert)(?![A-Za-z])", "|"),
-        (r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])", r"\\frac"),
-        (r"\\operatorname\*?\s*\{([A-Za-z]+)\}", r"\\\1 "),
-        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
-        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\\frac\s*(\\pi|[A-Za-z\d])\s*(\\pi|[A-Za-z\d])", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\\pi|[A-Za-z\d])\s*\{", r"\\frac{\1}{"),
-        (r"\\mathrm\s*\{\s*([eid])\s*\}", r"\1"),
-        (r"\\(?:mathrm|textrm|textbf|textit|mbox|mathbf|mathit|mathsf|boldsymbol|bm|textsf|textnormal|rm)\s*\{",
-         r"\\text{"),
-        (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
-        (r"^\s*(?:\\text\s*\{\s*)?(?:[A-Za-z][A-Za-z ]{2,}:|(?i:(?:the )?(?:final )?answer is))(?:\s*\})?", ""),
-        (r"(?:\\text\s*\{)?(?<![A-Za-z\\])(?:approximately|approx\.?|about)(?![A-Za-z])(?:\s*\})?", r"\\approx "),
-        (r"\\text\s*\{\s*(-?[\d.,]+)\s+([A-Za-z][A-Za-z ]*)\}", r"\1 \\text{\2}"),
-        (r"\\text\s*\{([^A-Za-z{}]*|\d[\dA-Za-z]*(?=\}\s*_)[^{}]*)\}", r" \1 "),  # no words: numbers set upright
-        (r"\((\d[\dA-Za-z]*)\)\s*(?=_)", r"\1"),
-        *((rf"_\s*\{{?\s*(?:\\text\s*\{{)?\s*{word}(?![A-Za-z])[\s}}]*", f"_{{{base}}}") for base, word in _BASES),
-        (r"(?<![A-Za-z])(\d[\dA-F]*)\s*(?:\\text\s*\{)?\s*\(?\s*base[\s}]*(\d+)[\s)}]*", r"\1_{\2}"),
-        (r"(?<![A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
-        (r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
-        (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2}"),
-        (r"\(-\s*\\infty\s*,\s*\+?\s*\\infty\s*\)", r"\\mathbb{R}"),
-        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
-        (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
-        (r"√\s*(?=\{)", r"\\sqrt"),
-        (r"(?:√|(?<![A-Za-z\\])sqrt|\\sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(\\sqrt\[\d\])\s*(\d+|[A-Za-z])", r"\1{\2}"),
-        (rf"(?<![A-Za-z\\{{])({_FUNCTIONS})(?=\s*[(^\\\d]|\s+[a-z](?![A-Za-z]))", r"\\\1 "),
-        (r"\\log\s*_\s*\{?\s*e\s*\}?", r"\\ln "),
-        (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-        (r"\*\*", "^"),
-        (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
-        (r"\^\s*([A-Za-z])", r"^{\1}"),
-        (r"\*", r" \\cdot "),
-        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r" \\times "),
-        (r"\\(?:bar|dot)\s*\{(\d+)\}", r"\\overline{\1}"),
-        (r"\\(le|ge|ne)q?(?:slant)?(?![A-Za-z])", r"\\\1 "),
-        (r"<=", r"\\le "),
-        (r">=", r"\\ge "),
-        (r"!=", r"\\ne "),
-        (r"\\lt(?![A-Za-z])", "<"),
-        (r"\\gt(?![A-Za-z])", ">"),
-        (r"\\(?:simeq|sim|approxeq)(?![A-Za-z])", r"\\approx "),
-        (r"\(\s*\\approx([^()]*)\)\s*$", r"\\approx \1"),
-        (r"\\(?:vee)(?![A-Za-z])", r"\\lor "),
-        (r"\\(?:wedge)(?![A-Za-z])", r"\\land "),
-        (r"\\backslash(?![A-Za-z])", r"\\setminus "),
-        (r"\^\s*\{?\s*\\prime\s*\\prime\s*\}?", "''"),
-        (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
-        (r"\\text\s*\{\s*([\dA-Fa-f]{2,})\s*\}(?=\s*_)", r"\1"),
-        (r"[\^_]\s*\{\s*\}", ""),
-        (r"(?:\\\\\s*)+$", ""),
-        (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
-        (r"\\degree(?![A-Za-z])", r"^\\circ "),
-        (r"(?:\{\})?\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-        (r"\\(?:var)?nothing(?![A-Za-z])", r"\\emptyset "),
+_FUNCTIONS = "arcsin|arccos|arctan|arctg|sinh|cosh|tanh|sin|cos|tan|tg|cot|ctg|sec|csc|ln|log|lg|exp"
+_NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "sixteen"]
+_BASES = dict(zip(_NUMBERS, (*range(2, 13), 16), strict=True))
+_COMMANDS = {
+    name: spelling
+    for names, spelling in [
+        ("! left right middle big bigl bigr bigm Big Bigl Bigr Bigm bigg biggl biggr biggm Bigg Biggl Biggr Biggm", ""),
+        (", ; : ( ) [ ] quad qquad limits checkmark displaystyle textstyle scriptstyle bf it rm sf tt bfseries itshape "
+         "normalfont underline tiny small large Large LARGE huge Huge normalsize", " "),
+        ("mathrm mathbf mathit mathsf mathtt textrm textbf textit textsf texttt textup textnormal mbox emph boldsymbol "
+         "bm pmb", r"\text"),
+        ("dfrac tfrac cfrac nicefrac sfrac", r"\frac"), ("dbinom tbinom", r"\binom"), ("Bbb", r"\mathbb"),
+        ("lbrace", r"\{"), ("rbrace", r"\}"), ("lbrack", "["), ("rbrack", "]"), ("langle", "("), ("rangle", ")"),
+        ("mid vert lvert rvert", "|"), ("cr", r"\\"), ("lt", "<"), ("gt", ">"), ("leq leqslant", r"\le "),
+        ("geq geqslant", r"\ge "), ("neq", r"\ne "), ("simeq sim approxeq", r"\approx "), ("vee", r"\lor "),
+        ("wedge", r"\land "), ("backslash", r"\setminus "), ("degree", r"^\circ "),
+        ("nothing varnothing", r"\emptyset "), ("lg", r"\log "), ("tg", r"\tan "), ("ctg cotg", r"\cot "),
+        ("arctg", r"\arctan "), ("cosec", r"\csc "),
     ]
+    for name in names.split()
+} | dict.fromkeys([" ", "\n", ""], " ")  # fmt: skip
+"""Other names of what has one, by what stands behind the backslash; what only changes the looks is nothing."""
+_FONT = "bf|it|rm|sf|tt"
+_VECTOR = r"\\(?:vec|mathbf|boldsymbol|bm|overrightarrow)"
+_PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (r"\\\\\s*\[[\d.]+\s*[a-z]+\]", r"\\\\"),  # a row of a matrix with more space after it
+    (r"(?<=\d)(?:\s*\\!)*\s*(?:\{,\}(?:\s*\\!)*|,\s*\\!(?:\s*\\!)*)\s*(?=\d{3}(?!\d))", ""),  # 2,\! 500
+    (r"\{([,:])\}", r"\1"),
+    (r"[~`]|\\(?:[hv]space\*?|[hv]?phantom|(?:text)?color)\s*\{[^{}]*\}|\\[hv]?phantom\s*[^\s{]", " "),
+    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\operatorname\*?\s*\{([A-Za-z]+)\}", r"\\\1 "),
+    (rf"(?<![A-Za-z\\{{])(\\(?:text|mathrm|textrm)\s*\{{\s*)?({_FUNCTIONS}|(?:max|min|gcd|lcm)(?=[\s}}]*\\?[({{]))"
+     r"(?![A-Za-z])(?(1)\s*\})(?=\s*(?:[(^_\d]|\\(?!approx|cdot|times|text)|[a-z](?![A-Za-z])))", r"\\\2 "),
+    (rf"{_VECTOR}\s*\{{\s*([a-z])\s*\}}|\\hat\s*\{{\s*\\?([ijk])(?:math)?\s*\}}", r"\\vec{\1\2}"),
+    (r"^\s*\\vec\{([a-hj-z])\}\s*$|\\mathrm\s*\{\s*([eid])\s*\}", r"\1\2"),
+    (rf"(?<![A-Za-z}}\]^_])\{{\s*\\(?:{_FONT})(?![A-Za-z])([^{{}}]*)\}}", r"\\text{\1}"),
+    (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
+    (r"\\([A-Za-z]+|[^A-Za-z]|$)", lambda m: _COMMANDS.get(m[1], m[0])),
+    (r"\\text(?=\s*\{\s*\\[a-z])", ""),  # mathematics, all of it in bold
+    (r"\\(max|min|gcd|lcm)\s*\\\{((?:[^{}]|\{[^{}]*\})*?)\\\}", r"\\\1(\2)"),
+    (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (r"\\frac\s*(\\pi|[A-Za-z\d])\s*(\\pi|[A-Za-z\d])", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\\pi|[A-Za-z\d])\s*\{", r"\\frac{\1}{"),
+    (r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
+    (r"^\s*(?:\\text\s*\{\s*)?(?:[A-Za-z][A-Za-z ]{2,}:|(?i:(?:the )?(?:final )?answer is))(?:\s*\})?", ""),
+    (r"(?:\\text\s*\{)?(?<![A-Za-z\\])(?:approximately|approx\.?|about)(?![A-Za-z])(?:\s*\})?", r"\\approx "),
+    (r"\\text\s*\{\s*(-?[\d.,]+)\s+([A-Za-z][A-Za-z ]*)\}", r"\1 \\text{\2}"),
+    (r"\\text\s*\{([^A-Za-z{}]*|\d[\dA-Za-z]*(?=\}\s*_)[^{}]*)\}", r" \1 "),  # no words: numbers set upright
+    (r"\((\d[\dA-Za-z]*)\)\s*(?=_)", r"\1"),
+    (rf"_\s*\{{?\s*(?:\\text\s*\{{)?\s*({'|'.join(_BASES)})(?![A-Za-z])[\s}}]*", lambda m: f"_{{{_BASES[m[1]]}}}"),
+    (r"(?<![A-Za-z\d])(\d[\dA-F]*+)\s*(?:\\text\s*\{)?\s*\(?\s*base[\s}]*(\d+)[\s)}]*", r"\1_{\2}"),
+    (r"(?<![A-Za-z])C\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
+    (r"(?:\{\})?[_^]\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+    (r"\\(?:mathbb|Bbb)\s*\{?\s*([A-Z])\s*\}?|\\([RZNQ])(?![A-Za-z])", r"\\mathbb{\1\2}"),
+    (r"\(-\s*\\infty\s*,\s*\+?\s*\\infty\s*\)", r"\\mathbb{R}"),
+    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
+    (r"√\s*(?=\{)", r"\\sqrt"),
+    (r"(?:√|(?<![A-Za-z\\])sqrt|\\sqrt)\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(\\sqrt\[\d\])\s*(\d+|[A-Za-z])", r"\1{\2}"),
+    (r"\\log\s*_\s*\{?\s*e\s*\}?", r"\\ln "),
+    (r"\^\s*\(([^()]*)\)", r"^{\1}"),
+    (r"\*\*", "^"),
+    (r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}"),
+    (r"\^\s*([A-Za-z])", r"^{\1}"),
+    (r"\*", r" \\cdot "),
+    (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", r" \\times "),
+    (r"\\(?:bar|dot|overline)\s*(?:\{(\d+)\}|(\d))", r"\\overline{\1\2}"),
+    (r"\\overline\{(\d)\}(\d*)\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
+    (r"(?<![\w.])(\d*\.\d*)\((\d+)\)", r"\1\\overline{\2}"),  # 0.1(6)
+    (r"[<>!]=", lambda m: {"<=": r"\le ", ">=": r"\ge ", "!=": r"\ne "}[m[0]]),
+    (r"\(\s*\\approx([^()]*)\)\s*$", r"\\approx \1"),
+    (r"\^\s*\{?\s*(?:\\prime\s*)+\}?", lambda m: "'" * m[0].count("p")),
+    (r"\\text\s*\{\s*([\dA-Fa-f]{2,})\s*\}(?=\s*_)", r"\1"),
+    (r"[\^_]\s*\{\s*\}", ""),
+    (r"(?:\\\\\s*)+$", ""),
+    (r"(?<=[)\]}])\s*U\s*(?=[(\[\\])", r" \\cup "),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+    (r"(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty "),
+    (r"(?:\{\})?\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
+    (r"(\d+) *\^\\circ *([\d.]+) *'(?: *([\d.]+) *(?:''|\"|$))?",  # degrees, minutes, seconds
+     r"(\1+\\frac{\2}{60}+\\frac{0\3}{3600})^\\circ"),
+    (r"(^|\\(?:cup|cap|setminus|in)(?![A-Za-z])|=)\s*\](?=[^\][]+[,;])", r"\1("),  # ]0, 1[
+    (r"([,;][^\][,;]+)\[(?=\s*(?:$|\\(?:cup|cap|setminus)(?![A-Za-z])))", r"\1)"),
+    (r"(?<=\\mathbb\{[A-Z]\})\s*-\s*(?=\\?[\[({])|(?<=[\])])\s*-\s*(?=\\\{)", r"\\setminus "),
+    (r"\\setminus\s*\{([^{}]*)\}", r"\\setminus \\{\1\\}"),
 ]  # fmt: skip
+_SPELLINGS = [(re.compile(pattern), replacement) for pattern, replacement in _PATTERNS]
 _MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MULTIPLIED = re.compile(
     rf"(?<=[\d}}])\s*(?:(?P<open>\\text\s*\{{)\s*)?(?P<word>{'|'.join(_MULTIPLIERS)})(?![A-Za-z])\s*(?P<close>\}})?",
     re.IGNORECASE,
+)
+_MODULUS = re.compile(
+    r"((?:\\text\s*\{\s*)?(?:\(\s*)?(?:\\text\s*\{\s*)?\\?(?<![A-Za-z])[pb]?mod(?:ulo)?(?![A-Za-z])[\s}{]*)"
+    r"((?:\\pi|\w)\w*(?:\^\s*\{?\w+\}?)?)(?:\s*[)}])*"
 )
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _CONNECTIVES = [
@@ -129,7 +134,7 @@ def canonical(text: str) -> str:
     text = _without_dollars(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
-    text = _multiplied(text)
+    text = _multiplied(_MODULUS.sub(partial(_modulus, r"\equiv" in text), text))
     for pattern, replacement in _CONNECTIVES:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip().strip('"').removeprefix("=").lstrip()
@@ -139,6 +144,13 @@ def canonical(text: str) -> str:
         text = _GROUPED.sub(lambda m: re.sub(r"[ ,]", "", m[0]), text)
     text = text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith("\\,") else text
     return _without_braces(text)
+
+
+def _modulus(is_congruence: bool, match: re.Match[str]) -> str:
+    r"""``(mod 5)`` as ``\pmod{5}``; in ``17 \bmod 5`` it is an operation."""
+    if not is_congruence and "(" not in match[1] and "pmod" not in match[1]:
+        return match[0]
+    return rf" \pmod{{{match[2]}}}"
 
 
 def _multiplied(text: str) -> str:
@@ -171,9 +183,9 @@ def _plain_characters(text: str) -> str:
             pieces.append(rf"\frac{{{top}}}{{{bottom}}}")
         else:
             pieces.append(char)
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(_SUPERSCRIPTS)}}}", "".join(pieces))
-    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: f"_{{{m[0].translate(_SUBSCRIPTS)}}}", text)
-    return unicodedata.normalize("NFKC", text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", r"^{\g<0>}", "".join(pieces))
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", r"_{\g<0>}", text)
+    return unicodedata.normalize("NFKC", text).replace("−", "-")
 
 
 def _without_dollars(text: str) -> str:
@@ -212,7 +224,11 @@ _MARKED_CHOICE = re.compile(
 _OTHER_CHOICE = re.compile(
     r"(?<![A-Za-z])(?:[A-J](?![A-Za-z])|[a-j][).](?![A-Za-z]))|(?:,|\\l(?:or|and)|(?<![A-Za-z])(?:or|and))\s*\(?[A-Ja-j](?![A-Za-z])"
 )
-_CHOICES = re.compile(r"\(?[A-J]\)?(?:(?:[,;&\s]|\\land)+\(?[A-J]\)?)+")
+_LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-Ja-j])"
+_SEVERAL = re.compile(rf"{_LETTER}(?:\s*(?:[,;&、]|\\land(?![A-Za-z]))?\s*{_LETTER})+")
+_ANNOUNCED = re.compile(
+    r"(?:the |correct |right )*(?:answer|option|choice|statement)s?(?: are| is)?\s*:?", re.IGNORECASE
+)
 _LIST = re.compile(r"[,;]|\\l(?:and|or)(?![A-Za-z])")
 
 
@@ -245,11 +261,28 @@ def same_choice(gold: str, answer: str) -> bool:
     return not _OTHER_CHOICE.search(text[marked.end() :])
 
 
+def several_choices(text: str, is_gold: bool) -> frozenset[str] | None:
+    """The letters that a canonical text names as choices, two or more: ``AD``, ``A, D``, ``(A) and (D)``, ``{A, D}``.
+
+    In a reference they are capital letters or stand in brackets, each of them, and those that run together are in
+    alphabetical order: "BA" may be a segment, "ad" a product, and "DBAC" an order of events.
+    """
+    text = re.sub(r"""\\?[{}]|["'\[\]]""", " ", _TEXT.sub(r" \1 ", text)).strip()
+    text = _ANNOUNCED.sub("", text, count=1).strip() if _ANNOUNCED.match(text) else text
+    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
+        text = text[1:-1].strip()
+    letters = re.findall("[A-Ja-j]", text.replace(r"\land", ""))
+    if len(set(letters)) != len(letters) or not _SEVERAL.fullmatch(text):
+        return None
+    if is_gold and not (text.count("(") == len(letters) or "".join(letters).isupper()):
+        return None
+    if is_gold and text.isalpha() and letters != sorted(letters):
+        return None
+    return frozenset(letter.upper() for letter in letters)
+
+
 def _items(text: str) -> list[str]:
-    text = _TEXT.sub(r" \1 ", text).strip()
-    if _CHOICES.fullmatch(text):
-        return re.findall("[a-j]", re.sub(r"\\land", "", text).casefold())
-    return [_plain(item) for item in _LIST.split(text)]
+    return [_plain(item) for item in _LIST.split(_TEXT.sub(r" \1 ", text))]
 
 
 def _plain(item: str) -> str:

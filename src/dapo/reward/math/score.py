@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from dapo.records import Reward
-from dapo.reward.convert import reward_to_json, verdict
+from dapo.reward.convert import out_of_time, reward_to_json, verdict
+from dapo.reward.math import CPU_LIMIT_S
 from dapo.reward.math.equivalence import equivalent, readable
 from dapo.reward.math.extract import Rule, final_answer
-
-_CPU_LIMIT_S = 1.0
-"""Processor time for one comparison, in seconds. Not wall time: a busy machine must not change a verdict."""
 
 
 class _TooExpensive(BaseException):
@@ -27,30 +26,47 @@ class _TooExpensive(BaseException):
 def score_math(response: str, gold: str, extract: Sequence[Rule]) -> Reward:
     """The verdict on a response; part ``answer_found`` tells a wrong answer (1) from none (0).
 
+    An answer that takes too long to find or to compare is wrong, with 1 as its part ``out_of_time``: a policy could
+    escape verdicts otherwise. Where reading the reference alone takes too long the score has failed.
+
     Args:
         response: the response, thinking included.
         gold: the reference, as bare LaTeX or text.
         extract: the rules that find the final answer, in order.
     """
-    answer = final_answer(response, extract)
-    correct = bool(answer) and answer is not None and _bounded(equivalent, gold, answer)
-    return verdict(correct, answer, answer_found=float(bool(answer)))
+    found: list[str | None] = []
+
+    def is_right() -> bool:
+        found.append(final_answer(response, extract))
+        return bool(found[0]) and equivalent(gold, found[0] or "")
+
+    correct = _in_time(is_right)  # all that looks at a response, the search for its answer included
+    answer = found[0] if found else None
+    if correct is not None:
+        return verdict(correct, answer, answer_found=float(bool(answer)), out_of_time=0.0)
+    if _in_time(partial(readable, gold)) is None:
+        return Reward(None, 0.0, error=f"the row's answer {gold!r} takes too long to read", extracted=answer)
+    return out_of_time(answer)
 
 
 def _bounded(decide: Callable[..., bool], *texts: str) -> bool:
-    """``decide(*texts)``; False where it fails or costs too much: what cannot be shown to be equal is not.
+    """``decide(*texts)``; False where it fails or costs too much: what cannot be shown to be equal is not."""
+    return bool(_in_time(decide, *texts))
 
-    Main thread only, as signals are.
-    """
+
+def _in_time(decide: Callable[..., bool], *texts: str) -> bool | None:
+    """``decide(*texts)``; False where it fails, None where it costs too much. Main thread only, as signals are."""
     signal.signal(signal.SIGVTALRM, _interrupt)
     try:
         # again every quarter of a second: raised within a destructor, the first one is lost
-        signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_LIMIT_S, 0.25)
+        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S, 0.25)
         try:
             return bool(decide(*texts))  # sympy has truth values of its own, which JSON does not know
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    except (Exception, _TooExpensive):  # sympy raises all kinds, memory and recursion errors among them
+    except _TooExpensive:
+        return None
+    except Exception:  # sympy raises all kinds, memory and recursion errors among them
         return False
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)  # in case that the inner one was interrupted
@@ -70,7 +86,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         if "response" not in item:
-            return {"readable": _bounded(readable, item["answer"])}
+            return {"readable": _in_time(readable, item["answer"])}
         return reward_to_json(score_math(item["response"], item["answer"], extract))
 
     return handle

@@ -7,10 +7,13 @@ import re
 from collections.abc import Sequence
 
 from dapo.config import MathReward
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, reference
-from dapo.reward.pool import ScoringFailed, WorkerPool
+from dapo.reward.convert import out_of_time, reward_from_json
+from dapo.reward.math import CPU_LIMIT_S
+from dapo.reward.pool import OutOfTime, ScoringFailed, WorkerPool
 from dapo.reward.pooled import PooledScorer
+from dapo.reward.thinking import behind
 
 _PLAIN_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
@@ -27,24 +30,34 @@ class MathScorer(PooledScorer):
             memory_mb=config.memory_mb,
         )
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
-        """See :class:`Scorer`."""
-        return await self._score({"response": response, "answer": reference(prompt)})
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
+        """See :class:`Scorer`. A worker that computes until the deadline, where its own limit cannot stop it, has a
+        response to blame, which is wrong; one that did not get to run has none."""
+        item = {"response": behind(prompt.end, response), "answer": reference(prompt)}
+        try:
+            return reward_from_json(await self._pool.run(item))
+        except ScoringFailed as error:
+            if isinstance(error, OutOfTime) and error.cpu_s > 2 * CPU_LIMIT_S:
+                return out_of_time()
+            return Reward(None, 0.0, error=str(error))
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """References that cannot be parsed: they can only be met by their own text."""
         golds = [reference(prompt) for prompt in prompts]
         doubtful = sorted({gold for gold in golds if not _PLAIN_NUMBER.fullmatch(gold)})
-        flags = await asyncio.gather(*(self._is_readable(gold) for gold in doubtful))
-        bad = {gold for gold, is_readable in zip(doubtful, flags, strict=True) if not is_readable}
+        faults = await asyncio.gather(*(self._fault(gold) for gold in doubtful))
+        found = dict(zip(doubtful, faults, strict=True))
         return [
-            Doubt(k, f"the answer {gold!r} cannot be read as mathematics; only a response with the same text is right")
+            Doubt(k, f"the answer {gold!r} {found[gold]}; only a response with the same text is right")
             for k, gold in enumerate(golds)
-            if gold in bad
+            if found.get(gold)
         ]
 
-    async def _is_readable(self, gold: str) -> bool:
+    async def _fault(self, gold: str) -> str | None:
         try:
-            return bool((await self._pool.run({"answer": gold}))["readable"])
+            readable = (await self._pool.run({"answer": gold}))["readable"]
         except ScoringFailed:
-            return False
+            readable = None
+        if readable is None:
+            return "takes too long to read"
+        return None if readable else "cannot be read as mathematics"

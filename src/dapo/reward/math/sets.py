@@ -117,7 +117,11 @@ def _braced(inner: str) -> RealSet | None:
         return EMPTY
     builder = _BUILDER.fullmatch(inner)
     if builder is not None and is_name(re.sub(r"\\in\s*\\mathbb\{R\}$", "", builder[1]).strip()):
-        return read_set(builder[2]) or _equation(builder[2])
+        described = read_set(builder[2]) or _equation(builder[2])
+        # the letter is bound: {t | t > 1} is {x | x > 1}, but {t | x > 1} is none
+        letter = re.sub(r"\\in(?![A-Za-z]).*|[\s{}\\]", "", builder[1])
+        is_about_it = described is not None and described.variable.lstrip("\\") in ("", letter)
+        return described._replace(variable="") if described is not None and is_about_it else None
     values = [real_number(item) for item in cut(inner, "[,;]").pieces]
     return _points(values) if all(value is not None for value in values) else None
 

@@ -22,6 +22,13 @@ _NO_NAME = re.compile(
     rf"|(?!(?:sum|max|min|ans|avg|age|gcd|lcm)$){_FACTOR}(?: ?{_FACTOR}){{1,2}}"
 )
 r"""What is computed from names: ``\sqrt{x}``, ``|x|``, ``ab``. Who knows it does not know x."""
+_POINTS = r"(?:\\(?:overline|angle|triangle)\s*\{?|[|\[])?[A-Z](?:[A-Z']|_\{?\w+\}?)*[|\]}]?"
+_RATIO_NAME = re.compile(
+    rf"{_POINTS}(?:\s*[:/]\s*{_POINTS})+|\\frac\s*\{{{_POINTS}\}}\s*\{{{_POINTS}\}}|[a-z](?:\s*:\s*[a-z])+"
+)
+r"""``P:Q``, ``\frac{AB}{CD}``. A quotient of small letters is an equation, as their product is."""
+_CONGRUENCE = re.compile(r"(.*?)\s*\\pmod\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _MEMBERSHIP = re.compile(r"(.+?)\s*\\in(?![A-Za-z])\s*(.+)")
 
 
@@ -67,6 +74,8 @@ def _is_balanced(inner: str) -> bool:
 
 def is_name(text: str) -> bool:
     r"""Whether a value can have this name: ``x``, ``f(2)``, ``\overline{AB}``, ``P(A \cap B)``, ``(x, y)``."""
+    if _RATIO_NAME.fullmatch(text):
+        return True
     return bool(_NAME.fullmatch(text)) and not _NO_NAME.fullmatch(text)
 
 
@@ -88,6 +97,23 @@ def strip_name(text: str) -> Named:
     if relations == ["="] and is_name(sides[0]):
         return Named(sides[0], sides[1])
     return Named("", text)
+
+
+class Congruence(NamedTuple):
+    r"""``x \equiv 2 \pmod{5}``; ``left`` is "" where there is only ``2 \pmod{5}``."""
+
+    left: str
+    right: str
+    modulus: str
+
+
+def congruence(text: str) -> Congruence | None:
+    """The one congruence that a text is; None: it is none, or a list of them."""
+    match = _CONGRUENCE.fullmatch(text)
+    if match is None or r"\pmod" in match[1] or match[1].count(r"\equiv") > 1:
+        return None
+    left, _, right = match[1].rpartition(r"\equiv" if r"\equiv" in text else "=")
+    return Congruence(left.strip(), right.strip(), match[2])
 
 
 def assignments(text: str) -> str:
@@ -117,11 +143,11 @@ def in_order(values: dict[str, str]) -> list[str]:
 
 def both_signs(text: str) -> list[str]:
     r"""``1 \pm 2`` as its two values; ``\mp`` has the other sign."""
-    if r"\pm" not in text and r"\mp" not in text:
+    if not _SIGN.search(text):
         return [text]
     return [_with_sign(text, "+-"), _with_sign(text, "-+")]
 
 
 def _with_sign(text: str, signs: str) -> str:
-    text = text.replace(r"\pm", signs[0]).replace(r"\mp", signs[1]).strip()
+    text = _SIGN.sub(lambda m: signs[m[0] == r"\mp"], text).strip()
     return text.removeprefix("+").strip()

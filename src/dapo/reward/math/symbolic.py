@@ -37,14 +37,15 @@ _BASED = re.compile(r"([0-9A-Za-z]+)_\s*\{?\s*(\d+)\s*\}?")
 _BASED_WITHIN = re.compile(rf"(?<![\w.\\}}])(?=\d){_BASED.pattern}")
 _LITERAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|(?<=[a-z])i(?![A-Za-z])")
-_DEGREES = re.compile(r"(\d+)\s*\^\\circ")
+_DEGREES = re.compile(r"(\d+|\([^()]*\))\s*\^\\circ")
 _REMAINDER = re.compile(r"(\d+)\s*\\bmod(?![A-Za-z])\s*(\d+)")
 _DOUBLE_FACTORIAL = re.compile(r"(?<![\w.])(\d{1,3})\s*!!(?!!)")
 _PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)")
 _SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 """What takes long to evaluate to hundreds of digits."""
-_UNREADABLE = re.compile(r"\\approx|(?<![_^\d])\d+ +\d|\d\s*_|'")
-"""What the reader would misread: two numbers side by side as a product, "12_1" and "5'" as 12 and 5."""
+_UNREADABLE = re.compile(r"\\approx|(?<![_^\d])\d+ +\d|\d\s*_|'|(?<![\d:])(?:[01]?\d|2[0-4]) ?: ?[0-5]\d(?!\d)")
+"""What the reader would misread: two numbers side by side as a product, "12_1" and "5'" as 12 and 5, the time 6:30 as a
+quotient."""
 
 
 def same_expression(gold: str, answer: str) -> bool:
@@ -137,6 +138,13 @@ def parsed(text: str) -> Any:
         return None
 
 
+def has_value(text: str) -> bool:
+    """Whether a reference can be compared with more than its own text: it is read, defined and not too large."""
+    expr = parsed(text)
+    too_large = isinstance(expr, sympy.Expr) and not isinstance(expr, sympy.MatrixBase) and bits(expr) > _MAX_BITS
+    return expr is not None and not too_large and not is_undefined(expr)
+
+
 def real_number(text: str) -> Any | None:
     """A number without variables to 50 digits (exactly where it is written out); None for anything else."""
     number = literal(text)
@@ -218,6 +226,8 @@ def _multiplied_out(expr: Any) -> Any:
 def _same_value(left: Any, right: Any) -> bool:
     """Equal wherever both are defined: identity is undecidable, but 40 digits at several points are proof enough."""
     names = _names(left, right)
+    if names and (left.has(sympy.Sum, sympy.Product) or right.has(sympy.Sum, sympy.Product)):
+        left, right = left.doit(), right.doit()  # a sum up to n has no value at our points, which are no integers
     points = list(_points(names))
     if names and not (_is_complex(left) or _is_complex(right)):
         # sqrt(x^3) is x sqrt(x) and ln(ab) is ln a + ln b where they are real; beyond, they take different branches
@@ -236,7 +246,16 @@ def _same_value(left: Any, right: Any) -> bool:
         if not _same_beyond(left, right, point, first):
             return False
         compared += 1
-    return compared > 0 or bool(left == right)
+    return compared > 0 or bool(left == right and not is_undefined(left))
+
+
+def is_undefined(expr: Any) -> bool:
+    r"""Whether ``expr`` has in it what is no number: ``\frac{1}{0}``, ``\infty - \infty``. It equals nothing."""
+    if isinstance(expr, sympy.MatrixBase):
+        return any(map(is_undefined, expr.flat()))
+    if not _is_small_expression(expr) or expr.has(*_SLOW):
+        return isinstance(expr, sympy.FiniteSet | sympy.Tuple) and any(map(is_undefined, expr.args))
+    return bool(expr.doit().has(sympy.nan, sympy.zoo))
 
 
 def _same_digits(left: Any, right: Any, value: Any) -> bool:

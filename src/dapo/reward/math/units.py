@@ -41,14 +41,16 @@ _ALIASES = {
     "celsiu": "celsius", "f": "fahrenheit",
 }  # fmt: skip
 _SPEEDS = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
-_SHORT = "cm|mm|km|kg|mg|ml|dm|ft|in|mi|yd|lb|lbs|oz|hr|hrs|[aApP]\\.?[mM]"
-_ONE_LETTER = {"m": "m", "g": "g", "s": "s", "h": "s", "l": "m", "L": "m"}
-"""Units of one letter and their dimension: taken for units only beside one of the same dimension, "2 m" may be a
-product."""
+_SHORT = "cm|mm|km|kg|mg|ml|dm|ft|in|mi|yd|lb|lbs|oz|hr|hrs"
+_RATE = r"(?<=\s)[mglL]/(?:s|min|h|hr|ml|mL|[mlL])(?![A-Za-z])"
+_BARE = re.compile(r"(.*[\d}\)])\s*([A-Za-z]+(?:\^\{?\d\}?)?(?: ?[/ ] ?[A-Za-z]+(?:\^\{?\d\}?)?)*)")
+_CLOCK = re.compile(
+    r"(\d{1,2})(?: ?: ?([0-5]\d))?(?: ?: ?([0-5]\d))?\s*(?:\\text\s*\{\s*)?(?:([ap])\.?\s*m\.?)?\s*\}?", re.IGNORECASE
+)
 _AT_END = re.compile(
     r"(?P<value>.*(?:[\d})!]|\\pi|(?<![A-Za-z\\])[a-z](?=\s*\\text)))\s*(?:"
     r"\\text\s*\{\s*(?P<text>(?:[^{}]|\{[^{}]*\})*?)\s*\}\s*(?P<power>(?:\^\s*\{?\d\}?)?)"
-    rf"|(?P<word>(?<![\\A-Za-z])(?:[A-Za-z]{{3,}}(?:[ /]+[A-Za-z]+)*|(?:{_SHORT})(?:/[A-Za-z]+)?))"
+    rf"|(?P<word>(?<![\\A-Za-z])(?:[A-Za-z]{{3,}}(?:[ /]+[A-Za-z]+)*|(?:{_SHORT})(?:/[A-Za-z]+)?|{_RATE}))"
     r"(?P<wpower>(?:\^\s*\{?\d\}?)?)"
     r"|(?P<percent>\\?%)|(?P<degree>\^\\circ)\s*(?:\\text\s*\{\s*)?(?P<scale>[CF]?)\s*\}?)"
 )
@@ -82,15 +84,17 @@ _RAISED = {"squared": 2, "cubed": 3}
 def split_unit(text: str, expected: str = "") -> Quantity:
     """Take the unit off a canonical text: what follows a value, or a currency sign before it.
 
-    A bare letter is taken for a unit only if it can be one beside the unit ``expected``.
+    Bare letters are taken for a unit only if they measure something that the unit ``expected`` does: "2 m" may be a
+    product.
     """
-    letter = re.fullmatch(r"(.*[\d}\)])\s*([A-Za-z])", text) if expected else None
-    if letter is not None and _ONE_LETTER.get(letter[2]) in {name for name, _ in _unit(expected).powers}:
-        return Quantity(letter[1].strip(), letter[2])
+    bare = _BARE.fullmatch(text) if expected else None
+    if bare is not None and {name for name, _ in _unit(bare[2]).powers} & {name for name, _ in _unit(expected).powers}:
+        return Quantity(bare[1].strip(), bare[2])
     for sign, name in _CURRENCY.items():
         if text.startswith((sign, "-" + sign)):
-            value = text.replace(sign, "", 1).strip()
-            return Quantity(split_unit(value).value, name)
+            inner = split_unit(text.replace(sign, "", 1).strip())
+            is_other = inner.unit and unit_ratio(inner.unit, name) not in (None, 1)  # "$5 cents"
+            return Quantity(text, "") if is_other else Quantity(inner.value, name)
     if text.endswith(r"\$") and re.search(r"\d\s*\\\$$", text):
         return Quantity(text[:-2].strip(), "dollar")
     match = _AT_END.fullmatch(text)
@@ -118,6 +122,30 @@ def unit_ratio(left: str, right: str) -> Fraction | None:
     if _DEGREE in (first, second) and {first, second} & _SCALES:
         return Fraction(1)  # "30 degrees" leaves the scale to the question
     return first.size / second.size if first.powers == second.powers else None
+
+
+class Clock(NamedTuple):
+    """A time of the day. ``half``: "a" or "p", as in a.m. and p.m.; "" where it is not said."""
+
+    hour: int
+    rest: tuple[int, int]
+    half: str
+
+
+def clock(text: str) -> Clock | None:
+    """The time of the day that a canonical text is; None: it is none."""
+    found = _CLOCK.fullmatch(text)
+    if found is None or not (found[2] or found[4]):
+        return None
+    half, hour = (found[4] or "").lower(), int(found[1])
+    return Clock(hour, (int(found[2] or 0), int(found[3] or 0)), half) if hour <= (12 if half else 24) else None
+
+
+def same_time(left: Clock, right: Clock) -> bool:
+    """5:00 p.m. is 17:00; as with units, the half of the day counts if both sides say it."""
+    hours = {time.hour % 12 + 12 * (time.half == "p") if time.half else time.hour for time in (left, right)}
+    unsaid = bool(left.half) != bool(right.half) and max(left.hour, right.hour) <= 12
+    return left.rest == right.rest and (len(hours) == 1 or (unsaid and left.hour % 12 == right.hour % 12))
 
 
 class _Unit(NamedTuple):

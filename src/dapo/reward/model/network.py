@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from dapo.config import ModelReward
-from dapo.errors import RewardError
+from dapo.errors import ModelError, RewardError
 from dapo.model.hub import from_where
+from dapo.model.loading import load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
 from dapo.reward.model.value_head import FILE, load_value_head
 
@@ -37,7 +38,6 @@ class RewardNetwork:
     Args:
         text: how prompt and response are written.
         forward: the padded batch and its sequences to scores ``[B]``, float32.
-        device: of the network.
         pad_id: what the batch is filled up with.
     """
 
@@ -184,17 +184,10 @@ def _settings(name: str, trust_remote_code: bool) -> Any:
 
 
 def _tokenizer(config: ModelReward) -> Any:
-    from transformers import AutoTokenizer
-
-    name = config.tokenizer or config.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, **from_where(name))
-    except Exception as error:  # a damaged file raises whatever its reader raises
-        raise RewardError(_explain("tokenizer", name, error)) from None
-    # for a folder with a model alone, Transformers makes up a tokenizer that knows no token
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise RewardError(f"tokenizer {name}: there are no tokenizer files; name another folder in reward.tokenizer")
-    return tokenizer
+        return load_tokenizer(config.tokenizer or config.path, config.trust_remote_code)
+    except ModelError as error:
+        raise RewardError(f"reward {error}".replace("model.tokenizer", "reward.tokenizer")) from None
 
 
 def _value_head(name: str) -> str | None:

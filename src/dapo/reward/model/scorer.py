@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from dapo.config import ModelReward
-from dapo.records import Prompt, Reward
+from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
 from dapo.reward.contract import Doubt
 from dapo.reward.convert import LARGEST
@@ -85,7 +85,7 @@ class ModelScorer:
         """Any row will do."""
         return ()
 
-    async def score(self, prompt: Prompt, response: str) -> Reward:
+    async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`. ``parts`` holds ``score``; ``correct`` is whether it is above ``correct_above``."""
         network = await self._loaded()
         item = await self._call(self._reader, network.text.encode, prompt.text, response)

@@ -31,11 +31,7 @@ class PairText:
 
     A response cannot write the tokenizer's control tokens (end of turn, start of another role): a policy that spells
     them out in ordinary letters would otherwise put a conversation of its own before the reward model.
-
-    Args:
-        tokenizer: with ``__call__`` and ``apply_chat_template`` as Transformers has them.
-        template: see :class:`~dapo.config.ModelReward`.
-        name: of the tokenizer, for messages.
+    ``tokenizer``: with ``__call__`` and ``apply_chat_template`` as Transformers has them.
 
     Raises:
         RewardError: the tokenizer has no chat template, or one that refuses a prompt and a response.

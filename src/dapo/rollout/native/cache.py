@@ -99,10 +99,8 @@ class SlotCache:
     ) -> None:
         """
         Args:
-            model_config: of the Transformers model.
             slots: sequences that can be in flight at once.
             max_tokens: longest sequence, prompt and response.
-            dtype: of keys and values.
             pinned: every decode step computes all slots over the full length, so that the shapes of matrix products,
                 and with them the bits of a row, never depend on what else is in flight.
 

@@ -20,7 +20,6 @@ def check_request(request: Request, *, vocabulary: int, max_sequence: int, can_d
     """Refuse a request that cannot be served, or whose settings mean nothing.
 
     Args:
-        request: to look at.
         vocabulary: rows of the output head.
         max_sequence: longest prompt and response together, in tokens.
         can_decode: whether token ids can be made into text, which stop texts need.

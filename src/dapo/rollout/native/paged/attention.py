@@ -213,10 +213,7 @@ def store(pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor
 
 def copy_pages(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy whole pages, all layers of each.
-
-    Args:
-        source, target: int64 ``[n]``. No target may occur twice or be a source.
-    """
+    ``source``, ``target``: int64 ``[n]``. No target may occur twice or be a source."""
     at_a_time = max(1, COPY_BYTES // PoolShape.of(pool).page_bytes)
     for start in range(0, len(source), at_a_time):
         some = slice(start, start + at_a_time)

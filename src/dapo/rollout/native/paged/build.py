@@ -38,13 +38,8 @@ def paged_decoder(
 
     Args:
         model: from :func:`dapo.model.loading.load_model`; its layers are compiled if it is on CUDA.
-        stop_token_ids: each ends a response and belongs to it.
-        max_sequence_tokens: longest prompt and response together.
-        max_concurrent_samples: rows decoded side by side.
         cache_bytes: for keys and values; None: what is free, and no more than all rows can use.
         spare_bytes: of the device, to leave to others where ``cache_bytes`` is None.
-        deterministic: steps always compute all rows, and prompts are computed one by one.
-        decode: token ids to text, for requests with stop texts.
 
     Raises:
         ModelError: the memory does not hold the cache of a single sequence.

@@ -91,7 +91,6 @@ class PagedDecoder:
             max_sequence_tokens: longest prompt and response together.
             vocabulary: token ids are below it.
             stop_token_ids: each ends a response and belongs to it.
-            stop_texts: for requests that have any.
             stretch: steps between two looks at the device.
             prefill_tokens: of prompts that are computed in one pass (a longer one goes alone).
 

@@ -29,11 +29,8 @@ class Rows:
     ) -> None:
         """
         Args:
-            rows: how many.
             max_tokens: longest response.
             pages_per_row: width of the block tables.
-            stop_ids: each ends a response.
-            device: where all of it lives.
         """
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:

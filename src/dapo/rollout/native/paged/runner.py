@@ -133,10 +133,7 @@ class DeviceRunner:
             torch.cuda.empty_cache()  # the trainer may want it in other pieces
 
     def wake(self) -> None:
-        """
-        Raises:
-            NoMemoryError: the memory is not free; says how much is.
-        """
+        """Raises NoMemoryError: the memory is not free; says how much is."""
         if self.pool.attached:
             return
         shape, device = self.pool.shape, self.state.device

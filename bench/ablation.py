@@ -1,0 +1,345 @@
+"""The paper's Table 1 in small: cells declared in recipes/ablation/cells.yaml, filled one by one into docs/ablation.
+
+usage: python bench/ablation.py run TABLE [--until SECONDS] [--only CELL ...] [--out FOLDER] [--set KEY=VALUE ...]
+       python bench/ablation.py table TABLE [--plots FOLDER]
+
+``run`` fills missing cells in their order, each in a process of its own: what is lost with a machine is the cell under
+way. Several may run beside each other (one a GPU, by ``CUDA_VISIBLE_DEVICES``): a cell is claimed by a lock. With
+``--until`` (seconds since 1970) none begins that would end later. A cell is over when its last evaluation is in
+metrics.jsonl: its weights are not kept, so nobody waits for them. A cell that fails is named and left for another call.
+``table`` compares what is filled, as cells.yaml declares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
+
+import numpy as np
+import yaml
+
+from dapo.config import load_config
+from dapo.files import write_atomic
+from dapo.observe.metrics import read_metrics
+from dapo.progress import PlainListener
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+DECLARED = HERE.parent / "recipes" / "ablation" / "cells.yaml"
+RESULTS = HERE.parent / "docs" / "ablation"
+_KEPT = """accuracy=accuracy entropy=entropy length=response_length/mean truncated=response_length/truncated
+    drawn=groups/drawn kept=groups/kept mixed=groups/mixed all_right=groups/share_all_right
+    all_wrong=groups/share_all_wrong clip_low=clip/low clip_high=clip/high kl_proximal=kl/proximal
+    clip_high_probability=clip/high_probability mismatch=mismatch/mean grad_norm=grad_norm updates=updates"""
+STEP = dict(pair.split("=") for pair in _KEPT.split())
+"""What a cell's file keeps of each rollout step, and the metric it comes from."""
+EVALUATION = ("accuracy", "accuracy_low", "accuracy_high", "truncated", "no_answer", "lenient", "response_length")
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t for 95%, by degrees of freedom from 1; for more of them the last one, which is a little wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run that was declared. ``settings``: what makes the variant of the recipe."""
+
+    table: str
+    variant: str
+    seed: int
+    recipe: Path
+    settings: Mapping[str, Any]
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}-{self.variant}-seed{self.seed}"
+
+    def file(self, folder: Path) -> Path:
+        """Where the result lies, or will."""
+        return folder / f"{self.name}.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> Any:
+    """Do what the command line says."""
+    options = parse(arguments)
+    return {"run": run, "cell": train, "table": compare}[options.command](options)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("command", choices=["run", "table", "cell"], help="cell is what run starts for each: one cell in this process")
+    add("table", help="of cells.yaml, such as gsm8k")
+    add("--until", type=float, default=math.inf, help="no cell begins that would end after this time")
+    add("--only", nargs="+", metavar="CELL", help="such as gsm8k-naive-seed1")
+    add("--commit", help="to record, where the code does not lie in its git repository")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="where things lie, such as model.path=FOLDER")
+    add("--plots", type=Path, help="folder for the plots (needs dapo[report])")
+    add("--declared", type=Path, default=DECLARED, help="file of the cells")
+    add("--results", type=Path, default=RESULTS, help="folder of the results (docs/ablation)")
+    add("--out", type=Path, default=Path("runs/ablation"), help="folder of the runs")
+    return parser.parse_args(arguments)
+
+
+def declared(file: Path, table: str) -> list[Cell]:
+    """The cells of a table, in the order in which they are to be run."""
+    tables = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if table not in tables:
+        raise SystemExit(f"error: {file} declares no table {table!r}; there are: {', '.join(tables)}")
+    entry, settings, above = tables[table], {}, {}
+    for variant, own in entry["variants"].items():
+        settings[variant] = {**(above if entry.get("cumulative") else {}), **own}
+        above = settings[variant]
+    pairs = [line.split() for line in entry["cells"]]
+    recipe, limit = file.parent / entry["recipe"], float(entry["limit_s"])
+    return [Cell(table, variant, int(seed), recipe, settings[variant], limit) for variant, seed in pairs]
+
+
+def run(options: argparse.Namespace) -> list[str]:
+    """Fill missing cells one after the other; the names of those filled."""
+    longest, filled = 0.0, []
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.results.mkdir(parents=True, exist_ok=True)
+    for cell in declared(options.declared, options.table):
+        if options.only and cell.name not in options.only:
+            continue
+        with (options.out / f"{cell.name}.lock").open("w") as lock:  # let go of by whoever is killed, too
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            if cell.file(options.results).exists():
+                continue
+            if time.time() + (longest or cell.limit_s) > options.until:
+                print(f"{time.ctime()} {cell.name}: not begun, there is no time left for it", flush=True)
+                break
+            if seconds := attempt(cell, options):
+                longest = max(longest, seconds)
+                filled.append(cell.name)
+    return filled
+
+
+def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
+    """Run a cell and write its result; the seconds it took, or None if it did not come to its end."""
+    folder, began = options.out / cell.name, time.time()
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+    print(f"{time.ctime()} {cell.name}: begins", flush=True)
+    command = [sys.executable, __file__, "cell", cell.table, "--only", cell.name]
+    command += ["--declared", options.declared, "--out", options.out]
+    command += ["--set", *options.set] if options.set else []
+    with (options.out / f"{cell.name}.log").open("w") as log:
+        own = {"start_new_session": True, "preexec_fn": end_with_parent}
+        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, **own)
+        try:
+            while child.poll() is None and not (folder / "done").exists() and time.time() < began + cell.limit_s:
+                time.sleep(0.2)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    seconds = time.time() - began
+    if not (folder / "done").exists():
+        print(f"{time.ctime()} {cell.name}: did not come to its end in {seconds:.0f} s; see {log.name}", flush=True)
+        return None
+    for name in ("model-before", "model-after", "checkpoints"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    result = {
+        **{"cell": cell.name, "variant": cell.variant, "seed": cell.seed, "settings": dict(cell.settings)},
+        **{"date": time.strftime("%Y-%m-%d"), "commit": options.commit or (environment["git"] or {}).get("commit")},
+        "card": json.loads((folder / "card.json").read_text(encoding="utf-8")),
+        "versions": {"python": environment["python"], **environment["packages"]},
+        "seconds": round(seconds, 1),
+        **curves(folder),
+    }
+    write_atomic(cell.file(options.results), [written(result) + "\n"])
+    last = result["evaluations"]
+    what = f"{last['accuracy'][-1]:.1%} after {last['minutes'][-1]:.2f} minutes, {seconds:.0f} s in all"
+    print(f"{time.ctime()} {cell.name}: {what}", flush=True)
+    return seconds
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train one cell in this process."""
+    from rollout_ours import measure_limits
+
+    from dapo.inputs import device_of
+    from dapo.launch import run_experiment
+
+    cell = next(c for c in declared(options.declared, options.table) if [c.name] == options.only)
+    folder = options.out / cell.name
+    own = {**cell.settings, "seed": cell.seed, "run.dir": folder}
+    config = load_config(cell.recipe, [*(f"{k}={json.dumps(v, default=str)}" for k, v in own.items()), *options.set])
+    limits = measure_limits(device_of(config).type)
+
+    class Ending(PlainListener):
+        """Marks the end of the last evaluation."""
+
+        def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
+            super().evaluated(name, metrics)
+            if name == "after training":
+                (folder / "card.json").write_text(json.dumps(asdict(limits)), encoding="utf-8")
+                (folder / "done").touch()
+
+    run_experiment(config, Ending())
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process at once when the one that started it ends: its folder will be another's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which the program to come inherits
+
+
+def curves(folder: Path) -> dict[str, Any]:
+    """The rollout steps and the evaluations of a run, one list a quantity; minutes and samples are sums so far."""
+    entries = list(read_metrics(folder / "metrics.jsonl"))
+    group = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["rollout"]["samples_per_prompt"]
+    steps = [entry for entry in entries if entry["step"]]
+    seconds = [entry["time/step"] for entry in steps]
+    seconds[:1] = [min(seconds[:2])]  # in the first one graphs are captured
+    axes = {
+        "step": [entry["step"] for entry in steps],
+        "minutes": [found / 60 for found in accumulate(seconds)],
+        "samples_drawn": [group * found for found in accumulate(entry["groups/drawn"] for entry in steps)],
+        "samples_trained": [group * found for found in accumulate(entry["groups/kept"] for entry in steps)],
+    }
+    evaluated = [entry for entry in entries if entry.get("eval/accuracy") is not None]
+    places = [axes["step"].index(entry["step"]) if entry["step"] else None for entry in evaluated]
+    at = {axis: [0 if i is None else values[i] for i in places] for axis, values in axes.items()}
+    return {
+        "steps": axes | {name: [entry.get(key) for entry in steps] for name, key in STEP.items()},
+        "evaluations": at | {name: [entry.get(f"eval/{name}") for entry in evaluated] for name in EVALUATION},
+    }
+
+
+def written(value: Any) -> str:
+    """JSON with numbers of five digits and one line for each list."""
+    value = json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.5g}"))
+    return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(value, indent=1))
+
+
+AXES = {"minutes": "minute {:.2f}", "samples_trained": "{:,} samples trained on", "samples_drawn": "{:,} drawn"}
+LAST = 3  # steps that the mechanisms are the mean of
+Results = dict[str, list[dict[str, Any]]]
+
+
+def read_results(options: argparse.Namespace) -> Results:
+    """What is filled of a table: results by variant, in the order of cells.yaml."""
+    cells = declared(options.declared, options.table)
+    variants = yaml.safe_load(options.declared.read_text(encoding="utf-8"))[options.table]["variants"]
+    files = {v: [cell.file(options.results) for cell in cells if cell.variant == v] for v in variants}
+    found = {v: [json.loads(f.read_text(encoding="utf-8")) for f in group if f.exists()] for v, group in files.items()}
+    if not any(found.values()):
+        raise SystemExit(f"error: no cell of {options.table} is filled; python bench/ablation.py run {options.table}")
+    return {variant: group for variant, group in found.items() if group}
+
+
+def noise(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
+    """The standard deviation between seeds, pooled over variants, and its degrees of freedom."""
+    known = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in known)
+    if not freedom:
+        raise SystemExit("error: no variant has two seeds yet, so there is nothing to say about noise")
+    return math.sqrt(sum((len(group) - 1) * variance(group) for group in known) / freedom), freedom
+
+
+def half(found: tuple[float, int], *counts: int) -> float:
+    """Half of the 95% interval of the mean of so many seeds, or of the difference of two such means."""
+    deviation, freedom = found
+    return T_95[min(freedom, len(T_95)) - 1] * deviation * math.sqrt(sum(1 / count for count in counts))
+
+
+def compare(options: argparse.Namespace) -> list[str]:
+    """Print what is filled as two tables, in Markdown, and draw it if asked to; the lines."""
+    results = read_results(options)
+    lines = [*accuracies(results), "", *mechanisms(results)]
+    print("\n".join(lines))
+    if options.plots:
+        plot(results, options.plots / f"ablation-{options.table}.svg")
+    return lines
+
+
+def accuracies(results: Results) -> list[str]:
+    """Held-out accuracy at equal time and equal samples, and at equal time the differences between variants."""
+    ends = {axis: min(r["evaluations"][axis][-1] for group in results.values() for r in group) for axis in AXES}
+    values = {
+        axis: {
+            v: [100 * float(np.interp(end, r["evaluations"][axis], r["evaluations"]["accuracy"])) for r in group]
+            for v, group in results.items()
+        }
+        for axis, end in ends.items()
+    }
+    spread = {axis: noise(values[axis].values()) for axis in AXES}
+    heads = " | ".join(text.format(ends[axis]) for axis, text in AXES.items())
+    lines = [f"| variant | seeds | {heads} | minus the one above | minus the first |", "|---" * 7 + "|"]
+    names = list(results)
+    for number, name in enumerate(names):
+        count = len(results[name])
+        cells = [f"{fmean(values[axis][name]):.1f} ± {half(spread[axis], count):.1f}" for axis in AXES]
+        for other in (names[number - 1], names[0]) if number else ():
+            difference = fmean(values["minutes"][name]) - fmean(values["minutes"][other])
+            cells.append(f"{difference:+.1f} ± {half(spread['minutes'], count, len(results[other])):.1f}")
+        lines.append(f"| {name} | {count} | {' | '.join(cells + ['', ''] * (not number))} |")
+    return lines
+
+
+def mechanisms(results: Results) -> list[str]:
+    """What the last steps were like, as means over the seeds."""
+    lines = [
+        f"| variant, last {LAST} steps | steps | s a step | entropy | length | cut | groups mixed / drawn | all wrong "
+        "| clipped below | above | held-out cut |",
+        "|---" * 11 + "|",
+    ]
+    for name, group in results.items():
+        names = ("entropy", "length", "truncated", "mixed", "drawn", "all_wrong", "clip_low", "clip_high")
+        last = {key: fmean(fmean(r["steps"][key][-LAST:]) for r in group) for key in names}
+        seconds = fmean(60 * r["steps"]["minutes"][-1] / len(r["steps"]["step"]) for r in group)
+        steps = fmean(len(r["steps"]["step"]) for r in group)
+        cut = fmean(r["evaluations"]["truncated"][-1] for r in group)
+        lines.append(
+            f"| {name} | {steps:.1f} | {seconds:.1f} | {last['entropy']:.3f} | {last['length']:.0f} "
+            f"| {last['truncated']:.1%} | {last['mixed']:.0f} / {last['drawn']:.0f} | {last['all_wrong']:.0%} "
+            f"| {last['clip_low']:.2%} | {last['clip_high']:.2%} | {cut:.1%} |"
+        )
+    return lines
+
+
+def plot(results: Results, file: Path) -> None:
+    """The curves of all cells, a colour for each variant."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    panels = [("evaluations", axis, "accuracy") for axis in ("minutes", "samples_trained")]
+    panels += [("steps", "minutes", n) for n in ("entropy", "length", "truncated", "mixed", "clip_low", "clip_high")]
+    for panel, (part, axis, name) in zip(figure.subplots(2, 4).flat, panels, strict=True):
+        for number, (variant, group) in enumerate(results.items()):
+            for result in group:
+                label = {"label": variant} if result is group[0] else {}
+                panel.plot(result[part][axis], result[part][name], color=f"C{number}", linewidth=1, **label)
+        panel.set_title(f"{'held-out ' if part == 'evaluations' else ''}{name.replace('_', ' ')}", fontsize=10)
+        panel.set_xlabel(axis.replace("_", " "), fontsize=8)
+    figure.axes[0].legend(fontsize=7)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What of a response is thinking and what was said. Pure text, linear time whatever the text.
+
+The tags are those in use: ``<think>``, ``<thinking>``, ``<thought>``, ``<reasoning>``, ``[THINK]``,
+``<|begin_of_thought|>``, ``<|START_THINKING|>`` and the like, each with its closing one.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NAME = "(?:think(?:ing)?|thoughts?|reasoning)"
+_TAG = re.compile(
+    rf"</?(?:\w{{1,16}}:)?{_NAME}>|\[/?(?-i:THINK)\]|\u25c1/?think\u25b7|<\|(?:begin|start|end)_(?:of_)?{_NAME}\|>",
+    re.IGNORECASE,
+)
+_LONGEST_END = 1000
+"""Characters of a prompt's end that are looked at: it may come from anybody."""
+
+
+def outside_thinking(response: str) -> str:
+    """``response`` without its thinking blocks. One that is not closed goes to the end; one that is closed but not
+    opened (chat templates open it in the prompt) starts at the beginning."""
+    outside: list[str] = []
+    start = 0  # of the present piece
+    within: str | None = None  # name of the block's tag
+    for tag in _TAG.finditer(response):
+        name, closes = _read(tag[0])
+        if within is not None:
+            if closes and name == within:
+                within, start = None, tag.end()
+        elif closes:  # never opened
+            outside.clear()
+            start = tag.end()
+        else:
+            outside.append(response[start : tag.start()])
+            within = name
+    return "".join(outside) + ("" if within is not None else response[start:])
+
+
+def behind(prompt_end: str, response: str) -> str:
+    """``response``, with the thinking tag in front that the prompt left open, if it did.
+
+    In a prompt a tag is one where a line begins with it, or where it is the last there is: others are spoken of.
+    """
+    opened, prompt_end = None, prompt_end[-_LONGEST_END:]
+    for tag in _TAG.finditer(prompt_end):
+        alone = not prompt_end[: tag.start()].rpartition("\n")[2].strip() or not prompt_end[tag.end() :].strip()
+        opened = None if _read(tag[0])[1] else tag[0] if alone else opened
+    return response if opened is None else opened + response
+
+
+def _read(tag: str) -> tuple[str, bool]:
+    """What the two tags of a pair have in common, and whether it is the closing one."""
+    text = tag.lower()
+    return re.sub("/|begin_|start_|end_", "", text), "/" in text or text.startswith("<|end")
