@@ -32,6 +32,16 @@ def test_no_step_begins_that_would_end_too_late() -> None:
     )
 
 
+def test_a_step_that_ends_with_the_last_minute_is_in_time() -> None:
+    budget = Budget(TrainingConfig(steps=100, minutes=1.0))
+    while not budget.used_up:
+        budget = budget.after(15.0)
+    assert (budget.steps, budget.seconds) == (4, 60.0)
+    again = Budget(budget.config)
+    again.load_state(3, Budget(budget.config, 3, 45.0, 20.0).state())
+    assert (again.steps, again.seconds, again.last) == (3, 45.0, 20.0) and again.used_up
+
+
 def test_a_first_step_is_always_made_and_steps_end_a_run_as_before() -> None:
     assert Budget(TrainingConfig(steps=9, minutes=0.01)).after(500.0).steps == 1
     assert not Budget(TrainingConfig(steps=9, minutes=0.01)).used_up

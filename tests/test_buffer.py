@@ -18,6 +18,7 @@ from dapo.algorithm.shaping import shape_rewards
 from dapo.buffer import ExperienceBuffer, FillStats
 from dapo.config import build_config
 from dapo.errors import RewardError, StarvedError
+from dapo.filling import Filling
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Engine, EngineError
 from dapo.rollout.seeds import sample_seed
@@ -785,3 +786,61 @@ def test_state_keeps_every_field_of_a_carried_group(tmp_path):
                 assert a.reward == b.reward
             else:
                 assert a.reward.error == b.reward.error == "time-out"
+
+
+# --- how much is drawn at once ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("finished", "concurrent", "room"), [(4, 13, 5), (4, 12, 4), (3, 13, 4), (4, 2, 4)])
+def test_draws_at_once_are_those_that_the_engine_has_rows_for(monkeypatch, finished, concurrent, room):
+    """13 rows are begun by 5 groups of 3; at least N = 4, and no more as long as fewer than N draws have finished."""
+    rooms = []
+    plain = Filling._room
+
+    def noted(self, new):
+        rooms.append(plain(self, new) + self._in_flight)
+        return rooms[-1] - self._in_flight
+
+    monkeypatch.setattr(Filling, "_room", noted)
+    buffer = make(every_second, changes={"rollout.max_concurrent_samples": concurrent})
+    buffer._keep_rate.learn(1, finished)
+    fill(buffer)
+    assert rooms[0] == room
+
+
+def test_the_first_round_is_n_prompts_whatever_the_keep_rate():
+    """What comes of them sizes the others: a rate of one in sixty would draw the whole budget at once."""
+    buffer = make(every_second, changes={"runtime.deterministic": True})
+    buffer._keep_rate.learn(1, 60)
+    sizes, generate = [], buffer._engine.generate
+
+    def noted(requests):
+        sizes.append(len(requests))
+        return generate(requests)
+
+    buffer._engine.generate = noted
+    result = fill(buffer)
+    assert sizes[0] == N and len(sizes) == result.stats.rounds > 1 and sum(sizes) == result.stats.drawn
+
+
+def test_groups_carried_over_are_taken_in_the_order_of_their_draws():
+    """And so are trained on in that order, whatever order a checkpoint has them in; new draws go on behind them."""
+    changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
+    buffer = make(every_second, changes=changes)
+    buffer._keep_rate.learn(10, 60)
+    assert fill(buffer).stats.carried >= 2
+    state = buffer.state()
+    again = make(every_second, changes=changes)
+    again.load_state(state | {"carried": state["carried"][::-1]})
+    result = fill(again, 1)
+    assert draws(result.groups) == sorted(draws(result.groups)) and draws(result.groups)[:2] == [
+        group.draw for group in state["carried"][:2]
+    ]
+    assert all(group.draw >= state["draws"] for group in result.sampled)  # those of this step alone
+
+
+def test_every_number_of_a_position_comes_back():
+    buffer = make(every_second)
+    state = buffer.state() | {"draws": 7, "keep_rate_kept": 2.5, "keep_rate_finished": 8.0, "rounds": 3}
+    buffer.load_state(state)
+    assert buffer.state() == state

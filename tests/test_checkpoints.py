@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -36,6 +37,7 @@ from dapo.launch import run_experiment
 from dapo.observe.run_view import RunView
 from dapo.process import Stopping
 from dapo.run_folder import RunFolder
+from dapo.state import read_state, write_state
 from dapo.training import checkpoint
 from dapo.training.checkpoint import load_tensors, save_tensors
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
@@ -297,6 +299,69 @@ def test_room_is_looked_for_first_and_both_numbers_said(tmp_path: Path, monkeypa
     assert not written and [p.name for p in tmp_path.iterdir()] == ["step-00001"]
 
 
+def test_room_is_looked_for_for_small_files_too_as_many_as_the_one_before_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one says 1,000 bytes and writes 3,000: another 1,000 take 3,000 too, which is what there has to be."""
+    free = [10**9]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free[0]))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(a_snapshot(1, 1000, lambda folder: (folder / "data").write_bytes(b"x" * 3000) and None))
+    free[0] = 2999
+    with pytest.raises(UserError, match="No space left on device"):
+        checkpoints.save(a_snapshot(2, 1000))
+    free[0] = 3000
+    checkpoints.save(a_snapshot(2, 1000))
+    assert checkpoints.places() == [Place(1), Place(2)]
+
+
+def test_one_from_inside_of_a_step_stays_until_there_is_a_later_one(tmp_path: Path) -> None:
+    """Neither the number to keep nor the multiples of steps count those."""
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_every=2)
+    seen = []
+    for place in (Place(1), Place(2), Place(2, updates=3), Place(2, updates=4), Place(3), Place(4, sampling=True)):
+        checkpoints.save(Snapshot(place, lambda folder: (folder / "data").touch(), 0))
+        seen.append([one.name for one in checkpoints.places()])
+    assert seen == [
+        ["step-00001"],
+        ["step-00002"],
+        ["step-00002", "step-00002-update-00003"],
+        ["step-00002", "step-00002-update-00004"],
+        ["step-00002", "step-00003"],
+        ["step-00002", "step-00003", "step-00004-rollout"],
+    ]
+
+
+def test_the_slowest_write_is_remembered_and_one_of_nothing_is_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        writer = CheckpointWriter(Checkpoints(tmp_path), print)
+        writer.begin(a_snapshot(1, write=lambda folder: time.sleep(0.3)))
+        await writer.settle()
+        slowest = writer.longest_s
+        assert slowest >= 0.3
+        writer.begin(a_snapshot(2))
+        await writer.settle()
+        assert writer.longest_s >= slowest
+        writer.longest_s = 0.0
+        writer.begin(a_snapshot(3, 0))
+        await writer.settle()
+        await asyncio.to_thread(lambda: [t.join() for t in threading.enumerate() if t.name == "dapo-checkpoint"])
+        assert writer.longest_s == 0.0
+
+    asyncio.run(main())
+
+
+def test_a_quick_look_at_a_checkpoint_compares_sizes_only(tmp_path: Path) -> None:
+    folder = Checkpoints(tmp_path).save(
+        a_snapshot(1, write=lambda folder: (folder / "data").write_bytes(b"abc") and None)
+    )
+    (folder / "data").write_bytes(b"xyz")
+    assert damages(folder, quick=True) == [] and damages(folder) == [
+        "data is not what was written: its SHA-256 differs"
+    ]
+
+
 def test_a_writer_that_hangs_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(module, "WAIT_S", 0.1)
@@ -379,6 +444,35 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     assert keeper.seconds_to_save == 23
     keeper._writer.longest_s = 70.0
     assert keeper.seconds_to_save == 50  # half of the time
+
+
+def test_arrays_of_one_type_and_numbers_that_are_none_come_back_from_their_places(tmp_path: Path) -> None:
+    state = {
+        "one": torch.arange(6).reshape(2, 3),
+        "other": torch.arange(10, 14).reshape(4, 1),
+        "last": torch.tensor([7]),
+        "numbers": [math.inf, -math.inf, math.nan, 0.1],
+    }
+    write_state(tmp_path, state)
+    found = read_state(tmp_path)
+    assert all(torch.equal(found[name], state[name]) for name in ("one", "other", "last"))
+    assert found["numbers"][:2] == [math.inf, -math.inf] and math.isnan(found["numbers"][2])
+    assert found["numbers"][3] == 0.1
+
+
+def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:
+    config = config_for(tmp_path).training
+    state = {
+        "steps_done": 3,
+        "budget": {"seconds": 9.0, "last": 4.0},
+        "step": None,
+        "laps": {"rollout": 1.5, "sync": 0.25},
+        "scores": {"before": {"accuracy": 0.5, "response_length": 7.0}},
+        "seconds": {"rollout": 7.0, "update": 2.0},
+    }
+    at = RunState(Budget(config))
+    at.load_state(state)
+    assert at.state() == state and at.steps_done == 3
 
 
 def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,12 +31,13 @@ from dapo.cli import app
 from dapo.errors import ConfigError, StarvedError, UserError
 from dapo.evaluation.best import Best
 from dapo.files import json_line, write_json
+from dapo.fingerprint import fingerprint_model, fingerprint_prompts, fingerprint_tokenizer
 from dapo.inputs import Inputs
 from dapo.launch import run_experiment
 from dapo.observe.metrics import read_metrics
 from dapo.observe.samples import TokenArrays
 from dapo.prepare import Preparer
-from dapo.records import Reward
+from dapo.records import Prompt, Reward
 from dapo.resume import check_resumable, resume_config
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
@@ -640,6 +641,26 @@ def test_a_run_that_is_going_on_keeps_its_folder(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run").lock(), pytest.raises(UserError, match="another process"):
         run(tmp_path / "run", {"run.if_exists": "rename"})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_fingerprint_tells_another_answer_template_and_stop_token() -> None:
+    def of_model(stop: Any) -> str:
+        model = tiny_model()
+        model.generation_config.eos_token_id = stop
+        return str(fingerprint_model(model)["config"])
+
+    def of_tokenizer(template: str | None) -> str:
+        tokenizer = copy.deepcopy(TOKENIZER)
+        tokenizer.chat_template = template
+        return str(fingerprint_tokenizer(tokenizer)["hash"])
+
+    def of_prompt(text: str, answer: str) -> str:
+        return str(fingerprint_prompts([Prompt(0, text, (1,), answer)])["hash"])
+
+    assert of_model(1) == of_model(1) != of_model([1, 2])
+    assert of_tokenizer(None) == of_tokenizer(None) != of_tokenizer("{{ messages }}")
+    assert of_prompt("2+2=", "4") == of_prompt("2+2=", "4") != of_prompt("2+2=", "5")
+    assert of_prompt("2+2=", "4") != of_prompt("2+3=", "4")
 
 
 def test_a_model_with_another_config_is_refused(stopped: Path) -> None:

@@ -3,12 +3,13 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.data.order import Choice, Permutation
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32))
 def test_a_permutation_holds_every_number_once_and_can_be_inverted(size, seed):
     found = Permutation(size, seed)
@@ -45,6 +46,7 @@ def test_neighbours_do_not_stay_neighbours():
     assert close < 20_000 * 0.002 * 1.6  # 0.2 % by chance
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(0, 1000))
 def test_choices_follow_the_weights(weights, seed):
     choice = Choice(weights, seed)
@@ -53,3 +55,10 @@ def test_choices_follow_the_weights(weights, seed):
         share = weight / sum(weights)
         assert abs(found[k] / 2000 - share) < 5 * (share * (1 - share) / 2000) ** 0.5 + 1e-3
     assert choice[7] == Choice(weights, seed)[7]
+
+
+@pytest.mark.parametrize(("word", "chosen"), [(0, 1), (2**64 - 1, 3)])
+def test_what_has_no_weight_is_never_chosen(monkeypatch, word, chosen):
+    """The lowest point is the border of the first one, and the highest, 2**64 - 1 over 2**64, is 1.0 as a float."""
+    monkeypatch.setattr("dapo.data.order._word", lambda *seed: word)
+    assert Choice([0.0, 0.1, 0.2, 0.3, 0.0], 5)[0] == chosen

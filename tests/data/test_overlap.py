@@ -63,6 +63,16 @@ def test_formulas_are_no_language():
     assert hits([[f"one {formula} thing"]], [[f"another {formula} matter"]]) == set()
 
 
+def test_four_words_among_thirteen_are_language():
+    for fourth, found in (("all", {(0, 0, 0, 0, "near")}), ("0", set())):
+        text = f"find 1 2 3 sum 4 5 6 of 7 8 9 {fourth}"
+        assert hits([[text]], [[f"{text} 10"]]) == found
+
+
+def test_of_equal_evaluation_rows_the_first_one_is_named():
+    assert hits([["other", "what is 2+2?", "What is 2+2?"]], [["what is 2+2?"]]) == {(0, 0, 0, 1, "exact")}
+
+
 def test_each_file_is_named_once_for_each_row():
     text = sentence(11, 40)
     found = hits([[text], [sentence(12), text]], [[sentence(13)], [f"{text} more"]])

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from data_cases import PLAIN, draws, numbered, read, source, write
@@ -12,7 +13,7 @@ from tokenizers_for_tests import CHAT, char_tokenizer
 import dapo.data.parts
 import dapo.data.source
 from dapo.config import DataConfig
-from dapo.data.rows import NO_ANSWER
+from dapo.data.rows import NO_ANSWER, SHOWN_FAULTS
 from dapo.data.source import DataReport, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
@@ -194,6 +195,14 @@ def test_a_position_in_other_data_is_refused_with_what_changed(tmp_path):  # fai
         source(count_up(9)).load_state(source(texts([f"q{k}" for k in range(9)])).state())
 
 
+def test_every_count_of_a_position_comes_back():
+    found = source(count_up(4))
+    state = found.state() | {"draws": 17, "seen": 19, "too_long": 5, "bad": 3, "positions": [[2, 3]]}
+    found.load_state(state)
+    assert found.state() == state and (found.too_long, found.bad, found.seen) == (5, 3, 19)
+    assert found.epoch == 2.75  # (2 x 4 + 3) / 4
+
+
 # --- mixtures -----------------------------------------------------------------------------------------------------
 
 
@@ -277,11 +286,36 @@ def test_rows_beyond_the_first_are_looked_at_when_they_are_drawn(tmp_path, short
         draws(worse, 60)
 
 
+def test_the_last_bad_row_that_is_named_says_that_others_are_not(tmp_path, short_head):
+    count = SHOWN_FAULTS + 3
+    heard = []
+    found = source(
+        with_bad_rows(tmp_path, 25 + count + 5, set(range(25, 25 + count))),
+        shuffle=False,
+        on_bad_row="skip",
+        max_bad_rows=1,
+        warn=heard.append,
+    )
+    draws(found, 30)
+    assert found.bad == count and len(heard) == SHOWN_FAULTS
+    assert [text.endswith("; further ones are counted and not named") for text in heard] == [
+        *[False] * (SHOWN_FAULTS - 1),
+        True,
+    ]
+
+
 def test_a_few_first_rows_of_every_file_are_checked(tmp_path, short_head):
     files = [with_bad_rows(tmp_path, size, {1} if k == 2 else (), f"{k}.jsonl") for k, size in enumerate((3, 100, 50))]
     with pytest.raises(DataError, match=r"2.jsonl:2: "):
         source(*files)
     assert source(*files[:2]).report.checked == 20
+
+
+def test_the_rows_that_are_checked_are_spread_as_evenly_as_the_sizes_allow(short_head):
+    """Of 20: all 3 of the smallest, 17 // 2 = 8 of the next one, and the other 9 of the largest, from its beginning."""
+    parts = [SimpleNamespace(table=range(size)) for size in (3, 100, 50)]
+    found = list(dapo.data.parts.spread([SimpleNamespace(parts=parts)]))
+    assert found == [(0, row) for row in (*range(3), *range(3, 12), *range(103, 111))]
 
 
 def test_a_template_that_refuses_a_row_makes_it_a_bad_one():

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from dapo.config import Config, build_config, nested
@@ -129,6 +131,24 @@ def test_of_an_adapter_little_is_trained(tmp_path: Path) -> None:
         *(4 * adapter, 8 * adapter, 2 * adapter, 4 * adapter),
     )
     assert found.casts == 2 * adapter
+
+
+def test_a_tensor_larger_than_a_group_is_streamed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "GROUP_NUMBERS", 1000)
+    found = predict_memory(config(training__offload_optimizer=True), random_model("qwen2", **SHAPE), on_gpu=True)
+    assert found.streamed == 8 * 8192 * 256  # the embedding, which is the largest
+
+
+def test_memory_that_just_does_is_tight_and_a_byte_less_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = predicted().total(on_gpu=False)
+    patient = SimpleNamespace(config=config(), shape=random_model("qwen2", **SHAPE), device=torch.device("cpu"))
+    patient.model, patient.need = None, lambda value, name: value
+    seen = []
+    for free in (needed - 1, needed, int(needed / 0.85) - 1, int(needed / 0.85) + 2):
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        (finding,) = memory.check_memory(patient)  # type: ignore[arg-type]
+        seen.append((finding.status, patient.fits))
+    assert seen == [("fail", None), ("warn", True), ("warn", True), ("pass", True)]
 
 
 def test_what_offloading_and_checkpointing_save() -> None:

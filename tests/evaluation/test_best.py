@@ -26,3 +26,19 @@ def test_the_best_evaluation_made_again_is_still_the_best_one() -> None:
     again = Best(EvaluationConfig(patience=1))
     again.load_state(best.state())
     assert again.observe(3, {"eval/accuracy": 0.1}) and not again.converged and again.value == 0.5
+
+
+def test_better_is_more_than_the_improvement_asked_for_and_the_first_one_needs_none() -> None:
+    """By steps of a quarter, which are exact: 0.75 is not more than 0.25 above 0.5, and 0.875 is."""
+    best = Best(EvaluationConfig(patience=3, min_improvement=0.25))
+    seen = [best.observe(step, {"eval/accuracy": value}) for step, value in enumerate((0.5, 0.75, 0.5, 0.875))]
+    assert seen == [True, False, False, True]
+    assert (best.step, best.value, best.evaluations_since) == (3, 0.875, 0)
+    for step in (4, 5):
+        assert not best.observe(step, {"eval/accuracy": 0.875}) and not best.converged
+    assert not best.observe(6, {"eval/accuracy": 0.0}) and best.converged and best.evaluations_since == 3
+
+
+def test_without_an_improvement_asked_for_the_same_again_is_none() -> None:
+    best = Best(EvaluationConfig())
+    assert best.observe(0, {"eval/accuracy": 0.0}) and not best.observe(1, {"eval/accuracy": 0.0})

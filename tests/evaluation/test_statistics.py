@@ -141,6 +141,8 @@ def test_votes_too_many_to_count_are_left_out_but_for_all_of_them() -> None:
     n = LARGEST_EXACT_VOTE + 2
     assert majority_at(Votes(n, n // 2, (n // 2,)), 4) is None
     assert majority_at(Votes(n, n // 2, (n // 2,)), n) == 0.5
+    most = LARGEST_EXACT_VOTE  # two classes of the same size: each wins as often
+    assert majority_at(Votes(most, most // 2, (most // 2,)), 4) == pytest.approx(0.5)
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,75 @@ def test_starvation_depends_on_what_happens_at_the_limit() -> None:
     assert raised(once, config_with(algorithm__filter_groups__max_num_gen_batches=1)) == []
 
 
+TRAINS: dict[str, Any] = {"algorithm__filter_groups__on_starved": "train"}
+FIVE: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 5}  # of 16: 80 draws a step are allowed
+BORDERS: dict[str, tuple[dict[str, Any], dict[str, Sequence[float]], dict[str, Sequence[float]]]] = {
+    "20 times the usual gradient": ({}, {"grad_norm/max": [8.0]}, {"grad_norm/max": [8.01]}),
+    "a twentieth of the entropy": ({}, {"entropy": [0.025] * 3}, {"entropy": [0.0249] * 3}),
+    "an entropy of a hundredth": ({"start__entropy": 0.125}, {"entropy": [0.01] * 3}, {"entropy": [0.0099] * 3}),
+    "a task that is solved": (
+        {"start__entropy": 0.25},
+        {"entropy": [0.001] * 3, "accuracy": [0.9] * 3},
+        {"entropy": [0.001] * 3, "accuracy": [0.95, 0.9, 0.84]},
+    ),
+    "a quarter is cut": (
+        {},
+        {"response_length/truncated": [0.25, 0.25, 0.24]},
+        {"response_length/truncated": [0.25] * 3},
+    ),
+    "it rose by 0.15": (
+        {"start__response_length/truncated": 0.25},
+        {"response_length/truncated": [0.375] * 3},
+        {"response_length/truncated": [0.41] * 3},
+    ),
+    "half is cut, and was at the start": (
+        {"start__response_length/truncated": 0.49},
+        {"response_length/truncated": [0.6] * 3},
+        {"response_length/truncated": [0.65] * 3},  # up by 0.16
+    ),
+    "four fifths of the draws": (FIVE, {"groups/drawn": [60, 60, 71]}, {"groups/drawn": [64, 64, 64]}),
+    "five draws a group": (TRAINS, {"groups/drawn": [79, 80, 80]}, {"groups/drawn": [80, 80, 80]}),
+    "three quarters of a batch": (TRAINS, {"groups/kept": [12, 12, 12]}, {"groups/kept": [12, 12, 11]}),
+    "a tenth of the scores": ({}, {"reward/errors": [0.1, 0.1, 0.0999]}, {"reward/errors": [0.1, 0.1, 0.1]}),
+    "a KL of 1 to the start": ({}, {"kl/reference": [1.0, 0.5, 9.0]}, {"kl/reference": [1.01, 0.5, 9.0]}),
+    "a KL of 0.1 in a step": ({}, {"kl/proximal": [0.1, 0.0, 9.0]}, {"kl/proximal": [0.101, 0.0, 9.0]}),
+    "three tenths are clipped": (
+        {},
+        {"clip/low": [0.0, 0.25, 0.5], "clip/high": [0.3, 0.0, 0.5]},
+        {"clip/low": [0.0, 0.0, 0.25], "clip/high": [0.31, 0.0, 0.25]},
+    ),
+}
+"""Settings (``start__``: of the healthy steps), what is no alarm yet, and what is one: values of the last steps."""
+
+
+@pytest.mark.parametrize("border", BORDERS)
+def test_the_exact_borders(border: str) -> None:
+    """By the numbers of docs/alarms.md; of what takes a mean or a median one value is far off."""
+    settings, calm, alarming = BORDERS[border]
+    usual = HEALTHY | {name.removeprefix("start__"): v for name, v in settings.items() if name.startswith("start__")}
+    config = config_with(**{name: v for name, v in settings.items() if not name.startswith("start__")})
+
+    def ends_with(values: dict[str, Sequence[float]]) -> list[tuple[int, str]]:
+        count = max(map(len, values.values()))
+        last = [usual | {name: several[n] for name, several in values.items()} for n in range(count)]
+        return raised([usual] * QUIET + last, config)
+
+    assert ends_with(calm) == []
+    assert [step for step, _ in ends_with(alarming)] == [QUIET + max(map(len, alarming.values()))]
+
+
+def test_what_is_usual_is_a_median_of_the_steps_that_are_remembered() -> None:
+    """Seven steps of 0.4 and one of 40: 0.4 is usual, and 10 is not. The latest 20 steps are remembered."""
+    norms = [0.4] * 7 + [40.0, 10.0]
+    assert "of 10, where 0.4 is" in raised([HEALTHY | {"grad_norm/max": norm} for norm in norms])[-1][1]
+    watch = Alarms(CONFIG)
+    for step in range(1, 31):
+        watch.observe(step, HEALTHY | {"entropy": float(step)})
+        watch.settle()
+    assert [entry["entropy"] for entry in watch.state()["last"]] == list(range(11, 31))
+    assert [entry["entropy"] for entry in watch.state()["first"]] == [1, 2, 3, 4, 5]
+
+
 # --- how often ----------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +297,8 @@ def test_one_that_flickers_is_one_alarm_and_one_that_comes_back_late_is_new() ->
     assert len(flickers) <= 7 and all("(first seen in step 1); " in text for _, text in flickers[1:])
     twice = raised([on] + [HEALTHY] * (REPEAT + 1) + [on])
     assert [(step, "first seen" in text) for step, text in twice] == [(1, False), (REPEAT + 3, False)]
+    sooner = raised([on] + [HEALTHY] * REPEAT + [on])  # one calm step less: it is not forgotten yet
+    assert [(step, "first seen" in text) for step, text in sooner] == [(1, False), (REPEAT + 2, True)]
 
 
 def test_the_count_is_of_alarms_that_are_on_said_or_not() -> None:

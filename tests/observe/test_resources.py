@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,19 @@ def test_the_machine_is_seen() -> None:
     keys = {"time", "host", "role", "cpu", "rss", "gpu", "disk_read", "disk_write", "net_sent", "net_received"}
     assert all(set(line) == keys for line in [*first.values(), *second.values()])
     assert second["engine+trainer"]["net_sent"] >= 0 and second["reward"]["net_sent"] is None
+
+
+def test_traffic_with_itself_is_none_and_a_child_that_has_ended_uses_nothing() -> None:
+    looker = Looker()
+    cards = {
+        name: SimpleNamespace(bytes_sent=n, bytes_recv=2 * n) for name, n in (("lo", 1000), ("eth0", 5), ("w0", 2))
+    }
+    looker._psutil = SimpleNamespace(net_io_counters=lambda pernic: cards)
+    assert looker._network() == {"net_sent": 7, "net_received": 14}
+    looker._line(0.0, "reward", {"cpu_s": 5.0, "rss": 1.0, "disk_read": 10.0}, [])
+    time.sleep(0.01)
+    line = looker._line(0.0, "reward", {"cpu_s": 2.0, "rss": 1.0, "disk_read": 30.0}, [])
+    assert line["cpu"] == 0.0 < line["disk_read"] and line["disk_write"] is None
 
 
 def test_a_run_records_and_its_steps_have_the_means(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from dapo.buffer import Fill, FillStats
 from dapo.config import Config, build_config, nested
 from dapo.observe.metrics import METRICS, describe
-from dapo.observe.step import mismatch_metrics, statistic, step_metrics
+from dapo.observe.step import mismatch_metrics, statistic, step_metrics, step_warnings
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.mismatch import Mismatch
 from dapo.training.trainer import UpdateReport
@@ -200,6 +200,24 @@ def test_skipped_updates_are_counted_and_their_numbers_left_out() -> None:
     assert "loss" not in metrics(reports=reports[1:])
 
 
+def test_the_largest_gradient_norm_is_that_of_all_updates_and_the_loss_their_mean() -> None:
+    reports = [make_report(5, loss=n / 2, grad_norm=n) for n in (2.0, 9.0, 4.0)]
+    found = metrics(reports=reports)
+    assert (found["grad_norm"], found["grad_norm/max"], found["loss"]) == (5.0, 9.0, 2.5)
+
+
+def test_lengths_of_what_is_trained_on_are_of_all_its_samples_scored_or_not() -> None:
+    assert metrics([make_group(0, [(10, True), (30, False), (50, None)])])["response_length/kept_mean"] == 30
+
+
+def test_the_commonest_error_of_a_reward_is_the_one_that_is_quoted() -> None:
+    errors = ["time-out", "no JSON", "no JSON"]
+    group = make_group(0, [(1, None)] * 3)
+    samples = (replace(s, reward=Reward(None, 0.0, error=e)) for s, e in zip(group.samples, errors, strict=True))
+    fill = Fill(0, 0, (replace(group, samples=tuple(samples)),), (), STATS)
+    assert list(step_warnings(fill, ())) == ["1 of 8 scores failed, such as: no JSON"]
+
+
 def test_mismatch_is_of_all_tokens_compared() -> None:
     reports = [
         make_report(1, mismatch=Mismatch(1, 0.4, 0.4, 0.1)),
@@ -230,6 +248,13 @@ def test_the_phases_add_up_to_the_wall_time() -> None:
     assert [found[f"time/{name}"] for name in names] == [1.75, 0.25, 0.5, 0.25, 0.375, 0.125, 0.5, 3.0, 0.5]
     table = [name.removeprefix("time/") for name in METRICS if name.startswith("time/")]
     assert table[: len(names) + 1] == ["wall", *names]  # as the meaning of time/wall says
+
+
+def test_a_wait_for_rewards_is_never_longer_than_the_rollout_it_is_part_of() -> None:
+    """It began in a rollout that was interrupted, and 3 s of it are in that one's laps."""
+    fill = Fill(0, 0, (), (), replace(STATS, reward_wait_s=5.0))
+    found = step_metrics(fill, (), [], Mismatch(), TIMES, make_config())
+    assert (found["time/rollout"], found["time/reward_wait"], found["time/wall"]) == (0.0, 2.0, 4.0)
 
 
 def test_what_dynamic_sampling_costs() -> None:

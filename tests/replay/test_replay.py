@@ -19,6 +19,7 @@ from dapo.observe.metrics import read_metrics
 from dapo.observe.sample_rows import rows_of
 from dapo.observe.samples import TokenArrays, discard_samples, tokens_path, updates_path
 from dapo.records import Sample
+from dapo.replay.recompute import reports_differ
 from dapo.replay.replay import Replay, replay
 from dapo.replay.stored import read_step
 from dapo.run_folder import RunFolder
@@ -519,3 +520,12 @@ def test_all_files_of_later_steps_go_when_they_are_made_again(copied_run: Path) 
     discard_samples(samples, after=1)
     kept = [f"step-00001.{kind}" for kind in ("jsonl", "safetensors", "updates.json")]
     assert sorted(path.name for path in samples.glob("step-*")) == [*kept, "step-00003-note.txt"]
+
+
+def test_a_tolerance_is_relative_and_near_zero_a_hundredth_of_it() -> None:
+    def differ(was: float | None, now: float, tolerance: float) -> bool:
+        return bool(list(reports_differ({"loss": was}, {"loss": now}, tolerance, None)))
+
+    assert differ(2.0, 2.25, 0.1) and not differ(2.0, 2.125, 0.1)
+    assert differ(0.0, 0.002, 0.1) and not differ(0.0, 0.0005, 0.1)
+    assert differ(2.0, 2.0 + 2**-50, 0.0) and not differ(2.0, 2.0, 0.0) and differ(None, 2.0, 0.1)

@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -105,6 +107,11 @@ def test_gpu_seconds_count_the_gpus_that_were_watched_on_every_host(tmp_path: Pa
     assert costs(run).gpu_seconds == 30.0
 
 
+def test_what_was_gained_is_up_to_the_last_evaluation_and_not_to_the_best_one(tmp_path: Path) -> None:
+    (accuracy,) = gains(a_run(tmp_path / "r", [evaluated(0.2), evaluated(0.9), evaluated(0.4)]))
+    assert (accuracy.before, accuracy.after, accuracy.step) == (0.2, 0.4, 2)
+
+
 def test_a_run_that_was_told_to_stay_on_the_cpu_had_no_gpu(tmp_path: Path) -> None:
     assert gpus_of(a_run(tmp_path / "r", [{}], {"runtime.device": "cpu"})) == 0
 
@@ -129,6 +136,22 @@ def test_best_and_worst_are_by_reward_one_of_each_prompt_the_latest_first(tmp_pa
     assert steps == [1, 2]
     assert [sample["response"] for sample in best] == ["new right", "half"]
     assert [sample["response"] for sample in worst] == ["old wrong", "half"]
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_of_equals_the_shortest_good_one_and_the_longest_bad_one_are_shown(tmp_path: Path, indexed: bool) -> None:
+    texts = [("right, 4 tokens", RIGHT), ("right, 1", RIGHT), ("wrong, 1", WRONG), ("wrong, 4 tokens", WRONG)]
+    given = group(0, 0, texts)
+    sized = []
+    for sample, length in zip(given.samples, (4, 1, 1, 4), strict=True):
+        ids = np.full(length, 5, np.int32)
+        sized.append(replace(sample, token_ids=ids, logprobs=ids.astype(np.float32), versions=ids))
+    stored_run(tmp_path / "r", {1: [replace(given, samples=tuple(sized))]})
+    if indexed:
+        pytest.importorskip("duckdb")
+        assert SampleIndex(tmp_path / "r").update() == 1
+    _, best, worst = extremes(RunView.read(tmp_path / "r"))
+    assert [sample["response"] for sample in (*best, *worst)] == ["right, 1", "wrong, 4 tokens"]
 
 
 def test_with_an_index_every_step_counts(tmp_path: Path) -> None:

@@ -140,3 +140,32 @@ def test_who_is_cancelled_before_its_batch_is_not_worked_for():
             await batcher.submit(3)
 
     asyncio.run(run())
+
+
+def test_who_is_cancelled_while_others_are_picked_is_not_among_them():
+    async def run():
+        seen, shown = [], []
+        release = asyncio.Event()
+
+        async def work(batch):
+            seen.append(list(batch))
+            await release.wait()
+            return batch
+
+        def pick(waiting):
+            shown.append(list(waiting))
+            return [place for place, _ in enumerate(waiting)]
+
+        batcher = Batcher(work, pick=pick)
+        tasks = [asyncio.create_task(batcher.submit(1))]
+        await asyncio.sleep(0.01)
+        tasks += [asyncio.create_task(batcher.submit(i)) for i in (2, 3, 4)]
+        await asyncio.sleep(0.01)
+        tasks[1].cancel()
+        release.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert (found[0], *found[2:]) == (1, 3, 4) and isinstance(found[1], asyncio.CancelledError)
+        assert seen == shown == [[1], [3, 4]]
+        await batcher.close()
+
+    asyncio.run(run())

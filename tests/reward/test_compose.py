@@ -236,6 +236,28 @@ def test_a_part_that_fails_too_often_stops_the_run():
     asyncio.run(run())
 
 
+def test_the_share_of_failed_scores_is_judged_from_the_twentieth_on_and_of_the_latest_256():
+    given = Given(number(0.0))
+
+    async def failed_at_the_end(made, failures):
+        """So many scores of which the last ones fail: whether the run ends with the last of them."""
+        scorer = composed({"quality": part("value")}, {"quality": given})
+        for place in range(made):
+            given.reward = number(0.0) if place < made - failures else FAILED
+            try:
+                await scorer.score(PROMPT, "")
+            except RewardError:
+                assert place == made - 1  # and not before
+                return True
+        return False
+
+    async def run():
+        assert await failed_at_the_end(20, 5) and not await failed_at_the_end(20, 4)
+        assert not await failed_at_the_end(400, 51) and await failed_at_the_end(400, 52)  # 51.2 of 256 are a fifth
+
+    asyncio.run(run())
+
+
 def test_a_broken_contract_stops_the_run_with_the_name_of_the_part_and_no_other():
     broken = RewardError("reward function f: expected a float")
     parts = {"last": part(only_if="mine"), "mine": part(), "other": part()}

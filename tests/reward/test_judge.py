@@ -716,6 +716,13 @@ def test_another_question_is_not_answered_from_the_cache(tmp_path, change):
     assert len(server.questions) == 2
 
 
+def test_another_endpoint_is_not_answered_for_from_the_cache(tmp_path):
+    """The same model name may stand for another model there."""
+    with serving([chat("Grade: 5")]) as one, serving([chat("Grade: 4")]) as other:
+        grades = [score(config(server.url, cache=str(tmp_path))).parts["grade"] for server in (one, other, one)]
+    assert grades == [5.0, 4.0, 5.0] and len(one.questions) == len(other.questions) == 1
+
+
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"\xff", b"[1]", b'{"reply": 7}', b'{"reply": "Grade: 99"}', nested(10**5)]
 )

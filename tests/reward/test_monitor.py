@@ -151,6 +151,51 @@ def test_a_reward_that_pays_for_shortness_is_found_too():
     assert "correlation -1.00" in str([alarms for _, alarms in seen])
 
 
+def test_an_alarm_is_for_what_is_above_its_limit_and_lengths_must_have_moved_either_way():
+    """A quarter of the right ones is called wrong, and the correlation is 1: both are the limit, and not above it."""
+    quarter = [
+        group(k, *(sample(i, 1.0, text="right" if i else "wrong", correct=True) for i in range(4))) for k in (0, 1)
+    ]
+    seen = watch([[one] for one in quarter], max_false_right=0.25)
+    assert seen[1][0]["monitor/false_right"] == 0.25 and seen[1][1] == []
+    assert watch([[one] for one in quarter], max_false_right=0.2)[1][0]["monitor/alarms/false_right"] == 1
+
+    def step(k, best, scale):
+        return [group(k, sample(0, best, 3 * scale, "right"), sample(1, -best, scale, "right"))]
+
+    growing = [step(k, 1.0, 10 + 4 * k) for k in range(6)]
+    assert watch(growing, max_length_correlation=1.0)[5][0]["monitor/alarms/length"] == 0
+    assert watch(growing, max_length_correlation=0.99)[5][0]["monitor/alarms/length"] == 1
+    short = [watch([step(k, -1.0, scale) for k, scale in enumerate((24, 24, now, now))])[3] for now in (24, 20, 19)]
+    assert [metrics["monitor/alarms/length"] for metrics, _ in short] == [0, 0, 1]  # 24 / 1.2 is 20
+
+
+def test_a_rise_is_in_standard_deviations_and_is_told_when_the_second_window_is_full():
+    """The reward varies by 2 at first and then rises by 3: 1.5 of its deviations, in the fourth step."""
+
+    def step(k, reward):
+        return [group(k, *(sample(i, reward + 2 * d, text=str(d)) for i, d in enumerate((-1, 1, -1, 1))))]
+
+    seen = watch([step(k, reward) for k, reward in enumerate((0, 0, 3, 3))], max_divergence=1.0)
+    assert [metrics["monitor/alarms/divergence"] for metrics, _ in seen] == [0, 0, 0, 1]
+    assert "risen by 1.50 standard deviations" in seen[3][1][0]
+
+
+def test_a_window_that_is_widened_when_a_run_goes_on_leaves_the_first_steps_as_they_were():
+    async def run():
+        narrow = Monitor(MonitorConfig(share=1.0, window=2), Check())
+        for k in range(4):
+            await look(narrow, drifting(k, float(k), 0.0))
+        wide = Monitor(MonitorConfig(share=1.0, window=3), Check())
+        wide.load_state(narrow.state())
+        await look(wide, drifting(4, 4.0, 0.0))
+        return wide.state()
+
+    state = asyncio.run(run())
+    assert [audit["reward"] for audit in state["first"]] == [0.0, 1.0]
+    assert [audit["reward"] for audit in state["last"]] == [2.0, 3.0, 4.0] and state["steps"] == 5
+
+
 def test_without_a_check_lengths_are_still_watched():
     async def run():
         monitor = Monitor(MonitorConfig(window=1), None)

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +13,8 @@ from dapo.config import ExactReward, FunctionReward, MathReward
 from dapo.errors import RewardError
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
-from dapo.reward.pool import ScoringFailed, WorkerPool
+from dapo.reward.pool import ScoringFailed, WorkerPool, _Worker, _WorkerDied
+from dapo.reward.worker import encode
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 
@@ -90,6 +93,41 @@ def test_a_killed_worker_is_replaced_and_its_item_retried_once(tmp_path):
     assert once.error is None and once.value == 1.0
     assert "two workers died on it, the last one killed by SIGKILL" in twice.error
     assert after.value == 1.0
+
+
+def test_a_worker_that_died_while_idle_costs_an_item_none_of_its_two_attempts(tmp_path):
+    async def run():
+        pool = make_scorer(function("by_name", workers=1, state=str(tmp_path)))
+        try:
+            first = await pool.score(prompt(), "fine")
+            (pid,) = [int(file.stem) for file in tmp_path.glob("*.pid")]
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.2)  # until the event loop has heard of it
+            return first, await pool.score(prompt(), "die once")
+        finally:
+            await pool.close()
+
+    assert [(reward.value, reward.error) for reward in asyncio.run(run())] == [(1.0, None)] * 2
+
+
+@pytest.mark.parametrize(("number", "taken"), [(1, True), (2, False), (None, False)])
+def test_a_reply_is_to_the_message_it_was_asked_for(number, taken):
+    """Another number is another message's: one sample would get the reward of another."""
+
+    async def run():
+        output = asyncio.StreamReader()
+        output.feed_data(encode({"number": number, "result": {"value": 1.0}}))
+        output.feed_eof()
+        drained = asyncio.sleep(0)
+        pipe = SimpleNamespace(write=lambda message: None, drain=lambda: drained)
+        worker = _Worker(SimpleNamespace(stdin=pipe, stdout=output))
+        return await worker.exchange(b"")
+
+    if taken:
+        assert asyncio.run(run())["result"] == {"value": 1.0}
+    else:
+        with pytest.raises(_WorkerDied, match="sent what is no reply to it"):
+            asyncio.run(run())
 
 
 def test_what_user_code_prints_and_reads_does_not_disturb(tmp_path):

@@ -13,7 +13,7 @@ from dapo.config import CodeReward, ExactReward, FunctionReward, load_config
 from dapo.errors import DataError, UserError
 from dapo.observe.samples import samples_path
 from dapo.records import Reward
-from dapo.reward.rescore import StoredRows, kinds_of_change, rescore
+from dapo.reward.rescore import GroupChange, StepChange, StoredRows, kinds_of_change, rescore
 from stored_run import FAILED, RIGHT, ROWS, WRONG, group, stored_run
 
 EXACT = ExactReward(kind="exact")
@@ -196,3 +196,13 @@ def test_groups_without_right_and_wrong_are_judged_by_their_spread(tmp_path, fun
     (step,) = rescored(stored_run(tmp_path / "run", steps, settings=settings), function("scaled"))
     assert (step.kept_before, step.kept_after) == (1, 0)
     assert [(one.draw, one.before, one.after) for one in step.group_changes] == [(0, Verdict.MIXED, Verdict.FLAT)]
+
+
+def test_groups_that_are_no_longer_kept_and_newly_kept_are_told_apart():
+    lost, found = (Verdict.MIXED, Verdict.ALL_RIGHT), (Verdict.ALL_WRONG, Verdict.MIXED)
+    changes = tuple(GroupChange(3, draw, draw, *verdicts) for draw, verdicts in enumerate((found, lost, found)))
+    step = StepChange(3, 24, 20, 5.0, 7.0, 1, 2, 6, 4, 5, (), changes)
+    numbers = step.numbers()
+    assert (numbers["no_longer_kept"], numbers["newly_kept"]) == (1, 2)
+    assert (numbers["kept_before"], numbers["kept_after"]) == (4, 5)
+    assert (numbers["failed_before"], numbers["failed_after"]) == (1, 2)

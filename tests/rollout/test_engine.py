@@ -462,6 +462,7 @@ def test_weights_that_arrive_in_part_are_not_used() -> None:
         with pytest.raises(EngineError, match="version 2 arrived in part"):
             await anext(engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))]))
         await engine.load_weights(2, whole)
+        await engine.load_weights(2, whole)  # as after an update that was skipped: no new version, and no fault
         assert [s.versions[0] async for s in engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))])] == [2]
         with pytest.raises(EngineError, match="version 1 was given after version 2"):
             await engine.load_weights(1, whole)
@@ -519,6 +520,46 @@ def test_prompts_that_wait_are_computed_with_the_weights_in_use() -> None:
     assert len(later) == 2 and all(set(s.versions.tolist()) == {1} for s in later)
     for sample in later:
         np.testing.assert_allclose(sample.logprobs, -np.log(model.config.vocab_size), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "expected"), [(False, [[4, 5], [4], [12], [1]]), (True, [[4], [5], [4], [12], [1]])]
+)
+def test_a_pass_over_prompts_is_bounded_and_pinned_shapes_have_one_prompt_each(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr("dapo.rollout.native.decoder.PREFILL_TOKENS", 9)
+    decoder = Decoder(MODEL, (), max_sequence_tokens=20, max_concurrent_samples=8, deterministic=deterministic)
+    passes: list[list[int]] = []
+    add = decoder.cache.add_prompts
+    monkeypatch.setattr(decoder.cache, "add_prompts", lambda sizes, users: (passes.append(sizes), add(sizes, users))[1])
+    for number, size in enumerate((4, 5, 4, 12, 1)):
+        decoder.submit(0, Request(number, (5,) * size, (1,), Sampling(1.0, 2)))
+    decoder.step()
+    assert passes == expected
+
+
+def test_a_prompt_computed_again_is_stored_for_the_samples_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = Decoder(MODEL, (), max_sequence_tokens=40, max_concurrent_samples=2)
+    stored: list[Any] = []
+    add = decoder.cache.add_prompts
+
+    def noted(sizes: Any, users: Any) -> Any:
+        context, entries = add(sizes, users)
+        stored.extend(entries)
+        return context, entries
+
+    monkeypatch.setattr(decoder.cache, "add_prompts", noted)
+    decoder.submit(0, Request(0, (3, 4), (5, 6, 7, 8, 9), Sampling(1.0, 3)))
+    decoder.step()
+    decoder.use_weights(1)
+    while decoder.busy:
+        decoder.step()
+    first, again = stored
+    assert first.users == 3  # two of five had begun
+    assert again.users == 0 and not again.keys  # the other three were all that it was for
 
 
 def test_drafts_are_the_beginnings_of_the_samples_that_come() -> None:

@@ -18,6 +18,7 @@ from dapo.rollout.engine import EngineError, Request, Sampling
 from dapo.rollout.native.paged.decoder import PagedDecoder, minimum_pages
 from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator
+from dapo.rollout.native.stopping import StopTexts
 
 VOCABULARY = 50
 STOP = 7
@@ -358,3 +359,120 @@ def test_drafts_are_what_each_row_has_after_a_stretch() -> None:
             assert list(draft.logprobs) == [-float(place) for place in range(size)]
             seen += 1
     assert seen > 3
+
+
+def noted_starts(device: FakeDevice) -> list[tuple[int, int]]:
+    """(seed, tokens that it had) of each sequence that the device starts, as it starts them."""
+    begun: list[tuple[int, int]] = []
+    start = device.start
+
+    def noted(starts: Sequence[RowStart]) -> None:
+        begun.extend((one.seed, len(one.done.tokens)) for one in starts)
+        start(starts)
+
+    device.start = noted  # type: ignore[method-assign]
+    return begun
+
+
+def test_who_was_preempted_comes_before_those_that_wait_and_keeps_the_versions_of_its_tokens() -> None:
+    """15 pages of one token for responses of 10 after prompts of 2: one and a bit. The weights change meanwhile."""
+    decoder, device = make(rows=2, pages=16, page_tokens=1, max_sequence=12, stretch=1)
+    requests = [(0, Request(number, (8, 9), (seed,), Sampling(1.0, 10))) for number, seed in ((4, 1), (2, 3), (6, 8))]
+    assert [len(expected(request, 0)) for _, request in requests][:2] == [10, 10]
+    begun = noted_starts(device)
+    for key, request in requests:
+        decoder.submit(key, request)
+    answers = []
+    while not decoder.preemptions:
+        answers += decoder.step()
+    decoder.use_weights(3)
+    answers += drain(decoder)
+    check_answers(requests, answers)
+    seeds = [seed for seed, _ in begun]
+    assert seeds[:3] == [1, 3, 3] and seeds.index(8) > 2
+    had = begun[2][1]
+    assert 0 < had < 10
+    (second,) = [sample for _, sample in answers if sample.request_id == 2]
+    assert second.versions.tolist() == [0] * had + [3] * (10 - had)
+
+
+def test_of_prompts_computed_ahead_the_last_one_is_dropped_first() -> None:
+    """One row, whose response grows into the pages of two prompts that wait: that of 5 tokens is computed twice."""
+    decoder, device = make(rows=1, pages=16, page_tokens=1, max_sequence=13, stretch=1)
+    requests = [
+        (0, Request(number, (8,) * size, (1,), Sampling(1.0, limit)))
+        for number, size, limit in ((0, 1, 9), (1, 4, 1), (2, 6, 1))
+    ]
+    assert len(expected(requests[0][1], 0)) == 9
+    for key, request in requests:
+        decoder.submit(key, request)
+    check_answers(requests, drain(decoder))
+    assert device.computed == 0 + 3 + 2 * 5  # all tokens of a prompt but the last are computed ahead
+
+
+def test_a_stretch_is_as_long_as_the_longest_row_needs() -> None:
+    """Of two rows one ends after its second token; nobody looks at the device for that."""
+    decoder, device = make(rows=2, pages=100, page_tokens=4, max_sequence=20, stretch=8)
+    requests = [(0, Request(number, (8, 9), (seed,), Sampling(1.0, n))) for number, seed, n in ((4, 1, 10), (2, 3, 2))]
+    assert [len(expected(request, 0)) for _, request in requests] == [10, 2]
+    looks: list[int] = []
+    run = device.run
+    device.run = lambda rows, steps, *rest: (looks.append(steps), run(rows, steps, *rest))[1]  # type: ignore[method-assign]
+    for key, request in requests:
+        decoder.submit(key, request)
+    check_answers(requests, drain(decoder))
+    assert looks == [8, 2] and decoder.decode_steps == device.steps == 10
+
+
+def test_a_stretch_serves_the_row_that_asks_for_most() -> None:
+    """One row asks for the 2 likeliest tokens, the next one for none, and one for a truncation."""
+    decoder, device = make(rows=4, pages=100, page_tokens=4, max_sequence=20, stretch=8)
+    variants: list[Variant] = []
+    run = device.run
+    device.run = lambda *args: (variants.append(args[2]), run(*args))[1]  # type: ignore[method-assign]
+    asked = (Sampling(1.0, 4, top_logprobs=2), Sampling(1.0, 4, top_p=0.5), Sampling(1.0, 4))
+    for number, sampling in enumerate(asked):
+        decoder.submit(0, Request(number, (8, 9), (1,), sampling))
+    drain(decoder)
+    assert variants == [Variant(truncate=True, top=2)]
+
+
+def test_a_pass_over_prompts_is_bounded_and_a_longer_one_goes_alone() -> None:
+    decoder, device = make(rows=8, pages=200, page_tokens=4, max_sequence=30, stretch=2, prefill_tokens=9)
+    passes: list[list[int]] = []
+    prefill = device.prefill
+    device.prefill = lambda tokens, lengths, slots: (  # type: ignore[method-assign]
+        passes.append(list(lengths)),
+        prefill(tokens, lengths, slots),
+    )[1]
+    for number, size in enumerate((5, 6, 5, 16, 2)):
+        decoder.submit(0, Request(number, (8,) * size, (1,), Sampling(1.0, 2)))
+    drain(decoder)
+    assert passes == [[4, 5], [4], [15], [1]]  # all tokens of a prompt but its last
+
+
+def test_what_is_on_its_way_out_is_forgotten_with_the_rest() -> None:
+    decoder, _ = make(rows=2, pages=100, page_tokens=4, max_sequence=20, stretch=8)
+    decoder.submit(0, Request(0, (8, 9), (1,), Sampling(1.0, 2)))
+    assert decoder.step() == [] and decoder.busy  # it is finished, and its arrays are on their way
+    decoder.reset()
+    assert not decoder.busy and decoder.step() == []
+    request = Request(1, (8, 9), (3,), Sampling(1.0, 5))
+    decoder.submit(0, request)
+    check_answers([(0, request)], drain(decoder))
+
+
+def test_stop_texts_are_looked_for_in_the_new_tokens_only() -> None:
+    """A response of 150 tokens, 4 at a time: what is decoded does not grow with it."""
+    read: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        read.append(len(ids))
+        return "".join(chr(97 + i % 26) for i in ids)
+
+    decoder, _ = make(1, 100, 4, 160, stretch=4, stop_texts=StopTexts(decode))  # type: ignore[arg-type]
+    seed = next(n for n in range(1000) if len(expected(Request(0, (8, 9), (n,), Sampling(1.0, 150)), 0)) == 150)
+    request = Request(0, (8, 9), (seed,), Sampling(1.0, 150, stop=("?!",)))
+    decoder.submit(0, request)
+    check_answers([(0, request)], drain(decoder))
+    assert len(read) > 30 and max(read) < 20

@@ -142,6 +142,18 @@ def test_a_fault_of_the_backward_pass_names_the_parameter_and_no_sample(trainer,
     assert "sample" not in said
 
 
+def test_bad_gradients_are_in_the_order_of_the_backward_pass(trainer, batch):
+    names = list(trainer._parameters)
+    for place, name in enumerate(names):
+        parameter = trainer._parameters[name]
+        parameter.grad = torch.full_like(parameter, math.nan if place in (1, 3, 6) else 0.5)
+    found = faults.diagnose(trainer.policy, batch, make_inputs(batch), DapoObjective(), trainer._parameters)
+    assert found.gradients == [names[6], names[3], names[1]]
+    assert (
+        f"first in the gradient of {names[6]}, last in that of {names[1]} (3 of {len(names)} parameters)" in found.cause
+    )
+
+
 def test_gradients_too_large_to_be_added_up(trainer, batch):
     trainer.policy.model.get_parameter(f"{LAYER}.up_proj.weight").register_hook(lambda g: torch.full_like(g, 1e30))
     said = trainer.update(batch, make_inputs(batch), DapoObjective()).skipped

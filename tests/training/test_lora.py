@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from dapo.model.loading import copy_model, load_model
 from dapo.process import Stopped
 from dapo.resume import resume_config
 from dapo.run_folder import RunFolder
-from dapo.training.lora import begin_adapter, load_trainable
+from dapo.training.lora import _check_same, begin_adapter, load_trainable
 from dapo.training.packing import pack
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
@@ -236,3 +237,15 @@ def test_what_cannot_be_trained_is_said(base: Path, tmp_path: Path) -> None:
     config = settings(base, target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(ModelError, match="the adapter changes the embedding"):
         begin_adapter(load_trainable(base, config), config, 0)
+
+
+def test_the_order_in_which_modules_are_named_does_not_matter() -> None:
+    settings = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    adapter: Any = SimpleNamespace(settings=settings, folder="there")
+    for names, same in ((["v_proj", "q_proj"], True), (["v_proj", "k_proj"], False)):
+        config = ModelConfig.model_validate({"path": "m", "lora": {"rank": 8, "target_modules": names}})
+        if same:
+            _check_same(adapter, config)
+        else:
+            with pytest.raises(ConfigError, match=r"model\.lora\.target_modules: is"):
+                _check_same(adapter, config)

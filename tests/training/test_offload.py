@@ -102,6 +102,20 @@ def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: py
     assert resumed.learning_rate == plain.learning_rate
 
 
+def test_the_largest_group_goes_first_and_a_group_may_be_just_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 + 2 are the 5 that a group holds, and 9 are one of their own: if memory lacks for those, nothing has moved."""
+    given = [torch.nn.Parameter(torch.ones(size)) for size in (3, 2, 9, 4)]
+    optimizer = OffloadedAdamW(given, group_numbers=5, **SETTINGS)
+    assert [[p.numel() for p in group["params"]] for group in optimizer.param_groups] == [[3, 2], [9], [4]]
+    fetched: list[int] = []
+    fetch = OffloadedAdamW._fetch
+    monkeypatch.setattr(OffloadedAdamW, "_fetch", lambda self, p: (fetched.append(p.numel()), fetch(self, p))[1])
+    for parameter in given:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert fetched == [9, 3, 2, 4]
+
+
 def test_half_an_update_is_not_saved_and_a_failure_before_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when memory runs out between two groups of parameters."""
 
@@ -139,6 +153,9 @@ def test_memory_to_come_is_that_of_one_group(monkeypatch: pytest.MonkeyPatch) ->
     numbers = sum(p.numel() for p in make_trainer().policy.model.parameters())
     assert make_trainer().bytes_to_come == 12 * numbers
     assert make_trainer(offload_optimizer=True).bytes_to_come == 12 * numbers, "it is smaller than a group"
+    trainer, batch = make_trainer(), pack(random_groups(SHAPE))
+    trainer.update(batch, make_inputs(batch), DapoObjective())
+    assert trainer.bytes_to_come == 0  # the moments are there, and the gradients gone until the next update
     monkeypatch.setattr("dapo.training.trainer.GROUP_NUMBERS", 1000)
     assert numbers < offload.GROUP_NUMBERS
     assert make_trainer(offload_optimizer=True).bytes_to_come == 4 * numbers + 8 * 1000

@@ -58,6 +58,7 @@ def test_worked_example():
     assert batch.sample_ids.tolist() == [0, 0, 2, 2, 2]
     assert batch.group_ids.tolist() == [0, 0, 1, 1, 1]
     assert batch.draws.tolist() == [7, 4, 4] and batch.indices.tolist() == [0, 0, 1]
+    assert (batch.num_tokens, batch.num_computed_tokens) == (9, 8)  # the prompt [9] of two samples is computed once
     assert (batch.num_samples, batch.num_groups, batch.num_tokens, batch.num_response_tokens) == (3, 2, 9, 5)
 
 
@@ -95,6 +96,13 @@ def test_groups_go_by_draw_and_not_by_position_failures_20():
     batch = pack(groups)
     assert batch.group_ids.tolist() == [0, 1, 0, 1]
     assert [update.targets.tolist() for update in batch.updates(1)] == [[2, 3], [4, 5]]
+
+
+def test_groups_are_numbered_by_first_appearance():
+    """Draws 9, 1 and 4 are groups 0, 1 and 2; 9 comes again at the end."""
+    batch = pack([make_group(draw, [5], [make_sample([7])]) for draw in (9, 1, 4, 9)])
+    assert batch.group_ids.tolist() == [0, 1, 2, 0]
+    assert [part.draws.tolist() for part in batch.updates(1)] == [[9, 9], [1], [4]]
 
 
 def test_empty_batch():

@@ -372,6 +372,28 @@ def test_the_first_bad_parameter_is_named():
 # --- weights out, state in and out --------------------------------------------------------------------------------
 
 
+def test_an_update_leaves_no_gradients_and_only_a_fresh_policys_log_probabilities():
+    """The rollout needs their memory; later log-probabilities are those of other weights than were sampled from."""
+    trainer = make_trainer(tokens_per_micro_batch=20)
+    batch = pack(random_groups(SHAPE))
+    expected = trainer.logprobs(batch)
+    first = trainer.update(batch, make_inputs(batch), DapoObjective())
+    assert first.micro_batches > 1 and torch.allclose(first.logprobs, expected, atol=1e-5)
+    assert all(parameter.grad is None for parameter in trainer._parameters.values())
+    second = trainer.update(batch, make_inputs(batch), DapoObjective())
+    assert second.logprobs is None and second.entropy.shape == expected.shape
+    trainer.publish()
+    assert trainer.update(batch, make_inputs(batch), DapoObjective()).logprobs is not None
+
+
+def test_skipped_updates_in_a_row_are_counted_anew_after_one_that_was_made():
+    trainer = make_trainer(max_skipped_updates=2)
+    batch = pack(random_groups(SHAPE))
+    for objective in (poisoned(math.nan), DapoObjective(), poisoned(math.nan), DapoObjective()):
+        trainer.update(batch, make_inputs(batch), objective)
+    assert (trainer.updates, trainer.skipped_updates) == (2, 2)
+
+
 def test_version_counts_published_changes():
     trainer = make_trainer()
     batch = pack(random_groups(SHAPE))

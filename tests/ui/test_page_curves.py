@@ -43,6 +43,12 @@ def test_phases_add_up_to_the_step() -> None:
     assert sum(found["totals"].values()) == pytest.approx(9)
 
 
+def test_an_older_run_has_no_wall_time_and_its_steps_left_the_evaluation_out() -> None:
+    found = curves.phases([{"step": 1, "time/rollout": 2.0, "time/evaluation": 3.0, "time/step": 2.5}], points=10)
+    totals = {name: seconds for name, seconds in found["totals"].items() if seconds}
+    assert totals == {"rollout": 2.0, "evaluation": 3.0, "other": 0.5}
+
+
 def test_recipes_differ_in_the_keys_that_have_other_values() -> None:
     one = {"seed": 1, "run": {"dir": "a"}, "training": {"steps": 5, "lr": 1e-3}}
     two = {"seed": 1, "run": {"dir": "b"}, "training": {"steps": 6, "lr": 1e-3, "new": None}}

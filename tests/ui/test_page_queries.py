@@ -95,6 +95,22 @@ def test_reward_against_length_counts_every_sample_once(runs: Runs) -> None:
     assert sorted(found["cells"]) == [[0, 0, 2], [0, 1, 6], [2, 0, 6]]
 
 
+def test_the_last_steps_are_those_after_the_one_named(runs: Runs) -> None:
+    """Two steps of three groups each: one between the first and the last, one among the last."""
+    found = queries.outcomes(runs.get("first").samples(), early=0, late=1)["difficulty"]
+    assert (sum(found["first"]), sum(found["last"]), sum(found["all"])) == (0, 3, 6)
+
+
+def test_a_column_of_lengths_holds_as_many_as_any_other() -> None:
+    """Lengths 0, 1 and 2 in two columns are 1.5 wide: 0 and 1, and 2. Rewards from -1 to 1 in two rows: 1 is above."""
+    import duckdb
+
+    connection = duckdb.connect()
+    rows = "(VALUES (1, 0, -1.0), (1, 1, -0.5), (1, 2, 1.0)) AS t(step, length, reward)"
+    connection.execute(f"CREATE TABLE samples AS SELECT * FROM {rows}")
+    assert sorted(queries.reward_by_length(connection, columns=2, rows=2)["cells"]) == [[0, 0, 2], [1, 1, 1]]
+
+
 def test_resources_are_told_by_role(tmp_path: Path) -> None:
     import duckdb
 
@@ -110,6 +126,23 @@ def test_resources_are_told_by_role(tmp_path: Path) -> None:
     trainer = [row for row in found if row["role"] == "trainer"]
     assert [(row["seconds"], row["cpu"], row["rss"]) for row in trainer] == [(0, 0, 0), (1, 0.5, 10), (2, 1, 20)]
     assert (trainer[0]["gpu_util"], trainer[0]["gpu_memory"], trainer[0]["gpu_power"]) == (0.5, 6, 140)
+
+
+def test_of_looks_in_one_interval_memory_is_the_most_and_the_rest_a_mean(tmp_path: Path) -> None:
+    """Two intervals of 5 s: three looks at 0, 1 and 2 s, and one at 10 s."""
+    import duckdb
+
+    looks = ((0.0, 1.0, 10, 4, 30.0), (1.0, 2.0, 50, 9, 60.0), (2.0, 6.0, 30, 2, 90.0), (10.0, 8.0, 20, 7, 10.0))
+    lines = [
+        {"time": 100 + t, "host": "h", "role": "r", "cpu": cpu, "rss": rss, "disk_read": 2 * cpu}
+        | {"gpu": [{"util": 0.5, "memory": memory, "power": power}]}
+        for t, cpu, rss, memory, power in looks
+    ]
+    path = tmp_path / "resources.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("seconds", "cpu", "rss", "gpu_memory", "gpu_power", "disk_read")
+    found = queries.resources(duckdb.connect(), path, points=2)
+    assert [tuple(row[name] for name in names) for row in found] == [(1, 3, 50, 9, 60, 6), (10, 8, 20, 7, 10, 16)]
 
 
 def test_a_long_file_of_resources_is_thinned_out_from_its_first_line_to_its_last(tmp_path: Path) -> None:
