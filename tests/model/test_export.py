@@ -118,8 +118,8 @@ def test_what_a_type_cannot_hold_is_written_in_float32(tmp_path: Path) -> None:
 
 
 def test_steps_that_a_type_cannot_tell_are_counted(tmp_path: Path) -> None:
-    """Between 1 and 2 bfloat16 has a number every 1/128: of +0.001 and +0.01 the first is lost. What did not change does
-    not count."""
+    """Between 1 and 2 bfloat16 has a number every 1/128: of +0.001 and +0.01 the first is lost. What did not change
+    does not count."""
     model = random_model("qwen2")
     weights = model.model.layers[0].mlp.up_proj.weight.data
     weights.fill_(1.0)
