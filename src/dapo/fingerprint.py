@@ -16,6 +16,10 @@ from dapo.files import plain, read_json
 from dapo.progress import Listener
 from dapo.records import Prompt
 
+_OLDER = (
+    "An older version of dapo began it, and this one reads some models and tokenizers in another way: where the files "
+    "are the same, go on with that version (environment.json says which)"
+)
 _ALL_UP_TO = 2**28
 """Weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds."""
 
@@ -142,6 +146,7 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
         raise UserError(
             f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
             + "\n".join(refused)
+            + ("" if "prompts" in then else f"\n{_OLDER}")
         )
     for line in changed:
         what = "device" if line.startswith("device:") else "reward"

@@ -337,7 +337,14 @@ def _shared(train: _Scan, evaluation: _Scan, hits: Sequence[Hit]) -> Shared:
     return Shared(train.report.file, evaluation.report.file, exact, near=len(hits) - exact, examples=examples)
 
 
-def file_identity(path: Path) -> Mapping[str, Any]:
+def prompt_identity(data: DataConfig, tokenizer: str, unnamed: bool = False) -> list[Any]:
+    """:attr:`Measure.identity` of a recipe's prompts. ``unnamed``: the tokenizer decides on a template."""
+    said = data.model_dump(mode="json", include=set(data.WRITING))
+    files = [Path(tokenizer)] + ([Path(data.chat_template).parent] if data.chat_template else [])
+    return [tokenizer, unnamed, said, [_file_identity(file) for file in files]]
+
+
+def _file_identity(path: Path) -> Mapping[str, Any]:
     """What tells the files of a folder (a tokenizer's) from others, without reading them."""
     found = {}
     for file in sorted(path.glob("*")):

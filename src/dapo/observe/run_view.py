@@ -262,10 +262,13 @@ def _recipe(path: Path) -> dict[str, Any]:
     """
     try:
         value = load_yaml(read_text(path))
-    except yaml.composer.ComposerError as error:
-        raise UserError(f"{path}: cannot be read: {error.problem}") from None
-    except (OSError, ValueError, yaml.YAMLError):  # half written
+    except (OSError, UnicodeDecodeError):
         return {}
+    except (ValueError, yaml.YAMLError) as error:
+        problem = getattr(error, "problem", None) or str(error)
+        if isinstance(error, ValueError | yaml.composer.ComposerError) or "nest" in problem:
+            raise UserError(f"{path}: cannot be read: {problem}") from None
+        return {}  # half written
     return value if isinstance(value, dict) else {}
 
 

@@ -19,7 +19,7 @@ import torch
 from dapo.config import ModelReward
 from dapo.errors import ModelError, RewardError
 from dapo.model.hub import from_where
-from dapo.model.loading import load_tokenizer
+from dapo.model.loading import context_limit, load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
 from dapo.reward.model.value_head import FILE, load_value_head
 
@@ -84,7 +84,7 @@ def load_network(config: ModelReward) -> RewardNetwork:
     head_file = _value_head(name)
     if head_file is None:
         _check_classifier(name, settings)
-    _check_length(config, getattr(settings.get_text_config(), "max_position_embeddings", None))
+    _check_length(config, context_limit(settings.get_text_config()))
     text = PairText(tokenizer, config.template, config.tokenizer or name)
     model = _from_pretrained(config, "AutoModel" if head_file else "AutoModelForSequenceClassification")
     _check_length(config, _positions(model))
