@@ -16,10 +16,6 @@ from dapo.files import plain, read_json
 from dapo.progress import Listener
 from dapo.records import Prompt
 
-_OLDER = (
-    "An older version of dapo began it, and this one reads some models and tokenizers in another way: where the files "
-    "are the same, go on with that version (environment.json says which)"
-)
 _ALL_UP_TO = 2**28
 """Weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds."""
 
@@ -143,10 +139,13 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
     allowed = ("reward.",) if deterministic else ("reward.", "device:")
     refused = [line for line in changed if not line.startswith(allowed)]
     if refused:
+        older = (
+            "\nAn older version of dapo began it, and read some tokenizers otherwise: go on with it (environment.json)"
+        )
         raise UserError(
             f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
             + "\n".join(refused)
-            + ("" if "prompts" in then else f"\n{_OLDER}")
+            + ("" if "prompts" in then else older)
         )
     for line in changed:
         what = "device" if line.startswith("device:") else "reward"

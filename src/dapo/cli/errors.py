@@ -86,6 +86,5 @@ def complain(message: str) -> None:
     """Print an error."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    Terminal(stderr=True).print(
-        Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True, highlight=False
-    )
+    said = Text.assemble(("error: ", "bold red"), visible(message))
+    Terminal(stderr=True).print(said, soft_wrap=True, highlight=False)

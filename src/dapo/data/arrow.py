@@ -21,11 +21,7 @@ class ArrowTable(Table):
     """Rows of an Arrow table on disk."""
 
     def __init__(self, name: str, rows: Any, content: str) -> None:
-        """
-        Args:
-            rows: a ``datasets.Dataset``.
-            content: hash of what it holds.
-        """
+        """``rows``: a ``datasets.Dataset``; ``content``: hash of what it holds."""
         self.name = name
         self._data = rows
         self._content = content

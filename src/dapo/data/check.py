@@ -115,17 +115,11 @@ class CheckReport:
     def as_json(self) -> dict[str, Any]:
         """For a file."""
         found = asdict(self)
-        for report, source in zip(
-            (*found["train"], *found["evaluation"]), (*self.train, *self.evaluation), strict=True
-        ):
+        written = (*found["train"], *found["evaluation"])
+        for report, source in zip(written, (*self.train, *self.evaluation), strict=True):
             lengths = source.lengths
-            report["lengths"] = {
-                "unit": lengths.unit,
-                "median": lengths.at(0.5),
-                "p95": lengths.at(0.95),
-                "longest": lengths.at(1.0),
-                "histogram": lengths.histogram(),
-            }
+            some = {name: lengths.at(share) for name, share in (("median", 0.5), ("p95", 0.95), ("longest", 1.0))}
+            report["lengths"] = {"unit": lengths.unit, **some, "histogram": lengths.histogram()}
         return found
 
 
@@ -138,10 +132,7 @@ def check_data(
     answer_required: bool | None = False,
     progress: Progress = lambda what, done, total: None,
 ) -> CheckReport:
-    """Read all rows of all files.
-
-    Args:
-        answer_required: whether a row without an answer is bad; None: not known.
+    """Read all rows of all files. ``answer_required``: whether a row without an answer is bad; None: not known.
 
     Raises:
         DataError: a file cannot be read at all.

@@ -14,15 +14,7 @@ from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt
 from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.doctor.answers import (
-    LOOKED_AT,
-    check_content,
-    check_given_away,
-    check_room,
-    check_stops,
-    spread,
-    with_keys,
-)
+from dapo.doctor.answers import LOOKED_AT, check_content, check_given_away, check_room, check_stops, spread, with_keys
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import DataError

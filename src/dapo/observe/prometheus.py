@@ -140,7 +140,5 @@ def _gauge(name: str, text: str, rows: Sequence[tuple[str, float]]) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    escaped = {
-        key: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for key, value in labels.items()
-    }
-    return "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return "{" + ",".join(f'{key}="{value.translate(escapes)}"' for key, value in labels.items()) + "}"

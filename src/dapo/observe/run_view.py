@@ -57,11 +57,7 @@ class RunView:
 
     @classmethod
     def read(cls, root: Path, brief: bool = False) -> RunView:
-        """Read a run folder.
-
-        Args:
-            root: the folder.
-            brief: of the metrics only the first line, the last one and those of evaluations: enough for a list.
+        """Read a run folder. ``brief``: of the metrics only the first line, the last one and those of evaluations.
 
         Raises:
             UserError: it is none, or a line of its metrics is spoilt.

@@ -41,13 +41,7 @@ class RewardNetwork:
         pad_id: what the batch is filled up with.
     """
 
-    def __init__(
-        self,
-        text: PairText,
-        forward: Forward,
-        device: torch.device,
-        pad_id: int,
-    ) -> None:
+    def __init__(self, text: PairText, forward: Forward, device: torch.device, pad_id: int) -> None:
         self.text = text
         self._forward, self._device, self._pad_id = forward, device, pad_id
 
