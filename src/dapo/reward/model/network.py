@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dapo.config import ModelReward
-from dapo.errors import ModelError, RewardError
+from dapo.errors import ModelError, RewardError, first_line
 from dapo.model.hub import from_where
 from dapo.model.loading import context_limit, load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
@@ -279,8 +279,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _explain(what: str, name: str, error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = lines[0] if lines else type(error).__name__
+    reason = first_line(error)
     local = Path(name).expanduser()
     if local.exists():
         return f"reward {what} {name}: exists but cannot be loaded: {reason}"
