@@ -109,7 +109,7 @@ from dapo.cli.errors import errors_for_people
 from dapo.progress import make_listener
 from dapo.terminal import open_closed_streams
 open_closed_streams()
-with errors_for_people(False):
+with errors_for_people(False, output_is_result=False):
     listener = make_listener()
     for step in range(20):
         listener.phase("x" * 1000)
@@ -145,6 +145,18 @@ def test_a_run_goes_on_without_its_output_and_says_so_once(tmp_path: Path, where
     assert [line.removeprefix("warning: ").partition(":")[0] for line in said.splitlines()][: len(told)] == told
     assert len(said.splitlines()) == len(told) + ("2>" not in where or "err" in where)  # and the quiet warning
     assert (tmp_path / "first").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("data check d.jsonl", 1), ("data check bad.jsonl", 2), ("train r.yaml --dry-run", 1)]
+)
+def test_a_result_that_a_full_disk_has_no_room_for_is_no_success(tmp_path: Path, command: str, code: int) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"answer": "2"}\n')
+    (tmp_path / "r.yaml").write_text("data: {train: d.jsonl}\nmodel: {path: none}\nreward: {kind: math}\n")
+    done = bash(f"cd {tmp_path}; $PYTHON -m dapo {command} >/dev/full")
+    assert done.returncode == code and b"No space left on device" in done.stderr, done.stderr
+    assert bash(f"cd {tmp_path}; $PYTHON -m dapo data check d.jsonl | true").returncode == 0
 
 
 @pytest.mark.parametrize("command", ["--help", "--version", "config", "config --json", "config --nonsense"])

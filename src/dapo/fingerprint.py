@@ -143,9 +143,13 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
     allowed = ("reward.",) if deterministic else ("reward.", "device:")
     refused = [line for line in changed if not line.startswith(allowed)]
     if refused:
+        older = (
+            "\nAn older version of dapo began it, and read some tokenizers otherwise: go on with it (environment.json)"
+        )
         raise UserError(
             f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
             + "\n".join(refused)
+            + ("" if "prompts" in then else older)
         )
     for line in changed:
         what = "device" if line.startswith("device:") else "reward"

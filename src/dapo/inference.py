@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dapo.checkpoints import Checkpoints
 from dapo.config import Config, load_config
 from dapo.config.layers import layered_config
-from dapo.config.sections import DataItem
+from dapo.config.sections import DataConfig, DataItem
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.files import holds_model
 from dapo.progress import Listener
@@ -84,12 +84,10 @@ _OPEN: Mapping[str, Any] = {
     "training": {"tokens_per_micro_batch": 2**40},
 }
 """Where nobody says otherwise."""
-WRITING = ("template", "chat_template", "chat_template_kwargs", "today", "instruction", "system")
-"""Keys of ``data`` that say how a row becomes a prompt."""
 _FROM_RECIPE = {
     "seed": True,
     "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
-    "data": {"prompt_key", "answer_key", "max_prompt_length", *WRITING},
+    "data": {"prompt_key", "answer_key", "max_prompt_length", *DataConfig.WRITING},
     "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples"},
     "reward": True,
     "evaluation": {

@@ -15,6 +15,9 @@ from rich.text import Text
 class Terminal(Console):
     """A console that may end, with its reader or the room on its disk: what is printed then is dropped, no error."""
 
+    failed = False
+    """Whether output of any console on standard output was dropped, for another reason than that its reader ended."""
+
     def print(self, *objects: Any, **options: Any) -> None:
         """As of any console; text shows what a terminal would obey."""
         super().print(*(visible(it) if isinstance(it, str) else it for it in objects), **options)
@@ -29,6 +32,7 @@ class Terminal(Console):
         except OSError as error:  # a full disk, a terminal that hung up
             self.on_broken_pipe()
             if not self.stderr:
+                Terminal.failed = True
                 warn(f"standard output cannot be written to ({error.strerror}): what is printed is dropped")
 
 

@@ -171,6 +171,23 @@ def test_short_floats_and_decimals_are_written_as_they_print(tmp_path):
     assert answers == ["2", "0.1", "-1200", "0", "123456789012345678.25"]
 
 
+def test_short_floats_within_structs_and_lists_are_as_they_print(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    short = pa.float32()
+    point = pa.struct([("at", short), ("name", pa.string())])
+    deep = pa.struct([("x", short), ("some", pa.list_(short)), ("points", pa.list_(point)), ("wide", pa.float64())])
+    value = {"x": 0.1, "some": [0.1, None, 0.3], "points": [{"at": 0.7, "name": "p"}, None], "wide": 0.1}
+    half = pa.array([[[0.1]]], pa.list_(pa.list_(pa.float16())))
+    columns = {"reward_model": pa.array([{"ground_truth": 0.1}], pa.struct([("ground_truth", short)]))}
+    columns |= {"prompt": ["p"], "extra_info": pa.array([value], deep), "nested": half, "gap": pa.array([None], deep)}
+    pq.write_table(pa.table(columns), tmp_path / "deep.parquet")
+    (row,) = read(tmp_path / "deep.parquet", answer_key="reward_model.ground_truth")
+    assert row.answer == "0.1"
+    assert row.meta["extra_info"] == value and row.meta["nested"] == [[0.1]] and row.meta["gap"] is None
+
+
 def test_integers_with_a_gap_are_integers_from_every_kind_of_data(tmp_path):
     rows = [{"prompt": "a", "answer": 2.0}, {"prompt": "b", "answer": 12.0}]
     folder = tmp_path / "folder"

@@ -144,7 +144,7 @@ def test_memory_of_a_gpu_that_is_elsewhere_is_predicted(case: Path) -> None:
 
 
 def test_a_sandbox_that_is_not_there(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tests = [{**row, "tests": ["assert f() == 1"], "solution": "def f():\n    return 1"} for row in rows(0, 6)]
+    tests = [{**row, "tests": ["assert f() == 1"], "solution": "def f():\n return 1"} for row in rows(0, 6)]
     write_rows(case, tests)
     write_recipe(case, {"reward": {"kind": "code", "workers": 1}})
     monkeypatch.setenv("PATH", str(case))

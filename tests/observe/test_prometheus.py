@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import urllib.error
@@ -69,6 +70,29 @@ def test_who_connects_and_says_nothing_is_not_waited_for(monkeypatch: pytest.Mon
     with socket.create_connection(("127.0.0.1", tracker.port), timeout=20) as silent:
         assert silent.recv(1) == b""  # the server has hung up
     tracker.close()
+
+
+def test_a_fault_of_ours_is_told_and_a_client_that_goes_away_is_not(
+    tracker: PrometheusTracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error in (BrokenPipeError("gone"), ConnectionResetError("gone"), TimeoutError("gone"), KeyError("lost_key")):
+        try:
+            raise error
+        except (OSError, KeyError):
+            tracker._server.handle_error(None, ("127.0.0.1", 1))
+    said = capsys.readouterr().err
+    assert "KeyError: 'lost_key'" in said and "gone" not in said
+
+
+def test_a_server_whose_places_are_taken_takes_none_of_another(tracker: PrometheusTracker) -> None:
+    full = PrometheusTracker(0, list, "full")
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(16):
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", full.port), timeout=20))
+        with socket.create_connection(("127.0.0.1", full.port), timeout=20) as beyond:
+            assert beyond.recv(1) == b""
+        assert "dapo_" in fetch(tracker.port)
+    full.close()
 
 
 def test_it_serves_as_long_as_the_run_goes_on_and_a_taken_port_ends_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import html
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from dapo.observe.index import SampleIndex
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.records import Reward
-from dapo.report.blocks import Answer, Section, Text
+from dapo.report.blocks import Answer, Code, Section, Text
 from dapo.report.content import sections_of
 from dapo.report.costs import costs, gains, gpus_of
 from dapo.report.extremes import extremes
@@ -197,6 +198,16 @@ def test_a_lone_surrogate_can_be_written_and_a_long_text_is_cut(tmp_path: Path) 
     page, _ = write_report("r", sections, tmp_path / "out")
     text = page.read_text(encoding="utf-8")
     assert "\\ud800" in text and "96,000 characters left out" in text
+
+
+def test_code_and_joined_letters_can_be_copied_and_nothing_that_is_obeyed_is_there(tmp_path: Path) -> None:
+    text = "def f():\n\treturn\u3000'\u00a0'  # \U0001f469\u200d\U0001f680 \u0645\u06cc\u200c\u062e \u2009|"
+    sections = [Section("s", (Code(text + "\x1b[2J\u202e\u2066\x85\u200b\u2028\r|"),))]
+    for file in write_report("r", sections, tmp_path / "out"):
+        page = file.read_bytes().decode()
+        assert text in html.unescape(page)
+        assert "\\x1b[2J\\u202e\\u2066\\x85\\u200b\\u2028\\r" in page
+        assert not set("\x1b\u202e\u2066\x85\u200b\u2028\r") & set(page)
 
 
 def test_marks_in_a_text_mean_nothing_in_either_form() -> None:

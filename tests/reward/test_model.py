@@ -297,6 +297,18 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path, kind, li
     assert reward.error is None
 
 
+def test_positions_that_yarn_stretches_count(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+    save(
+        tmp_path,
+        KINDS["qwen2, padding is the end of a text"] | {"max_position_embeddings": 128, "rope_parameters": rope},
+    )
+    (reward,) = score_all(config(tmp_path, max_length=256), ["x" * 200])
+    assert reward.error is None
+    with pytest.raises(RewardError, match="takes at most 256 tokens"):
+        load_network(config(tmp_path, max_length=257))
+
+
 def test_a_model_whose_batches_are_not_its_own_scores_is_refused(tmp_path, monkeypatch):
     from transformers import GPT2Model
 

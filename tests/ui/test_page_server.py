@@ -426,6 +426,7 @@ def test_a_folder_that_is_no_run_is_an_error_for_people(tmp_path: Path) -> None:
 def test_a_run_folder_that_is_a_bomb_says_so_and_the_others_are_shown(tmp_path: Path) -> None:
     lines = ["a: &a [lol]"] + [f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghijk")]
     bombs = {"laughs/config.yaml": "\n".join(lines), "deep/config.yaml": "a: " + "[" * 10_000}
+    bombs |= {"large/config.yaml": "a: 1\n" * 2**22}
     bombs |= {"line/metrics.jsonl": '{"step": 1, "x": "' + "x" * 2**21 + '"}\n'}
     bombs |= {"nested/metrics.jsonl": '{"step": 1, "x": ' + "[" * 200_000 + "]" * 200_000 + "}\n"}
     bombs |= {"summary/summary.json": '{"a":' * 200_000 + "1" + "}" * 200_000}
@@ -435,7 +436,9 @@ def test_a_run_folder_that_is_a_bomb_says_so_and_the_others_are_shown(tmp_path: 
         (tmp_path / place).write_text(text)
     with served(tmp_path) as address:
         found = {run["name"]: run for run in get(f"{address}/api/runs")[1]}
-    assert found.keys() == {"good", "laughs", "deep", "line", "nested", "summary"}
-    assert {name for name, run in found.items() if run["state"] == "unreadable"} == {"laughs", "deep", "line", "nested"}
+    assert found.keys() == {"good", "laughs", "deep", "line", "nested", "summary", "large"}
+    unreadable = {name for name, run in found.items() if run["state"] == "unreadable"}
+    assert unreadable == {"laughs", "deep", "line", "nested", "large"}
+    assert "larger than 16.0 MiB" in found["large"]["status"]
     assert "too large" in found["laughs"]["status"] and "nesting" in found["deep"]["status"]
     assert "line 1 is longer than 1.0 MiB" in found["line"]["status"]

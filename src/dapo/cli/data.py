@@ -152,7 +152,7 @@ def _files(
 
 def _measure(config: Config, tokenizer: str | None, recipe: Path | None, template: str | None) -> Measure:
     """With the tokenizer that was named, or the recipe's. It is loaded only if a file was not checked before."""
-    from dapo.data.check import Measure, file_identity
+    from dapo.data.check import Measure, prompt_identity
 
     name = tokenizer or (recipe and (config.model.tokenizer or config.model.path))
     if not name:
@@ -169,11 +169,7 @@ def _measure(config: Config, tokenizer: str | None, recipe: Path | None, templat
             return PromptTemplate(data.model_copy(update={"template": "plain"}), found)
         return PromptTemplate(data, found)
 
-    from dapo.inference import WRITING
-
-    said = data.model_dump(mode="json", include=set(WRITING))
-    files = [Path(name)] + ([Path(data.chat_template).parent] if data.chat_template else [])
-    return Measure(load, [str(name), unnamed, said, [file_identity(file) for file in files]])
+    return Measure(load, prompt_identity(data, str(name), unnamed))
 
 
 def _answers(config: Config, item: DataItem) -> list[str]:

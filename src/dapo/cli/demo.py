@@ -35,7 +35,7 @@ def demo(arguments: Arguments = None, quiet: Quiet = False, debug: Debug = False
 
     Everything goes to runs/cpu-demo or runs/cpu-smollm2; an earlier run is kept under another name.
     """
-    with errors_for_people(debug):
+    with errors_for_people(debug, output_is_result=False):
         from dapo.progress import make_listener
 
         console = Terminal()

@@ -19,7 +19,7 @@ from dapo.terminal import Terminal, drop_output, visible
 EXIT_CODES = (
     "Exit codes: 0 done; 1 another error of the input (model, reward function, run folder); 2 an error in the recipe, "
     "the command line or the data; 3 training stopped early (nothing left to learn from, or numbers that are not "
-    "finite); 70 a fault of dapo's; 75 told to stop, --resume goes on; 130 and 143 interrupted (SIGINT, SIGTERM)."
+    "finite); 70 a fault of dapo's; 75 told to stop, --resume goes on; 128 + n ended at once by signal n."
 )
 
 _NO_FAULTS = {
@@ -37,11 +37,14 @@ def exit_code(error: UserError) -> int:
 
 
 @contextmanager
-def errors_for_people(debug: bool) -> Iterator[None]:
-    """Turn what goes wrong inside into a message and an exit code. A reader that went away is nothing wrong."""
+def errors_for_people(debug: bool, output_is_result: bool = True) -> Iterator[None]:
+    """Turn what goes wrong inside into a message and an exit code. A reader that went away is nothing wrong; output
+    that could not be written is, where it is what the command is for."""
     try:
         yield
         sys.stdout.flush()
+        if output_is_result and Terminal.failed:  # a warning has said so
+            raise typer.Exit(1)
     except BrokenPipeError:
         drop_output()
         raise typer.Exit from None
@@ -83,6 +86,5 @@ def complain(message: str) -> None:
     """Print an error."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    Terminal(stderr=True).print(
-        Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True, highlight=False
-    )
+    said = Text.assemble(("error: ", "bold red"), visible(message))
+    Terminal(stderr=True).print(said, soft_wrap=True, highlight=False)

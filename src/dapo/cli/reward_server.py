@@ -39,14 +39,14 @@ def reward_server(
         int, typer.Option(min=1, metavar="N", help="Characters of one prompt, response or answer.")
     ] = 1_000_000,
     drain_s: Annotated[
-        float, typer.Option(min=0, metavar="S", help="After SIGTERM: longest time for running requests to finish.")
+        float, typer.Option(min=0, metavar="S", help="After a signal: longest time for running requests to finish.")
     ] = 30.0,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Serve a reward over HTTP, for runs with reward.kind=server and for other programs.
 
-    SIGTERM or Ctrl-C finishes what runs and ends with 0; a second one ends at once.
+    SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU finishes what runs and ends with 0; a second one ends at once.
     """
     with errors_for_people(debug):
         from dapo.config import load_reward

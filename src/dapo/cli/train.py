@@ -48,7 +48,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a model as RECIPE says."""
-    with errors_for_people(debug):
+    with errors_for_people(debug, output_is_result=dry_run):
         changes = list(overrides or ())
         if resume is not None and recipe is not None and "=" in recipe and not Path(recipe).exists():
             changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
@@ -105,7 +105,7 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
 
 @contextmanager
 def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -> Iterator[Stopping]:
-    """SIGTERM and Ctrl-C inside of the block stop the run that is in it, within a bounded time, with their exit code.
+    """The signals to stop end the run that is inside of the block, within a bounded time, with its exit code.
 
     ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
     run that goes on, if it is none that begins.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -108,6 +108,8 @@ NO_VARIABLES = frozenset(
 
 
 class DataConfig(Section):
+    WRITING: ClassVar = ("template", "chat_template", "chat_template_kwargs", "today", "instruction", "system")
+    """Keys that say how a row becomes a prompt."""
     train: Files = Field(default_factory=list)
     """What to train on: files (JSON lines or JSON arrays, plain, .gz or .zst; Parquet), folders of saved data sets, or
     names on the hub. An item is a path, or a mapping with `path` and, as needed, `name` and `split` (of a data set),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,11 @@ class ArrowTable(Table):
     """Rows of an Arrow table on disk."""
 
     def __init__(self, name: str, rows: Any, content: str) -> None:
-        """
-        Args:
-            rows: a ``datasets.Dataset``.
-            content: hash of what it holds.
-        """
+        """``rows``: a ``datasets.Dataset``; ``content``: hash of what it holds."""
         self.name = name
         self._data = rows
         self._content = content
-        kinds = {name: str(getattr(feature, "dtype", "")) for name, feature in rows.features.items()}
-        self._short = {name: getattr(np, kind) for name, kind in kinds.items() if kind in ("float16", "float32")}
+        self._short = {name: kind for name, kind in rows.features.items() if re.search("float(16|32)", str(kind))}
 
     def __len__(self) -> int:
         return len(self._data)
@@ -39,13 +35,24 @@ class ArrowTable(Table):
             row = dict(self._data[number])
         except Exception as error:  # decoders of images and sound raise their own kinds
             raise BadRow(f"cannot be read: {first_line(error.__cause__ or error)}") from None
-        return row | {key: kind(row[key]) for key, kind in self._short.items() if row[key] is not None}
+        return row | {key: _as_printed(row[key], kind) for key, kind in self._short.items()}
 
     def place(self, number: int) -> str:
         return f"{self.name}:row {number + 1}"
 
     def content(self) -> str:
         return self._content
+
+
+def _as_printed(value: Any, feature: Any) -> Any:
+    """A value of a column, with short floats at any depth as they print: 0.1, and not 0.10000000149011612."""
+    feature = feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {key: _as_printed(item, feature[key]) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_printed(item, feature) for item in value]
+    kind = getattr(feature, "dtype", None)
+    return value if value is None or kind not in ("float16", "float32") else float(str(getattr(np, kind)(value)))
 
 
 def open_parquet(path: Path, name: str) -> ArrowTable:

@@ -115,17 +115,11 @@ class CheckReport:
     def as_json(self) -> dict[str, Any]:
         """For a file."""
         found = asdict(self)
-        for report, source in zip(
-            (*found["train"], *found["evaluation"]), (*self.train, *self.evaluation), strict=True
-        ):
+        written = (*found["train"], *found["evaluation"])
+        for report, source in zip(written, (*self.train, *self.evaluation), strict=True):
             lengths = source.lengths
-            report["lengths"] = {
-                "unit": lengths.unit,
-                "median": lengths.at(0.5),
-                "p95": lengths.at(0.95),
-                "longest": lengths.at(1.0),
-                "histogram": lengths.histogram(),
-            }
+            some = {name: lengths.at(share) for name, share in (("median", 0.5), ("p95", 0.95), ("longest", 1.0))}
+            report["lengths"] = {"unit": lengths.unit, **some, "histogram": lengths.histogram()}
         return found
 
 
@@ -138,10 +132,7 @@ def check_data(
     answer_required: bool | None = False,
     progress: Progress = lambda what, done, total: None,
 ) -> CheckReport:
-    """Read all rows of all files.
-
-    Args:
-        answer_required: whether a row without an answer is bad; None: not known.
+    """Read all rows of all files. ``answer_required``: whether a row without an answer is bad; None: not known.
 
     Raises:
         DataError: a file cannot be read at all.
@@ -337,7 +328,14 @@ def _shared(train: _Scan, evaluation: _Scan, hits: Sequence[Hit]) -> Shared:
     return Shared(train.report.file, evaluation.report.file, exact, near=len(hits) - exact, examples=examples)
 
 
-def file_identity(path: Path) -> Mapping[str, Any]:
+def prompt_identity(data: DataConfig, tokenizer: str, unnamed: bool = False) -> list[Any]:
+    """:attr:`Measure.identity` of a recipe's prompts. ``unnamed``: the tokenizer decides on a template."""
+    said = data.model_dump(mode="json", include=set(data.WRITING))
+    files = [Path(tokenizer)] + ([Path(data.chat_template).parent] if data.chat_template else [])
+    return [tokenizer, unnamed, said, [_file_identity(file) for file in files]]
+
+
+def _file_identity(path: Path) -> Mapping[str, Any]:
     """What tells the files of a folder (a tokenizer's) from others, without reading them."""
     found = {}
     for file in sorted(path.glob("*")):

@@ -7,23 +7,14 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dapo.config import Config, ExactReward
-from dapo.data.check import CheckReport, FileReport, Measure, check_data, file_identity
+from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
 from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.doctor.answers import (
-    LOOKED_AT,
-    check_content,
-    check_given_away,
-    check_room,
-    check_stops,
-    spread,
-    with_keys,
-)
+from dapo.doctor.answers import LOOKED_AT, check_content, check_given_away, check_room, check_stops, spread, with_keys
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
 from dapo.errors import DataError
@@ -66,7 +57,11 @@ def check_rows(patient: Patient) -> Iterator[Finding]:
     config, template = patient.config, patient.template
     data = config.data
     needed = needs_answer(config.reward) or (config.monitor.check is not None and needs_answer(config.monitor.check))
-    measure = Measure() if template is None else Measure(lambda: template, _identity(config))
+    measure = (
+        Measure()
+        if template is None
+        else Measure(lambda: template, prompt_identity(data, config.model.tokenizer or config.model.path))
+    )
     try:
         found = check_data(data.train, config.evaluation.data, data, measure, answer_required=needed)
     except DataError as error:
@@ -86,14 +81,6 @@ def check_rows(patient: Patient) -> Iterator[Finding]:
         yield Finding("data", "overlap", "pass", f"no row to train on holds a prompt that is evaluated on{also}")
     if template is not None:
         yield from _load(patient, template, needed, already=any(one.fails for one in troubles))
-
-
-def _identity(config: Config) -> Any:
-    """What lengths depend on."""
-    name = config.model.tokenizer or config.model.path
-    said = config.data.model_dump(mode="json", include={"template", "chat_template", "instruction", "system"})
-    files = [Path(name)] + ([Path(config.data.chat_template).parent] if config.data.chat_template else [])
-    return [name, False, said, [file_identity(file) for file in files]]
 
 
 def _lengths(found: CheckReport) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,7 +95,10 @@ class _Server(ThreadingHTTPServer):
     """A thread for each of a few connections; those beyond are closed."""
 
     daemon_threads = True
-    _free = threading.BoundedSemaphore(16)
+
+    def server_activate(self) -> None:
+        self._free = threading.BoundedSemaphore(16)
+        super().server_activate()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
@@ -109,7 +113,9 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away, or is sent away, is nothing to tell of."""
+        """A client that goes away, or is sent away, is nothing to tell of; another error is a fault of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -134,7 +140,5 @@ def _gauge(name: str, text: str, rows: Sequence[tuple[str, float]]) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    escaped = {
-        key: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for key, value in labels.items()
-    }
-    return "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return "{" + ",".join(f'{key}="{value.translate(escapes)}"' for key, value in labels.items()) + "}"

@@ -57,11 +57,7 @@ class RunView:
 
     @classmethod
     def read(cls, root: Path, brief: bool = False) -> RunView:
-        """Read a run folder.
-
-        Args:
-            root: the folder.
-            brief: of the metrics only the first line, the last one and those of evaluations: enough for a list.
+        """Read a run folder. ``brief``: of the metrics only the first line, the last one and those of evaluations.
 
         Raises:
             UserError: it is none, or a line of its metrics is spoilt.
@@ -262,10 +258,13 @@ def _recipe(path: Path) -> dict[str, Any]:
     """
     try:
         value = load_yaml(read_text(path))
-    except yaml.composer.ComposerError as error:
-        raise UserError(f"{path}: cannot be read: {error.problem}") from None
-    except (OSError, ValueError, yaml.YAMLError):  # half written
+    except (OSError, UnicodeDecodeError):
         return {}
+    except (ValueError, yaml.YAMLError) as error:
+        problem = getattr(error, "problem", None) or str(error)
+        if isinstance(error, ValueError | yaml.composer.ComposerError) or "nest" in problem:
+            raise UserError(f"{path}: cannot be read: {problem}") from None
+        return {}  # half written
     return value if isinstance(value, dict) else {}
 
 

@@ -10,6 +10,7 @@ import html
 import io
 import re
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
@@ -60,7 +61,7 @@ def write_report(title: str, sections: Sequence[Section], output: Path) -> list[
         UserError: the folder cannot be made or written to.
     """
     pages = [output / "report.html", output / "report.md"]
-    texts = [visible(form(title, sections)) for form in (as_html, as_markdown)]
+    texts = [_shown(form(title, sections)) for form in (as_html, as_markdown)]
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
     files: dict[Path, str | bytes] = dict(zip(pages, texts, strict=True))
     files |= {output / "plots" / f"{plot.name}.png": _image(plot.figure, "png") for plot in plots}
@@ -74,6 +75,11 @@ def write_report(title: str, sections: Sequence[Section], output: Path) -> list[
             shutil.rmtree(output, ignore_errors=True)
         raise UserError(f"--output: cannot write to {str(output)!r}: {error.strerror or error}") from None
     return pages
+
+
+def _shown(page: str) -> str:
+    """Without what a reader would obey: controls, marks of direction. Tabs, spaces and joined letters can be copied."""
+    return re.sub(r"[^\n\t\u200c\u200d]", lambda c: c[0] if unicodedata.category(c[0]) == "Zs" else visible(c[0]), page)
 
 
 def _image(figure: Figure, kind: str) -> bytes:

@@ -1,6 +1,6 @@
 """The reward server as a process: it listens, starts the scorer, serves, and ends without losing what it has begun.
 
-Consumes a reward section and where to listen, produces an exit code; waits for SIGTERM or SIGINT. The first signal
+Consumes a reward section and where to listen, produces an exit code; waits for a signal to stop. The first one
 drains: new requests are answered with 503, running ones are finished within a bounded time. A second one ends the
 process at once; its workers die with it.
 """

@@ -65,7 +65,7 @@ def address_of(listening: socket.socket, token: str | None) -> str:
 
 
 def serve(folders: Sequence[Path], listening: socket.socket, token: str | None) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until a signal to stop (:func:`~dapo.process.stop_signals`)."""
     make_server(folders, token).run(sockets=[listening])
 
 

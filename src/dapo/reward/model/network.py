@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from dapo.config import ModelReward
-from dapo.errors import ModelError, RewardError
+from dapo.errors import ModelError, RewardError, first_line
 from dapo.model.hub import from_where
-from dapo.model.loading import load_tokenizer
+from dapo.model.loading import context_limit, load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
 from dapo.reward.model.value_head import FILE, load_value_head
 
@@ -41,13 +41,7 @@ class RewardNetwork:
         pad_id: what the batch is filled up with.
     """
 
-    def __init__(
-        self,
-        text: PairText,
-        forward: Forward,
-        device: torch.device,
-        pad_id: int,
-    ) -> None:
+    def __init__(self, text: PairText, forward: Forward, device: torch.device, pad_id: int) -> None:
         self.text = text
         self._forward, self._device, self._pad_id = forward, device, pad_id
 
@@ -84,7 +78,7 @@ def load_network(config: ModelReward) -> RewardNetwork:
     head_file = _value_head(name)
     if head_file is None:
         _check_classifier(name, settings)
-    _check_length(config, getattr(settings.get_text_config(), "max_position_embeddings", None))
+    _check_length(config, context_limit(settings.get_text_config()))
     text = PairText(tokenizer, config.template, config.tokenizer or name)
     model = _from_pretrained(config, "AutoModel" if head_file else "AutoModelForSequenceClassification")
     _check_length(config, _positions(model))
@@ -285,8 +279,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _explain(what: str, name: str, error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = lines[0] if lines else type(error).__name__
+    reason = first_line(error)
     local = Path(name).expanduser()
     if local.exists():
         return f"reward {what} {name}: exists but cannot be loaded: {reason}"
