@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import sympy  # type: ignore[import-untyped]
+
 from dapo.reward.math.notation import (
     canonical,
     is_marked_choice,
     is_text,
     same_choice,
+    same_choices,
     same_text,
-    several_choices,
     squeezed,
 )
 from dapo.reward.math.qualifiers import bare, without_qualifiers
@@ -38,13 +40,12 @@ from dapo.reward.math.structure import (
 from dapo.reward.math.symbolic import (
     constant_ratio,
     has_value,
-    is_undefined,
     literal,
     parsed,
     real_number,
     same_expression,
 )
-from dapo.reward.math.units import PERCENT, Quantity, clock, same_time, split_unit, unit_ratio
+from dapo.reward.math.units import PERCENT, Quantity, clock, is_time, same_time, split_unit, unit_ratio
 
 _Same = Callable[[str, str], bool]
 _MAX_ITEMS = 64
@@ -52,8 +53,10 @@ _MAX_ITEMS = 64
 _MAX_LENGTH = 4000
 """Longest text in characters that is looked into; beyond, only equal texts are equal."""
 _INEQUALITIES = r"\\(?:le|ge|ne)(?![A-Za-z])|[<>]"
-_MAY_BE_UNDEFINED = re.compile(r"/ ?0|\\(?:frac|tan|cot|sec|csc|ln|log|infty|Gamma)(?![A-Za-z])|\^ ?\{ ?-")
+_MAY_BE_UNDEFINED = re.compile(r"/|\\(?:frac|tan|cot|sec|csc|ln|log|infty|Gamma)(?![A-Za-z])|\^ ?\{ ?-")
 _SUM_OF_LETTERS = re.compile(r"[A-Za-z](?: ?\+ ?[A-Za-z])+")
+_QUANTITY = re.compile(r"(?:[A-Z]{2}(?:\^\{\d\})?(?:[ +-]|\\cdot)*)+(?<=[A-Z}])|[a-z](?:[ a-z]|\\cdot)*[a-z]")
+"""What a reference may give the value of: ``AB+BC``, ``AB^2``, ``xy``. ``x+y=7`` is a line."""
 _LOOKS_LIKE_A_SET = re.compile(
     rf"{_INEQUALITIES}|\\(?:cup|cap|setminus|in|notin|emptyset|mathbb)(?![A-Za-z])|\\\{{|^[\[(]"
 )
@@ -67,7 +70,8 @@ def equivalent(gold: str, answer: str) -> bool:
     """
     if max(len(gold), len(answer)) > _MAX_LENGTH:
         return bool(squeezed(gold)) and squeezed(gold) == squeezed(answer)
-    return _equivalent(canonical(gold), canonical(answer))
+    reference = canonical(gold)
+    return _equivalent(reference, canonical(answer, reference))
 
 
 def _equivalent(left: str, right: str) -> bool:
@@ -77,9 +81,9 @@ def _equivalent(left: str, right: str) -> bool:
         return not _is_undefined(right)
     if same_choice(left, right):
         return True
-    choices = several_choices(left, is_gold=True), several_choices(right, is_gold=False)
-    if all(choices):
-        return choices[0] == choices[1]
+    choices = same_choices(left, right)
+    if choices is not None:
+        return choices
     ways = cut(right, SEPARATORS).pieces
     if 1 < len(ways) <= _MAX_ITEMS and all(_equivalent(left, w) and _equivalent(ways[0], w) for w in ways):
         return True  # the one value in other words: "20:34 or 8:34 p.m."
@@ -125,7 +129,7 @@ def _is_undefined(text: str) -> bool:
     brackets, items = _shape(text)
     if brackets or len(items) > 1:
         return any(map(_is_undefined, items))
-    return any(is_undefined(parsed(piece)) for piece in cut(items[0], rf"{RELATIONS}|:").pieces)
+    return any(parsed(piece) is sympy.nan for piece in cut(items[0], rf"{RELATIONS}|:").pieces)
 
 
 # --- one value ----------------------------------------------------------------------------------------------------
@@ -181,9 +185,10 @@ def _same_value(gold: str, answer: str) -> bool:
             return (not same_kind or _same_names(left.name, right.name)) and same_set(first, second)
     if _same_names(left.name, right.name) and _same_structure(left.value, right.value):
         return True
-    sides, relations = cut(answer, RELATIONS)
-    if relations == ["="] and _SUM_OF_LETTERS.fullmatch(sides[0]) and real_number(gold) is not None:
-        return same_expression(gold, sides[1])  # m + n = 5
+    for equation, value, label in ((answer, gold, _SUM_OF_LETTERS), (gold, answer, _QUANTITY)):
+        sides, relations = cut(equation, RELATIONS)
+        if relations == ["="] and label.fullmatch(sides[0]) and real_number(value) is not None:
+            return same_expression(value, sides[1])  # m + n = 5
     return _same_relation(gold, answer)
 
 
@@ -247,7 +252,7 @@ def _same_leaf(gold: str, answer: str) -> bool:
         left, right = gold.split(":"), answer.split(":")
         if clock(gold) is None and not _same_ordered(left, right):
             left, right = ([rf"\frac{{{a}}}{{{b}}}" for a, b in pairwise(parts)] for parts in (left, right))
-        return _same_ordered(left, right)
+        return _same_ordered(left, right) and (not is_time(gold) or clock(answer) is not None)
     if cut(gold, RELATIONS).cuts or cut(answer, RELATIONS).cuts:
         return False  # compared as a whole, by _same_relation
     return same_expression(gold, answer)

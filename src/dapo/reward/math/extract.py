@@ -73,9 +73,7 @@ def last_answer_line(text: str) -> str | None:
         found = match[1]
     if found is None:
         return None
-    found = found.strip().rstrip("*_ ")
-    found = found[:-1] if found.endswith(".") else found
-    found = found.rstrip("*_ ")
+    found = found.strip().rstrip("*_ ").removesuffix(".").rstrip("*_ ")
     found = found.strip("` ") if found.startswith("`") else found  # set as code
     box = last_box(found)
     return found if box is None else box

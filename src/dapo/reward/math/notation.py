@@ -11,6 +11,8 @@ import unicodedata
 from collections.abc import Callable
 from functools import partial
 
+from dapo.reward.math.structure import is_balanced
+
 _UNICODE = {
     "−": "-", "–": "-", "‐": "-", "‑": "-", "‒": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
     "∗": r"\cdot ", "•": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
@@ -46,6 +48,7 @@ _COMMANDS = {
 """Other names of what has one, by what stands behind the backslash; what only changes the looks is nothing."""
 _FONT = "bf|it|rm|sf|tt"
 _VECTOR = r"\\(?:vec|mathbf|boldsymbol|bm|overrightarrow)"
+_BOLD = r"(?:\\(?:mathbf|boldsymbol|bm|pmb)\s*\{|\{\s*\\bf(?![A-Za-z]))\s*"
 _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\\\\s*\[[\d.]+\s*[a-z]+\]", r"\\\\"),  # a row of a matrix with more space after it
     (r"(?<=\d)(?:\s*\\!)*\s*(?:\{,\}(?:\s*\\!)*|,\s*\\!(?:\s*\\!)*)\s*(?=\d{3}(?!\d))", ""),  # 2,\! 500
@@ -128,9 +131,14 @@ _CONNECTIVES = [
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)|(?<![\d.,])\d{1,3}(?: \d{3})+(?! ?[\d/])")
 
 
-def canonical(text: str) -> str:
-    """``text`` in the one spelling that the rest of the reward code reads."""
+def canonical(text: str, reference: str = "") -> str:
+    """``text`` in the one spelling that the rest of the reward code reads. Bold letters of an answer are vectors or
+    sets of numbers where its canonical ``reference`` has such, else just letters."""
     text = _plain_characters(text.strip().strip('*"').strip())
+    if r"\mathbb" in reference:
+        text = re.sub(rf"{_BOLD}([RZNQC])\s*\}}", r"\\mathbb{\1}", text)
+    if reference and not re.search(r"\\(?:vec|overrightarrow)", reference):
+        text = re.sub(rf"{_BOLD}([a-z])\s*\}}", r" \1", text)
     text = _without_dollars(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
@@ -190,22 +198,13 @@ def _plain_characters(text: str) -> str:
 
 def _without_dollars(text: str) -> str:
     """Math delimiters go, money stays (as an escaped dollar)."""
-    unescaped = re.findall(r"(?<!\\)\$", text)
-    if len(unescaped) % 2 == 0:
-        return re.sub(r"(?<!\\)\$", " ", text)
-    return re.sub(r"(?<!\\)\$", r"\\$", text)
+    are_pairs = len(re.findall(r"(?<!\\)\$", text)) % 2 == 0
+    return re.sub(r"(?<!\\)\$", " " if are_pairs else r"\\$", text)
 
 
 def _without_braces(text: str) -> str:
     """``{12}`` as ``12``: braces around the whole text are TeX's own and mean nothing."""
-    while text.startswith("{") and text.endswith("}"):
-        depth = 0
-        for place, brace in ((m.start(), m[0]) for m in re.finditer(r"[{}]", text)):
-            depth += 1 if brace == "{" else -1
-            if depth == 0 and place < len(text) - 1:
-                return text
-        if depth != 0:
-            return text
+    while text.startswith("{") and text.endswith("}") and is_balanced(text[1:-1]):
         text = text[1:-1].strip()
     return text
 
@@ -225,7 +224,9 @@ _OTHER_CHOICE = re.compile(
     r"(?<![A-Za-z])(?:[A-J](?![A-Za-z])|[a-j][).](?![A-Za-z]))|(?:,|\\l(?:or|and)|(?<![A-Za-z])(?:or|and))\s*\(?[A-Ja-j](?![A-Za-z])"
 )
 _LETTER = r"(?:\(\s*[A-Ja-j]\s*\)|[A-Ja-j])"
-_SEVERAL = re.compile(rf"{_LETTER}(?:\s*(?:[,;&、]|\\land(?![A-Za-z]))?\s*{_LETTER})+")
+_SEVERAL = re.compile(rf"{_LETTER}(?:\s*(?:[,;、]|\\?&|\\land(?![A-Za-z]))?\s*{_LETTER})+")
+_RUN = re.compile(r"[A-Ja-j](?:\s*[A-Ja-j])+")
+_PAIR = re.compile(r"""\s*[(\[](?![A-J\s]+\W\s*$)[^()\[\]"']*[)\]]\s*""")
 _ANNOUNCED = re.compile(
     r"(?:the |correct |right )*(?:answer|option|choice|statement)s?(?: are| is)?\s*:?", re.IGNORECASE
 )
@@ -261,24 +262,29 @@ def same_choice(gold: str, answer: str) -> bool:
     return not _OTHER_CHOICE.search(text[marked.end() :])
 
 
-def several_choices(text: str, is_gold: bool) -> frozenset[str] | None:
-    """The letters that a canonical text names as choices, two or more: ``AD``, ``A, D``, ``(A) and (D)``, ``{A, D}``.
+def same_choices(gold: str, answer: str) -> bool | None:
+    """Whether an answer names the choices that a reference does, two or more: "A, D" or "(D) and (A)" those of "AD".
+    None: one of them names none.
 
-    In a reference they are capital letters or stand in brackets, each of them, and those that run together are in
-    alphabetical order: "BA" may be a segment, "ad" a product, and "DBAC" an order of events.
+    A reference in capitals that run together may be a word, a product or an order, too: it meets the same run, and
+    lists if it is in alphabetical order. One in one pair of brackets is an ordered pair.
     """
+    named, given = _choices(gold), _choices(answer)
+    is_run = bool(_RUN.fullmatch(named)) and named.isupper()
+    if is_run and _RUN.fullmatch(given):
+        return named.replace(" ", "") == given.replace(" ", "")
+    letters, others = (re.findall("[A-J]", text.replace(r"\land", "").upper()) for text in (named, given))
+    is_list = _SEVERAL.fullmatch(named) and (named.replace(r"\land", "").isupper() or named.count("(") == len(letters))
+    if _PAIR.fullmatch(_TEXT.sub(r"\1", gold)) or not is_list or not _SEVERAL.fullmatch(given):
+        return None
+    is_doubtful = len(set(letters)) < len(letters) or (is_run and letters != sorted(letters))
+    return None if is_doubtful else set(letters) == set(others)
+
+
+def _choices(text: str) -> str:
     text = re.sub(r"""\\?[{}]|["'\[\]]""", " ", _TEXT.sub(r" \1 ", text)).strip()
     text = _ANNOUNCED.sub("", text, count=1).strip() if _ANNOUNCED.match(text) else text
-    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
-        text = text[1:-1].strip()
-    letters = re.findall("[A-Ja-j]", text.replace(r"\land", ""))
-    if len(set(letters)) != len(letters) or not _SEVERAL.fullmatch(text):
-        return None
-    if is_gold and not (text.count("(") == len(letters) or "".join(letters).isupper()):
-        return None
-    if is_gold and text.isalpha() and letters != sorted(letters):
-        return None
-    return frozenset(letter.upper() for letter in letters)
+    return text[1:-1].strip() if text.startswith("(") and text.endswith(")") and text.count("(") == 1 else text
 
 
 def _items(text: str) -> list[str]:

@@ -58,12 +58,13 @@ def cut(text: str, separators: str) -> Cut:
 def unbracket(text: str) -> tuple[str, str]:
     """The two brackets that enclose the whole text ("" where none do) and what they enclose."""
     match = re.fullmatch(r"(\\\{|[(\[])(.*)(\\\}|[)\]])", text.strip(), re.DOTALL)
-    if match is None or not _is_balanced(match[2]):
+    if match is None or not is_balanced(match[2]):
         return "", text
     return match[1] + match[3], match[2].strip()
 
 
-def _is_balanced(inner: str) -> bool:
+def is_balanced(inner: str) -> bool:
+    """Whether no bracket is closed before it is opened, nor left open."""
     depth = 0
     for char in inner:
         depth += (char in "([{") - (char in ")]}")
@@ -95,7 +96,8 @@ def strip_name(text: str) -> Named:
         return Named(member[1], member[2])
     sides, relations = cut(text, RELATIONS)
     if relations == ["="] and is_name(sides[0]):
-        return Named(sides[0], sides[1])
+        value = re.sub(r"^(\d+) ?:", r"(\1):", sides[1]) if _RATIO_NAME.fullmatch(sides[0]) else sides[1]
+        return Named(sides[0], value)  # a ratio is no time
     return Named("", text)
 
 

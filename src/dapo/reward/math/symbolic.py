@@ -17,6 +17,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationConfig, _Latex2Sympy, normalize_latex
 
+from dapo.reward.math.units import is_time
+
 _DIGITS = 40
 """Decimal digits that two values are compared to, relative to their size."""
 _LARGE = 10.0**6
@@ -43,9 +45,9 @@ _DOUBLE_FACTORIAL = re.compile(r"(?<![\w.])(\d{1,3})\s*!!(?!!)")
 _PRIMED = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('+)")
 _SLOW = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 """What takes long to evaluate to hundreds of digits."""
-_UNREADABLE = re.compile(r"\\approx|(?<![_^\d])\d+ +\d|\d\s*_|'|(?<![\d:])(?:[01]?\d|2[0-4]) ?: ?[0-5]\d(?!\d)")
-"""What the reader would misread: two numbers side by side as a product, "12_1" and "5'" as 12 and 5, the time 6:30 as a
-quotient."""
+_UNREADABLE = re.compile(r"\\approx|(?<![_^\d])\d+ +\d|\d\s*_|'")
+"""What the reader would misread: two numbers side by side as a product, "12_1" and "5'" as 12 and 5."""
+_COLON = re.compile(r"(?<![\d:])\d{1,2}(?: ?: ?\d\d(?!\d)){1,2}")
 
 
 def same_expression(gold: str, answer: str) -> bool:
@@ -122,27 +124,28 @@ class _Reader(_Latex2Sympy):  # type: ignore[misc]  # it has no types
 
 @lru_cache(maxsize=256)
 def parsed(text: str) -> Any:
-    """``text`` as a sympy object, unevaluated; None: it cannot be read."""
+    """``text`` as a sympy object, unevaluated; None: it cannot be read; nan: a part of it is undefined."""
     if not text.strip() or len(text) > _MAX_LENGTH or len(re.findall(r"[(\[{]", text)) > _MAX_BRACKETS:
         return None
     number = literal(text)
     if number is not None:
         return sympy.Rational(number.numerator, number.denominator)
     text = _PRIMED.sub(lambda m: f"{m[1]}_{{{'987' * len(m[2])}}}", _exact_numbers(text))  # y' is another name than y
-    if _UNREADABLE.search(text):
+    if _UNREADABLE.search(text) or any(map(is_time, _COLON.findall(text))):
         return None
     latex = normalize_latex(text, _NORMALIZATION)
     try:
-        return _Reader(is_real=_IMAGINARY.search(latex) is None, config=_CONVERSION).parse(latex)
+        expr = _Reader(is_real=_IMAGINARY.search(latex) is None, config=_CONVERSION).parse(latex)
     except Exception:  # its grammar reports by the plain class
         return None
+    return sympy.nan if _evaluated(expr) is sympy.nan else expr
 
 
 def has_value(text: str) -> bool:
     """Whether a reference can be compared with more than its own text: it is read, defined and not too large."""
     expr = parsed(text)
     too_large = isinstance(expr, sympy.Expr) and not isinstance(expr, sympy.MatrixBase) and bits(expr) > _MAX_BITS
-    return expr is not None and not too_large and not is_undefined(expr)
+    return expr is not None and not too_large and expr is not sympy.nan
 
 
 def real_number(text: str) -> Any | None:
@@ -181,15 +184,10 @@ def _exact_numbers(text: str) -> str:
     """Decimals and mixed numbers as fractions: floats would bring rounding, and 2 3/4 is not a product."""
     text = _REPEATING.sub(_repeating_as_fraction, text)
     text = _MIXED.sub(lambda m: rf"({m[1]}+\frac{{{m[2] or m[4]}}}{{{m[3] or m[5]}}})", text)
-    text = _BASED_WITHIN.sub(_in_decimal, text)
+    text = _BASED_WITHIN.sub(lambda m: m[0] if literal(m[0]) is None else str(literal(m[0])), text)
     text = _DOUBLE_FACTORIAL.sub(lambda m: str(math.prod(range(int(m[1]), 0, -2))), text)
     text = _DECIMAL.sub(lambda m: rf"(\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}})", text)
     return _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
-
-
-def _in_decimal(match: re.Match[str]) -> str:
-    number = literal(match[0])
-    return match[0] if number is None else str(number)
 
 
 def _repeating_as_fraction(match: re.Match[str]) -> str:
@@ -239,23 +237,28 @@ def _same_value(left: Any, right: Any) -> bool:
             if (first is None) != (second is None):
                 return False  # one is undefined where the other is not
             continue
-        if not close(first, second) and not (_tiny(first, second) and _difference_is_zero(left, right)):
+        if not close(first, second) and not (_tiny(first, second) and sympy.simplify(left - right) == 0):
             return False
         if not names and not _same_digits(left, right, first):
             return False
         if not _same_beyond(left, right, point, first):
             return False
         compared += 1
-    return compared > 0 or bool(left == right and not is_undefined(left))
+    return compared > 0 or bool(left == right and left is not sympy.nan)
 
 
-def is_undefined(expr: Any) -> bool:
-    r"""Whether ``expr`` has in it what is no number: ``\frac{1}{0}``, ``\infty - \infty``. It equals nothing."""
-    if isinstance(expr, sympy.MatrixBase):
-        return any(map(is_undefined, expr.flat()))
-    if not _is_small_expression(expr) or expr.has(*_SLOW):
-        return isinstance(expr, sympy.FiniteSet | sympy.Tuple) and any(map(is_undefined, expr.args))
-    return bool(expr.doit().has(sympy.nan, sympy.zoo))
+def _evaluated(expr: Any) -> Any:
+    """``expr``, from its leaves on; nan if a part of it is undefined, which sympy may drop: to it ``(1/0)^0`` is 1."""
+    arguments = expr.flat() if isinstance(expr, sympy.MatrixBase) else getattr(expr, "args", ())
+    parts = list(map(_evaluated, arguments))
+    is_infinite = any(part.is_infinite for part in parts if isinstance(part, sympy.Expr))
+    is_lost = is_infinite and isinstance(expr, sympy.Pow) and parts[1] == 0
+    if expr in (sympy.nan, sympy.zoo) or sympy.nan in parts or is_lost:
+        return sympy.nan
+    if not parts or not isinstance(expr, sympy.Expr) or isinstance(expr, (*_SLOW, sympy.MatrixBase, sympy.MatrixExpr)):
+        return expr
+    value = expr.func(*parts) if is_infinite or bits(expr) <= _MAX_BITS else expr
+    return sympy.nan if value.has(sympy.nan, sympy.zoo) else value
 
 
 def _same_digits(left: Any, right: Any, value: Any) -> bool:
@@ -333,9 +336,7 @@ def _value_at(expr: Any, point: dict[str, Any], digits: int = _DIGITS + 10) -> A
 def close(first: Any, second: Any) -> bool:
     if first == second:
         return True
-    if first.is_Rational and second.is_Rational:
-        return False
-    if not (first.is_finite and second.is_finite):
+    if (first.is_Rational and second.is_Rational) or not (first.is_finite and second.is_finite):
         return False
     return bool(abs(first - second) <= max(abs(first), abs(second)) * sympy.Float(10) ** -_DIGITS)
 
@@ -345,10 +346,6 @@ def _tiny(first: Any, second: Any) -> bool:
     return bool(
         first.is_finite and second.is_finite and max(abs(first), abs(second)) < sympy.Float(10) ** -(_DIGITS // 2)
     )
-
-
-def _difference_is_zero(left: Any, right: Any) -> bool:
-    return bool(sympy.simplify(left - right) == 0)
 
 
 def bits(expr: Any) -> float:

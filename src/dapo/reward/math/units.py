@@ -6,6 +6,7 @@ converted exactly (2 m is 200 cm), all others must be the same word.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from fractions import Fraction
@@ -139,6 +140,12 @@ def clock(text: str) -> Clock | None:
         return None
     half, hour = (found[4] or "").lower(), int(found[1])
     return Clock(hour, (int(found[2] or 0), int(found[3] or 0)), half) if hour <= (12 if half else 24) else None
+
+
+def is_time(text: str) -> bool:
+    """Whether a canonical text is a time of the day and no ratio: not in lowest terms, 5:08, 5:12 p.m. (not 5:12)."""
+    time = clock(text)
+    return time is not None and bool(time.half or math.gcd(time.hour, *time.rest) != 1 or re.search(r"(?<!\d)0", text))
 
 
 def same_time(left: Clock, right: Clock) -> bool:
