@@ -57,6 +57,7 @@ def test_a_block_ends_with_its_own_tag():
         ("<think>\n\n</think>\n\n", False),
         ("Put your thoughts into <think> tags.\nAssistant:", False),
         ("Think in <think> </think> tags.\nAssistant: <think>", True),
+        ("Reason inside\n<think>, then answer.\nQ: 2+2\nA:", False),
         ("", False),
     ],
 )

@@ -40,11 +40,12 @@ def outside_thinking(response: str) -> str:
 def behind(prompt_end: str, response: str) -> str:
     """``response``, with the thinking tag in front that the prompt left open, if it did.
 
-    In a prompt a tag is one where a line begins with it, or where it is the last there is: others are spoken of.
+    In a prompt a tag is one where it has a line of its own, or is the last there is: others are spoken of.
     """
     opened, prompt_end = None, prompt_end[-_LONGEST_END:]
     for tag in _TAG.finditer(prompt_end):
-        alone = not prompt_end[: tag.start()].rpartition("\n")[2].strip() or not prompt_end[tag.end() :].strip()
+        before, after = prompt_end[: tag.start()], prompt_end[tag.end() :]
+        alone = not (before.rpartition("\n")[2].strip() or after.partition("\n")[0].strip()) or not after.strip()
         opened = None if _read(tag[0])[1] else tag[0] if alone else opened
     return response if opened is None else opened + response
 
