@@ -20,7 +20,7 @@ from dapo.hosts import is_loopback
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from dapo.bounded_server import Server, limited
+from dapo.bounded_server import Server, _Protocol, limited
 from dapo.config import ExactReward
 from dapo.reward.build import make_scorer
 from dapo.reward.server import Limits, Service, create_app
@@ -129,8 +129,48 @@ def test_connections_that_do_not_read_make_room(monkeypatch: pytest.MonkeyPatch)
     with serving(app=large) as port, ExitStack() as held:
         for _ in range(5):
             held.enter_context(asking(port))
-        time.sleep(1)
+        status, until = 0, time.monotonic() + 30
+        while status == 0 and time.monotonic() < until:  # until all five are known not to read
+            time.sleep(0.2)
+            with suppress(OSError, http.client.HTTPException):
+                status = asked(port, method="HEAD")
+        assert status == 200
+
+
+def test_a_burst_of_connections_stays_within_the_bound_and_those_that_pipeline_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dapo.bounded_server.most_connections", lambda: 5)
+    released: list[asyncio.Event] = []
+    most = [0]
+
+    async def waits(
+        scope: dict[str, str], receive: object, send: Callable[[dict[str, object]], Awaitable[None]]
+    ) -> None:
+        if scope["method"] == "GET":
+            released.append(asyncio.Event())
+            await asyncio.wait_for(released[-1].wait(), 20)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    made = _Protocol.connection_made
+
+    def counted(self: _Protocol, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        most[0] = max(most[0], len(self.connections))
+
+    monkeypatch.setattr(_Protocol, "connection_made", counted)
+    with serving(app=waits) as port, ExitStack() as held:
+        for _ in range(5):
+            held.enter_context(asking(port))  # two requests at once
+        until = time.monotonic() + 20
+        while len(released) < 5 and time.monotonic() < until:
+            time.sleep(0.01)
         assert asked(port, method="HEAD") == 200
+        for _ in range(30):
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        assert asked(port, method="HEAD") == 200
+    assert most[0] == 5
 
 
 def test_the_most_connections_leave_descriptors_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

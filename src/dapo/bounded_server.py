@@ -67,7 +67,9 @@ class _Protocol(H11Protocol):
         if len(self.connections) > most_connections():
             others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
             idle = [one for one in others if one._makes_room]
-            min(idle, key=lambda one: one._since, default=self).transport.abort()
+            victim = min(idle, key=lambda one: (not one._pipelines, one._since), default=self)
+            self.connections.discard(victim)  # at once, lest the next newcomer picks it again
+            victim.transport.abort()
         self._look()
 
     @property
@@ -85,8 +87,13 @@ class _Protocol(H11Protocol):
         return size
 
     @property
+    def _pipelines(self) -> bool:
+        """Whether requests wait behind the one that is answered: whoever reads its answers first sends none."""
+        return not self._is_idle and not self.cycle.more_body and bool(self.conn.trailing_data[0])
+
+    @property
     def _makes_room(self) -> bool:
-        return time.monotonic() - self._since > 2 * _LOOK_S if self._unread else self._is_idle
+        return self._pipelines or (time.monotonic() - self._since > 2 * _LOOK_S if self._unread else self._is_idle)
 
     @property
     def _state(self) -> tuple[Any, bool, int]:
