@@ -98,7 +98,7 @@ def is_secret(key: str) -> bool:
 
 def redact_command(command: Sequence[str]) -> list[str]:
     """A command line with secrets blanked: overrides ``some.api_key=...`` and logins in addresses."""
-    words = []
+    words: list[str] = []
     for before, word in zip(("", *command), command, strict=False):
         if (flag := _flag(before)) and not word.startswith("-"):
             words.append(str(redact(word, flag)))

@@ -15,7 +15,6 @@ _NAMED = ("pad", "bos", "eos", "cls", "sep", "mask")
 SAID = {"system": "Zsystem1", "user": "Zuser2", "assistant": "Zassistant3"}
 """Contents of the messages that a chat template is tried with."""
 _ROLES = frozenset(("system", "user", "assistant", "developer", "model", "human", "bot", "chatbot"))
-_CHANNELS = ("channel", "message")
 _OPENING, _CLOSING = frozenset(("begin", "start", "open")), frozenset(("end", "close"))
 _BRACKETED = re.compile(r"[<\[\u25c1]\S+[>\]\u25b7]")
 _USUAL = frozenset(
@@ -43,14 +42,14 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
     texts = {int(token_id): str(token.content) for token_id, token in added.items()}
     bracketed = {token_id: _name(text) for token_id, text in texts.items() if _BRACKETED.fullmatch(text)}
     found = {getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
-    everything, lone = "\n".join(rendered), set()
+    everything, lone = "\n".join(rendered), set[int]()
     for token_id, text in texts.items():
         special = added[token_id].special
         if special and _name(text) in _USUAL:
             found.add(token_id)
-        elif (
-            (special or token_id in bracketed) and text in everything and _words(text) and _name(text) not in _CHANNELS
-        ):
+        elif text in everything and (token_id in bracketed or (special and _words(text))):
+            if _name(text) in ("channel", "message"):
+                continue
             partners = [texts[i] for i in _partners(token_id, bracketed)]
             if (closing := f"{text[0]}/{text[1:]}") in everything:  # which may be several tokens
                 partners.append(closing)
@@ -58,7 +57,9 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
                 found.add(token_id)
             elif not partners:
                 lone.add(token_id)
-    while more := {one for one in lone - found if _bounds_turn(texts[one], rendered, [texts.get(i) for i in found])}:
+    while more := {
+        one for one in lone - found if _bounds_turn(texts[one], rendered, [texts[i] for i in found & texts.keys()])
+    }:
         found |= more
     for token_id in texts.keys() & set(stop_ids):
         partners_ids = _partners(token_id, bracketed)
@@ -97,12 +98,12 @@ def _enclose_turn(text: str, partner: str, rendered: Sequence[str]) -> bool:
     return _name(text) in _ROLES
 
 
-def _bounds_turn(text: str, rendered: Sequence[str], marks: Sequence[str | None]) -> bool:
+def _bounds_turn(text: str, rendered: Sequence[str], marks: Sequence[str]) -> bool:
     """Whether a token of its own stands at the beginning, behind a turn mark or a role's name, or beside a message."""
     for place in (place for whole in rendered for place in re.finditer(re.escape(text), whole)):
         before, after = place.string[: place.start()].rstrip(), place.string[place.end() :].lstrip()
         role = re.search(r"(?:^|[^\w ])(\w+)$", before)
-        beside = before.endswith((*SAID.values(), *filter(None, marks))) or after.startswith((*SAID.values(),))
+        beside = before.endswith((*SAID.values(), *marks)) or after.startswith((*SAID.values(),))
         if not before or beside or (role and role[1].lower() in _ROLES):
             return True
     return _name(text) in _ROLES
