@@ -58,7 +58,9 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
             elif not partners:
                 lone.add(token_id)
     while more := {
-        one for one in lone - found if _bounds_turn(texts[one], rendered, [texts[i] for i in found & texts.keys()])
+        one
+        for one in lone - found
+        if _bounds_turn(texts[one], rendered, [text for i, text in texts.items() if i in found])
     }:
         found |= more
     for token_id in texts.keys() & set(stop_ids):
