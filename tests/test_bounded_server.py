@@ -8,8 +8,9 @@ import http.client
 import logging
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from dapo.hosts import is_loopback
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 
-from dapo.bounded_server import Server, limited
+from dapo.bounded_server import Server, _Protocol, limited
 from dapo.config import ExactReward
 from dapo.reward.build import make_scorer
 from dapo.reward.server import Limits, Service, create_app
@@ -29,12 +30,12 @@ HALF_BODY = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n
 
 
 @contextmanager
-def serving(token: str | None = None, **limits: int) -> Iterator[int]:
-    """The reward server without its process; gives its port."""
+def serving(token: str | None = None, app: object = None, **limits: int) -> Iterator[int]:
+    """The reward server without its process, or an app; gives its port."""
     config = ExactReward(kind="exact")
     service = Service(make_scorer(config), config, Limits(**limits), token)
     service.state = "ready"
-    server = Server(create_app(service), lifespan="off", timeout_graceful_shutdown=1)
+    server = Server(app or create_app(service), lifespan="off", timeout_graceful_shutdown=1)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -80,6 +81,96 @@ def test_connections_that_ask_for_nothing_make_room(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ConnectionError):  # the first one made room
             assert clients[0].recv(1) == b""
             raise ConnectionResetError
+
+
+async def large(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+    """An app: 20 MiB for a GET, nothing for a HEAD."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": bytes(20 * 2**20)})
+
+
+def asking(port: int, head: str = "") -> socket.socket:
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", port))
+    client.sendall(f"GET / HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() * 2)
+    return client
+
+
+@pytest.mark.parametrize("head", ["", "Connection: close\r\n"])
+def test_a_client_that_does_not_read_is_hung_up_on(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"BODY_S": 0.5, "_LOOK_S": 0.05}.items():
+        monkeypatch.setattr(f"dapo.bounded_server.{name}", seconds)
+    with serving(app=large) as port, asking(port, head) as client:
+        time.sleep(2)
+        size = 0
+        with suppress(ConnectionError):
+            while part := client.recv(2**20):
+                size += len(part)
+        assert size < 15 * 2**20  # what the kernel held; the rest was given up
+
+
+def test_a_client_that_reads_slowly_is_not_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"BODY_S": 0.8, "_LOOK_S": 0.05}.items():
+        monkeypatch.setattr(f"dapo.bounded_server.{name}", seconds)
+    with serving(app=large) as port, asking(port) as client:
+        for _ in range(40):
+            time.sleep(0.05)
+            assert client.recv(2**15)
+        size = 0
+        while size < 20 * 2**20:
+            size += len(client.recv(2**20))
+
+
+def test_connections_that_do_not_read_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dapo.bounded_server.most_connections", lambda: 5)
+    monkeypatch.setattr("dapo.bounded_server._LOOK_S", 0.05)
+    with serving(app=large) as port, ExitStack() as held:
+        for _ in range(5):
+            held.enter_context(asking(port))
+        status, until = 0, time.monotonic() + 30
+        while status == 0 and time.monotonic() < until:  # until all five are known not to read
+            time.sleep(0.2)
+            with suppress(OSError, http.client.HTTPException):
+                status = asked(port, method="HEAD")
+        assert status == 200
+
+
+def test_a_burst_of_connections_stays_within_the_bound_and_those_that_pipeline_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dapo.bounded_server.most_connections", lambda: 5)
+    released: list[asyncio.Event] = []
+    most = [0]
+
+    async def waits(
+        scope: dict[str, str], receive: object, send: Callable[[dict[str, object]], Awaitable[None]]
+    ) -> None:
+        if scope["method"] == "GET":
+            released.append(asyncio.Event())
+            await asyncio.wait_for(released[-1].wait(), 20)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    made = _Protocol.connection_made
+
+    def counted(self: _Protocol, transport: asyncio.Transport) -> None:
+        made(self, transport)
+        most[0] = max(most[0], len(self.connections))
+
+    monkeypatch.setattr(_Protocol, "connection_made", counted)
+    with serving(app=waits) as port, ExitStack() as held:
+        for _ in range(5):
+            held.enter_context(asking(port))  # two requests at once
+        until = time.monotonic() + 20
+        while len(released) < 5 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert asked(port, method="HEAD") == 200
+        for _ in range(30):
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        assert asked(port, method="HEAD") == 200
+    assert most[0] == 5
 
 
 def test_the_most_connections_leave_descriptors_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +249,9 @@ def test_the_page_refuses_a_large_body(tmp_path: Path) -> None:
     ("host", "own"),
     [
         *((name, True) for name in ("localhost", "LocalHost:80", "127.0.0.1", "127.0.0.1:8000", "127.9.9.9:1")),
-        *((name, True) for name in ("::1", "[::1]", "[::1]:80")),
+        *((name, True) for name in ("::1", "[::1]", "[::1]:80", "localhost.", "localhost.:80")),
+        *((name, True) for name in ("[::ffff:127.0.0.1]", "[::ffff:127.0.0.1]:80")),
+        *((name, False) for name in ("localhost..", "[::ffff:10.0.0.1]:80", "localhost.:x")),
         *((name, False) for name in ("", ":80", "evil.example", "evil.example:80", "localhost.evil.example")),
         *((name, False) for name in ("127.0.0.1.evil.example", "127.0.0.1:80@evil.example", "0.0.0.0", "10.0.0.1:80")),
         *((name, False) for name in ("localhost:", "localhost:80:80", "[::2]:80", "[::1", "127.0.0.1:x")),

@@ -19,6 +19,27 @@ from dapo.escapes import eaten, eaten_in
         *(r"4\text{ cm}", r"\theta", r"2\times 3", r"\textbf{A}", r"\tfrac{1}{2}", r"\tan\theta", r"\tan(x)"),
         *(r"\tilde{x}", r"\therefore x", r"\triangle ABC"),
         *(r"\nabla f", r"$x \neq 0$", r"$\nu + 1$", r"x \notin A", r"$a \ne b$", r"$a \nmid b$"),
+        *(
+            r"$\tau$",
+            r"\tau",
+            r"x \to 0",
+            r"$\to$",
+            r"$\top$",
+            r"\tanh x",
+            r"\tfrac12",
+            r"$\tilde x$",
+            r"\tbinom{4}{2}",
+        ),
+        *(
+            r"$\text cm$",
+            r"\textnormal{a}",
+            r"\tag{1}",
+            r"\triangleleft",
+            r"$\tan x$",
+            r"$\nexists x$",
+            r"$a \nless b$",
+        ),
+        *(r"{\rm x}", r"\rbrace", r"\rbrack", r"$x \neg p$", r"$\norm{x}$"),
         *(r"\rho", r"\right)", r"\rangle", r"\rm{d}", r"\rightarrow", r"90 \rfloor"),
     ],
 )
@@ -35,7 +56,10 @@ def test_a_command_that_yaml_took_the_backslash_of(latex):
     assert f"where {name} was probably meant" in str(eaten(yaml.safe_load(f'"{latex}"')))
 
 
-@pytest.mark.parametrize("answer", ["x \neq 0", "\nu", "\nu_0"])
+@pytest.mark.parametrize(
+    "answer",
+    ["x \neq 0", "\nu", "\nu_0", "\neg p", "a \nmid b", "\norm{x}", "\top", "\to", "4\text cm", "\tilde x", "\rm x"],
+)
 def test_in_an_answer_a_line_does_not_begin_with_the_rest_of_a_command(answer):
     assert eaten(answer) is None
     assert "probably meant" in str(eaten(answer, is_answer=True))
@@ -55,6 +79,9 @@ def test_other_control_characters_are_named(text):
         "Numbers:\nu = 3\neq = x + 1\ne = 2.7\nnot a word\nnorth\nnew\n",
         "if x:\n\tan = 1\n\ttext = 2\n\ttop = 3\n\tto = 4\n",
         "\tan apple\n\ttangent\n\textra\n",
+        "word\tan\to\text\top\tag\na\to\tb\n",
+        "all:\n\ttar -x\n\ttouch a\n\trm b\nless\nnorm\nsimilar\nexists\nparallel",
+        "id\ttotal\ttype\ttitle\n4\tcm\n",
         "one\rtwo\rright-hand side\rrho-like",
         r"\boxed{\frac{1}{2}} \neq \theta",
         "Let $x$ be\nu of $y$\ne.g. $z$",

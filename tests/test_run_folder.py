@@ -169,6 +169,8 @@ def test_secrets_inside_of_values_are_blanked_and_ordinary_keys_are_not() -> Non
         "reward.args={pwd: SEKRET}",
         "reward.args.anything=SEKRET",
         "reward={kind: function, function: f.py:g, args: {pass: SEKRET}}",
+        "reward.parts.a.reward.args.foo=SEKRET",
+        "reward.parts={a: {reward: {kind: function, args: {foo: SEKRET}}}}",
     ],
 )
 def test_what_a_reward_is_given_is_not_in_the_recorded_command(override: str) -> None:
@@ -182,6 +184,7 @@ def test_secrets_of_further_spellings_are_blanked() -> None:
 
 SPELLED = (
     "creds", "pat", "jwt", "passwd", "auth", "bearer", "private_key", "PRIVATE_KEY_PEM", "cookie", "session",
+    "api_tokens", "hmac", "secret_id", "pin", "otp",
     "sessionId", "pass", "db_pass", "signature", "private", "openaikey", "auth_header", "githubPAT",
 )  # fmt: skip
 ORDINARY = (
@@ -193,27 +196,75 @@ VALUES = (
     "github_pat_11SEKRET0", "glpat-SEKRET-x1", "xoxb-12-SEKRET", "xoxp-12-SEKRET", "AKIASEKRETSEKRET7",
     "AIzaSySEKRET1234567890", "eyJSEKRETGciOi.eyJSEKRET.SEKRET", "-----BEGIN RSA PRIVATE KEY-----\nSEKRET\nSEKRET\n",
     "Bearer SEKRET1", "Basic SEKRETdXNlcg==", "postgres://u:SEKRET@h/db", "api_key=SEKRET1", "--token=SEKRET1",
-    "https://h/x?X-Amz-Signature=SEKRET&n=1",
+    "https://h/x?X-Amz-Signature=SEKRET&n=1", "Protocol=https;AccountKey=SEKRETabc==;", "Server=x;Password=SEKRET;",
+    '{"n": 1, "api_key": "SEKRET1"}', '{\\"api_key\\": \\"SEKRET1\\"}', "curl -H 'X-Api-Key: SEKRET1' h",
+    "f --token SEKRET1",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\nSEKRET\n-----END PGP PRIVATE KEY BLOCK-----", 'password="SEKRET SEKRET"',
+    "https://hooks.slack.com/services/T0/B0/SEKRET", "SG.SEKRET45abcdefABC123.SEKRET", "r8_SEKRET38abcdefABC123",
+    "tgp_v1_SEKRET2abcdefABC123", "dop_v1_9SEKRET0123456789abcdef", "pplx-SEKRET49abcdefABC12",
+    "xai-SEKRET50abcdefABC12",
+    "pcsk_SEKRET48abcdefABC123_abc", "shpat_SEKRET0123456789abcdef", "amqp://u:p@SEKRET@h/v",
 )  # fmt: skip
 WORDS = (
     "sk-learn-model", "hf_transfer", "Basic algebra", "the bearer of bad news", "give it as key=value",
-    "task-based-learning-2020-2021", "max_tokens=500", "Answer key: 42", "x=1, y=2", "https://h/x?n=1&page=2",
+    "task-based-learning-2020-2021",
+    "pplx-70b-chat", '{"key": "answer"}', "f --tokenizer x", "token=<think>",
+    "/models/hf_Qwen3-8B", "runs/sk-Baseline1", "Give the pair as key=Value.",
+    "max_tokens=500", "Answer key: 42", "x=1, y=2", "https://h/x?n=1&page=2",
 )  # fmt: skip
 
 
 def test_secrets_are_known_by_their_key_and_by_their_look() -> None:
-    assert [key for key in SPELLED if redact({key: "s3cret"}) != {key: BLANK}] == []
+    assert [key for key in (*SPELLED, "storagekey", "hfkey") if redact({key: "s3cret"}) != {key: BLANK}] == []
     assert [key for key in ORDINARY if redact({key: "s3cret"}) != {key: "s3cret"}] == []
     for value in VALUES:
         for shown in (redact(f"401: {value} is wrong"), redact({"note": [{"x": value}]}), redact({value: 1})):
             assert "SEKRET" not in str(shown) and BLANK in str(shown), value
         assert "SEKRET" not in str(redact_command(["dapo", "train", f"data.system={value}"])), value
     assert [text for text in WORDS if redact(text) != text] == []
+    for lower in ("hf_abcdefghijklmnopqrstuvwxyzabcdefgh", "token=abcdefghijklmnopqrst"):
+        assert "abcdefgh" not in redact(lower)
+    flags = ["f", "--api-key", "SEKRET", "--n", "1"]
+    assert redact({"args": flags})["args"] == redact_command(flags) == ["f", "--api-key", BLANK, "--n", "1"]
+
+
+def test_what_is_no_secret_under_a_key_that_may_hold_one_is_recorded() -> None:
+    args = {
+        "key": "answer",
+        "sort_key": "name",
+        "primary_key": "id",
+        "signature": "f(x)",
+        "token": "<think>",
+        "sig": 0.5,
+    }
+    args |= {"pat": r"\d+", "separator_token": "|", "keys": ["a", "final_answer"]}
+    assert redact(args) == args
+    assert redact({"key": "answer1x", "keys": [987651234], "api_key": "answer"}) == {
+        "key": BLANK,
+        "keys": [BLANK],
+        "api_key": BLANK,
+    }
 
 
 def test_what_looks_for_secrets_takes_time_in_proportion_to_the_text() -> None:
     begun = time.process_time()
-    for part in ("a", "a.", "://", "-----BEGIN ", "a=1", "-", "sk-", "Bearer ", "hf_a", "eyJ.", "key:"):
+    for part in (
+        "a",
+        "a.",
+        "://",
+        "-----BEGIN ",
+        "a=1",
+        "-",
+        "sk-",
+        "Bearer ",
+        "hf_a",
+        "eyJ.",
+        "key:",
+        "'key:",
+        "--key ",
+        'key="',
+        "SG.a",
+    ):
         redact(part * (200_000 // len(part)))
     assert time.process_time() - begun < 20  # a quadratic pattern takes minutes
 

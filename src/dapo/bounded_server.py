@@ -1,22 +1,26 @@
 """A uvicorn server that a few clients cannot hold up: connections are bounded in number, requests in time.
 
-Consumes an ASGI application; whoever serves one does it with this. Half-sent requests end after a while, and when there
-are too many connections those that ask for nothing make room. uvicorn bounds neither: its limits begin once a request
-has been read. Who may ask, and how large a body may be, is the application's affair (``limited`` helps).
+Consumes an ASGI application; whoever serves one does it with this. Half-sent requests and responses that nobody reads
+end after a while, and when there are too many connections, those that ask for nothing or do not read make room. uvicorn
+bounds neither: its limits begin once a request has been read. Who may ask, and how large a body may be, is the
+application's affair (``limited`` helps).
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import resource
 import signal
 import socket
+import struct
+import termios
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -27,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dapo.process import stop_signals
 
 HEAD_S, BODY_S = 10.0, 60.0
-"""Seconds that the head of a request may take, and all of it."""
+"""Seconds that the head of a request may take, and all of it; a client may go that long without reading any answer."""
 _LOOK_S = 2.0
 _BACKLOG = 64
 """Connections that are accepted in one go, before any of them can be turned away."""
@@ -59,28 +63,49 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._since, self._seen = time.monotonic(), self._request
+        self._since, self._seen = time.monotonic(), self._state
         if len(self.connections) > most_connections():
-            idle = [one for one in self.connections if isinstance(one, _Protocol) and one.is_idle and one is not self]
-            min(idle, key=lambda one: one._since, default=self).transport.abort()
+            others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
+            idle = [one for one in others if one._makes_room]
+            victim = min(idle, key=lambda one: (not one._pipelines, one._since), default=self)
+            self.connections.discard(victim)  # at once, lest the next newcomer picks it again
+            victim.transport.abort()
         self._look()
 
     @property
-    def is_idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether no request is read or answered: none has come, or not its whole head."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     @property
-    def _request(self) -> tuple[Any, bool]:
-        return self.cycle, self.is_idle
+    def _unread(self) -> int:
+        """Bytes of answers that wait for the client, the kernel's among them, if more wait than it takes."""
+        if size := self.transport.get_write_buffer_size():
+            with suppress(OSError, ValueError):
+                sent = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+                size += struct.unpack("i", sent)[0]
+        return size
+
+    @property
+    def _pipelines(self) -> bool:
+        """Whether requests wait behind the one that is answered: whoever reads its answers first sends none."""
+        return not self._is_idle and not self.cycle.more_body and bool(self.conn.trailing_data[0])
+
+    @property
+    def _makes_room(self) -> bool:
+        return self._pipelines or (time.monotonic() - self._since > 2 * _LOOK_S if self._unread else self._is_idle)
+
+    @property
+    def _state(self) -> tuple[Any, bool, int]:
+        return self.cycle, self._is_idle, self._unread
 
     def _look(self) -> None:
-        if self.transport.is_closing():
+        if self not in self.connections:  # one that is closing stays until its last answer is read
             return
-        half = self.timeout_keep_alive_task is None if self.is_idle else self.cycle.more_body
-        if not half or self._request != self._seen:
-            self._since, self._seen = time.monotonic(), self._request
-        if time.monotonic() - self._since > (HEAD_S if self.is_idle else BODY_S):
+        half = self.timeout_keep_alive_task is None if self._is_idle else self.cycle.more_body
+        if not (half or self._unread) or self._state != self._seen:
+            self._since, self._seen = time.monotonic(), self._state
+        if time.monotonic() - self._since > (HEAD_S if self._is_idle and not self._unread else BODY_S):
             self.transport.abort()
         else:
             self.loop.call_later(_LOOK_S, self._look)

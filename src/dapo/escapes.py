@@ -13,17 +13,24 @@ _ALWAYS = "\x00-\x08\x0b\x0c\x0e-\x1f\x7f"
 _LETTERS = dict(zip("\a\b\t\n\v\f\r\x1b\u2028\u2029", "abtnvfreLP", strict=True))
 """What stands behind the backslash of each escape. Those of YAML alone are among them."""
 _REST = {
-    "\t": r"(?:ext(?:bf|it|rm|tt|sf)?|frac|extstyle|ilde|anh?)[ ]?[{(\\\t]|(?:heta|imes|herefore|riangle)(?![a-z])",
-    "\n": r"(?:abla|otin|leq|geq|subseteq)(?![a-z])",
-    "\r": r"(?:ho|ight|angle|ceil|floor|ightarrow|ule|vert)(?![a-z])|(?:m|ef)\{",
+    "\t": r"(?:ext(?:bf|it|rm|tt|sf|normal)?|frac|extstyle|ilde|anh?|binom|ag)[ ]?(?:[{(\\]|\t(?:heta|au))"
+    r"|(?:frac|binom)\d\d|(?:heta|imes|herefore|riangle(?:left|right|down|q)?(?:eq)?|au|anh|hicksim|hickapprox)(?![a-z])",
+    "\n": r"(?:abla|otin|leq|geq|subseteq|leftarrow|rightarrow)(?![a-z])",
+    "\r": r"(?:ho|ight|angle|ceil|floor|ightarrow|ule|vert|brace|brack)(?![a-z])|(?:m|ef)\{",
     "\u2028": r"(?:ambda|eftarrow|ongrightarrow)(?![a-z])",
     "\u2029": r"(?:i|hi|si|r)(?![a-z])",
 }
 """How the command goes on, of escapes that text has for other reasons too."""
-_EATEN = re.compile(f"[{_ALWAYS}]|" + "|".join(f"{char}(?=(?:{rest}))" for char, rest in _REST.items()))
-_IN_A_FORMULA = re.compile(r"\$|\n(?=(?:eq|e|u|ot|eg|mid)(?![a-z])[^$\n]{0,200}\$)")
+_LINES = "(?:eq|e|u|ot|eg|mid|orm|exists|parallel|less|gtr|prec|succ|sim|cong)(?![a-z])"
+_SHORT = r"\t(?=(?:op|o|an|ext|ilde|frac|binom|ag)(?![a-z]))|\r(?=m\s+\w)"
+"""Commands whose rest is a word or a name: they count where a formula begins, and in answers."""
+_EATEN = re.compile(
+    "|".join((f"[{_ALWAYS}]", *(f"{char}(?=(?:{rest}))" for char, rest in _REST.items())))
+    + rf"|(?<=[${{(])(?:{_SHORT})|(?<=\S )\t(?=o [\w$\\])"
+)
+_IN_A_FORMULA = re.compile(rf"\$|\n(?={_LINES}[^$\n]{{0,200}}\$)")
 """Of these, a line may well begin with a variable `eq` or `u`: they count between two dollars only."""
-_IN_AN_ANSWER = re.compile(r"\n(?=(?:eq|u|e|i|ot)(?![a-z]))")
+_IN_AN_ANSWER = re.compile(rf"\n(?={_LINES}|i(?![a-z]))|{_SHORT}")
 """An answer is a formula, and seldom has lines."""
 
 

@@ -13,6 +13,9 @@ def is_loopback(host: str) -> bool:
         name, port = host, "0"  # there is none; all colons belong to an address of IPv6
     name = name[1:-1] if name.startswith("[") and name.endswith("]") else name
     try:
-        return port.isdecimal() and (name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback)
+        if not port.isdecimal() or name.lower() in ("localhost", "localhost."):
+            return port.isdecimal()
+        address = ipaddress.ip_address(name)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return False

@@ -116,6 +116,27 @@ def test_what_ends_a_response_goes_unless_it_is_a_tag_or_a_word():
     assert decoded(tokenizer, "<answer>8</answer><|finish|><|end|>", ids) == "<answer>8</answer>"
 
 
+def test_a_token_that_a_system_text_mentions_or_without_a_word_stays():
+    told = "<|im_start|>system\nUse <step>, <a>\n<b> and end with <c><|im_end|>\n" + SHUT
+    tokenizer = byte_tokenizer(
+        special=("<|im_start|>", "<step>", "<a>", "<b>", "<c>", "\n"), eos="<|im_end|>", chat_template=told
+    )
+    assert decoded(tokenizer, "<step>1\n<a><b>2<c><|im_start|><|im_end|>") == "<step>1\n<a><b>2<c>"
+
+
+def test_the_channels_of_a_response_stay():
+    harmony = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    tokenizer = byte_tokenizer(
+        special=("<|start|>", "<|channel|>", "<|message|>", "<|end|>"), eos="<|return|>", chat_template=harmony
+    )
+    said = "<|channel|>analysis<|message|>8<|end|><|start|>assistant<|channel|>final<|message|>9<|return|>"
+    left = "<|channel|>analysis<|message|>8assistant<|channel|>final<|message|>9"
+    assert decoded(tokenizer, said) == left
+
+
 @pytest.mark.parametrize("clean_up", [True, False])
 def test_spaces_are_those_of_the_tokens(clean_up):
     tokenizer = sentencepiece_tokenizer(special=("<think>", "</think>"))

@@ -31,6 +31,13 @@ WHOLE = CUT + " or 7.</think>\nIt is \\boxed{9}"
         ("<|begin_of_thought|>", "<|end_of_thought|>"),
         ("<|START_THINKING|>", "<|END_THINKING|>"),
         ("◁think▷", "◁/think▷"),
+        ("<longcat_think>", "</longcat_think>"),
+        ("<|channel>thought", "<channel|>"),
+        ("<unused94>thought", "<unused95>"),
+        ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+        ("<|channel|>commentary to=f <|constrain|>json<|message|>", "<|channel|>final<|message|>"),
+        ('<think effort="a/b">', "</think>"),
+        ("< think >", "< / think >"),
     ],
 )
 def test_thinking_tags_of_every_kind(opening, closing):
@@ -40,6 +47,15 @@ def test_thinking_tags_of_every_kind(opening, closing):
     assert outside_thinking(behind(f"assistant\n{opening}\n", "b")) == ""
     assert outside_thinking(behind(f"assistant\n{opening}\n", f"b{closing}c")) == "c"
     assert outside_thinking(behind(f"{opening}\n\n{closing}\n\n", "c")) == "c"
+
+
+def test_of_a_response_in_channels_the_final_one_is_said():
+    said = "<|channel|>final<|message|>9"
+    assert outside_thinking(f"<|channel|>analysis<|message|>8assistant{said}") == "9"
+    assert outside_thinking(said) == "9"
+    assert outside_thinking("<|channel|>analysis") == ""
+    assert outside_thinking(f"<|channel|>analysis<|message|>8assistant<|channel|>commentary<|message|>7{said}") == "9"
+    assert outside_thinking("a <thinker> b <think about it> c") == "a <thinker> b <think about it> c"
 
 
 def test_a_block_ends_with_its_own_tag():

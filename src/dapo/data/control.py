@@ -26,9 +26,11 @@ _USUAL = frozenset(
 def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int] = ()) -> frozenset[int]:
     """The control tokens' ids.
 
-    A token that was added to the vocabulary is a turn mark if the chat template writes it, unless it is half of a pair
-    of tags, such as ``<think>`` and ``</think>``: templates write those as well. What tells a pair of turn marks from
-    one of tags is that the template puts a message of the system's or the user's, or the name of a role, between them.
+    A token that was added to the vocabulary is a turn mark if the chat template writes it where a turn begins or ends:
+    a system text may mention others. Half of a pair of tags, such as ``<think>`` and ``</think>``, is none: templates
+    write those as well. What tells a pair of turn marks from one of tags is that the template puts a message of the
+    system's or the user's, or the name of a role, between them. Nor is one without a word, such as a line end, or one
+    of those that name the channel of what follows: they tell what is thinking.
 
     Args:
         rendered: conversations as the chat template writes them, with the contents of :data:`SAID`. Without the head
@@ -40,17 +42,27 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
     texts = {int(token_id): str(token.content) for token_id, token in added.items()}
     bracketed = {token_id: _name(text) for token_id, text in texts.items() if _BRACKETED.fullmatch(text)}
     found = {getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
-    everything = "\n".join(rendered)
+    everything, lone = "\n".join(rendered), set[int]()
     for token_id, text in texts.items():
         special = added[token_id].special
         if special and _name(text) in _USUAL:
             found.add(token_id)
-        elif (special or token_id in bracketed) and text in everything:
+        elif text in everything and (token_id in bracketed or (special and _words(text))):
+            if _name(text) in ("channel", "message"):
+                continue
             partners = [texts[i] for i in _partners(token_id, bracketed)]
             if (closing := f"{text[0]}/{text[1:]}") in everything:  # which may be several tokens
                 partners.append(closing)
-            if not partners or any(_enclose_turn(text, partner, rendered) for partner in partners):
+            if any(_enclose_turn(text, partner, rendered) for partner in partners):
                 found.add(token_id)
+            elif not partners:
+                lone.add(token_id)
+    while more := {
+        one
+        for one in lone - found
+        if _bounds_turn(texts[one], rendered, [text for i, text in texts.items() if i in found])
+    }:
+        found |= more
     for token_id in texts.keys() & set(stop_ids):
         partners_ids = _partners(token_id, bracketed)
         if not partners_ids or found.intersection(partners_ids):
@@ -85,6 +97,17 @@ def _enclose_turn(text: str, partner: str, rendered: Sequence[str]) -> bool:
             said = SAID["system"] in inside or SAID["user"] in inside
             if end and (said or inside.strip().lower() in _ROLES):
                 return True
+    return _name(text) in _ROLES
+
+
+def _bounds_turn(text: str, rendered: Sequence[str], marks: Sequence[str]) -> bool:
+    """Whether a token of its own stands at the beginning, behind a turn mark or a role's name, or beside a message."""
+    for place in (place for whole in rendered for place in re.finditer(re.escape(text), whole)):
+        before, after = place.string[: place.start()].rstrip(), place.string[place.end() :].lstrip()
+        role = re.search(r"(?:^|[^\w ])(\w+)$", before)
+        beside = before.endswith((*SAID.values(), *marks)) or after.startswith((*SAID.values(),))
+        if not before or beside or (role and role[1].lower() in _ROLES):
+            return True
     return _name(text) in _ROLES
 
 

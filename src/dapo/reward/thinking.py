@@ -1,7 +1,8 @@
 """What of a response is thinking and what was said. Pure text, linear time whatever the text.
 
 The tags are those in use: ``<think>``, ``<thinking>``, ``<thought>``, ``<reasoning>``, ``[THINK]``,
-``<|begin_of_thought|>``, ``<|START_THINKING|>`` and the like, each with its closing one.
+``<|begin_of_thought|>``, ``<|START_THINKING|>``, ``<|channel>thought`` and the like, each with its closing one. Where
+parts of a response name their channel (``<|channel|>analysis<|message|>``), all but ``final`` is thinking.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ import re
 
 _NAME = "(?:think(?:ing)?|thoughts?|reasoning)"
 _TAG = re.compile(
-    rf"</?(?:\w{{1,16}}:)?{_NAME}>|\[/?(?-i:THINK)\]|\u25c1/?think\u25b7|<\|(?:begin|start|end)_(?:of_)?{_NAME}\|>",
+    rf"< ?/? ?(?:\w{{1,16}}[:_])?{_NAME}(?:\s[\w-]{{1,16}}=[^<>]{{0,60}})?\s?>"
+    r"|\[/?(?-i:THINK)\]|\u25c1/?think\u25b7"
+    rf"|<\|(?:begin|start|end)_(?:of_)?{_NAME}\|>"
+    r"|<\|channel\|>\s?\w{1,16}(?:[^<]{0,100}(?:<\|constrain\|>\w{0,20})?<\|message\|>)?"
+    r"|<\|channel>thought|<channel\|>|<unused94>thought|<unused95>",
     re.IGNORECASE,
 )
 _LONGEST_END = 1000
@@ -53,4 +58,8 @@ def behind(prompt_end: str, response: str) -> str:
 def _read(tag: str) -> tuple[str, bool]:
     """What the two tags of a pair have in common, and whether it is the closing one."""
     text = tag.lower()
-    return re.sub("/|begin_|start_|end_", "", text), "/" in text or text.startswith("<|end")
+    if text.startswith("<|channel|>"):
+        return "<|channel|>", text[11:].lstrip().startswith("final")
+    name = re.sub(r"\s[\w-]+=.*(?=>)|[/|\s]|begin_|start_|end_|(?<=>)thought", "", text, flags=re.DOTALL)
+    closes = re.match(r"\W*/|<\|end|<channel\||<unused95", text) is not None
+    return name.replace("unused94", "unused95"), closes
