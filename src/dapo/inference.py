@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dapo.records import Prompt
     from dapo.rollout.native.engine import NativeEngine
 
-# --- names and settings -------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
@@ -160,9 +158,6 @@ def settings_lines(config: Config) -> list[str]:
         f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {response_limit(config)} tokens, "
         f"seed {config.seed}",
     ]
-
-
-# --- model and engine ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,8 +149,6 @@ class Preparer:
         if self._adaptive:
             self._adaptive.load_state(state)
 
-    # ------------------------------------------------------------------------------------------------------------------
-
     def _take_kl_off(self, groups: Sequence[Group], packed: PackedBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""
         assert packed.reference_logprobs is not None

@@ -111,9 +111,6 @@ def _reference(config: BaseModel, prefix: str = "") -> dict[str, Key]:
     return found
 
 
-# --- as YAML ------------------------------------------------------------------------------------------------------
-
-
 def _document(values: Mapping[str, Any], reference: Mapping[str, Key], docs: bool, prefix: str = "") -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for name, value in values.items():
@@ -176,9 +173,6 @@ def _show(text: str) -> None:
         console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     else:
         print(text)
-
-
-# --- as JSON ------------------------------------------------------------------------------------------------------
 
 
 def _as_json(values: Mapping[str, Any], reference: Mapping[str, Key], docs: bool, prefix: str = "") -> dict[str, Any]:

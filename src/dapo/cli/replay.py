@@ -78,9 +78,6 @@ def _sample(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-# --- in words -----------------------------------------------------------------------------------------------------
-
-
 def report(found: Replay) -> Iterator[str]:
     """Everything but the tokens, as lines."""
     from dapo.cli.tables import columns

@@ -164,9 +164,6 @@ def score(
         print(summary.verdict())
 
 
-# --- what was asked for -------------------------------------------------------------------------------------------
-
-
 def _sorted_out(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files and overrides."""
     settings = [word for word in words if "=" in word and not Path(word).exists()]
@@ -178,9 +175,6 @@ def _steps(view: RunView, text: str) -> list[int]:
     from dapo.cli.sample_query import steps_asked_for
 
     return steps_asked_for(view, (0, 10**9) if text == "all" else _span(text) or (0, 0))
-
-
-# --- what is said -------------------------------------------------------------------------------------------------
 
 
 def _told(config: RewardConfig) -> Any:

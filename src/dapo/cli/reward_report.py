@@ -22,9 +22,6 @@ def in_words(reward: Reward) -> str:
     return f"{RIGHT.get(reward.correct, 'neither right nor wrong')} (reward {reward.value:+.6g}{parts})"
 
 
-# --- disagreements ------------------------------------------------------------------------------------------------
-
-
 def disagreement(checked: Checked) -> Iterator[str]:
     """A case that the reward does not agree with, as lines."""
     case, about = checked.case, dict(checked.case.about)
@@ -50,9 +47,6 @@ def _expected(value: Expected) -> str:
     if isinstance(value, bool):
         return "right" if value else "wrong"
     return value if isinstance(value, str) else f"a reward of {value:g}"
-
-
-# --- what another reward changes ----------------------------------------------------------------------------------
 
 
 class Summary:

@@ -132,9 +132,6 @@ def _spread(entries: Sequence[Any], most: int) -> list[Any]:
     return [entries[round(place * (len(entries) - 1) / (most - 1))] for place in range(most)]
 
 
-# --- chosen metrics -----------------------------------------------------------------------------------------------
-
-
 def chosen(patterns: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The metrics that a list of names and patterns, such as ``accuracy,clip/*``, stands for, in its order.
 
@@ -171,9 +168,6 @@ def metrics_table(entries: Sequence[Mapping[str, Any]], names: Sequence[str], wi
 def with_any(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
     """The entries that hold at least one of the metrics."""
     return [e for e in entries if any(name in e for name in names)]
-
-
-# --- several runs -------------------------------------------------------------------------------------------------
 
 
 def runs_table(runs: Sequence[RunView], width: int | None) -> Iterator[str]:

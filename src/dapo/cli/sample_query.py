@@ -104,9 +104,6 @@ def ranges(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}"
 
 
-# --- from the files -----------------------------------------------------------------------------------------------
-
-
 def _from_files(run: RunView, steps: Steps, wanted: SampleFilter) -> tuple[list[Row], int]:
     """The rows that are asked for but for their texts, and how many there are in all."""
     found: list[Row] = []
@@ -131,9 +128,6 @@ def _with_text(run: RunView, row: Row) -> dict[str, Any]:
 
 
 MEASURES = ("logprob_engine", "logprob_trainer", "entropy", "gap_max")
-
-
-# --- from the index -----------------------------------------------------------------------------------------------
 
 
 def _index(run: RunView) -> SampleIndex | None:

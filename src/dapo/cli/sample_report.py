@@ -97,8 +97,6 @@ def _measures(sample: Mapping[str, Any]) -> str:
     return "  ".join(fields)
 
 
-# --- many in a table ----------------------------------------------------------------------------------------------
-
 _COLUMNS = ("step", "row", "draw", "#", "status", "verdict", "reward", "adv.", "length", "entropy", "answer", "gold")
 _LONGEST_ANSWER, _LEAST_RESPONSE = 16, 10
 

@@ -118,8 +118,6 @@ def _draw(rng: np.random.Generator, pairs: list[Pair], operation: str) -> WordPr
     return WordProblem(text, operation, numbers)
 
 
-# --- the reward ---------------------------------------------------------------------------------------------------
-
 _ANSWER = re.compile(r"answer:\s*\$?(-?\d[\d,]*)(?![\d.,]*\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

@@ -141,9 +141,6 @@ def check_stops(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
             )
 
 
-# --- given away ---------------------------------------------------------------------------------------------------
-
-
 def check_given_away(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Prompts that end in their own answer, or hold the worked solution. A number that is part of a question is
     neither; an answer of four letters and more is in most prompts by no accident.
@@ -189,9 +186,6 @@ def _ends_in(text: str, answer: str | None) -> bool:
         return False
     before = text[max(0, at - 40) : at]
     return bool(_CUE.search(before)) or (before.endswith("=") and at + len(answer) == len(text))
-
-
-# --- room for it --------------------------------------------------------------------------------------------------
 
 
 def check_room(config: Config, prompts: Sequence[Prompt], tokenizer: Any, positions: int | None) -> Iterator[Finding]:

@@ -139,9 +139,6 @@ def run_check(patient: Patient, entry: Entry) -> tuple[list[Finding], str | None
     return found, missing[0] if missing else None
 
 
-# --- in brief -----------------------------------------------------------------------------------------------------
-
-
 async def brief(
     config: Config,
     *,

@@ -106,9 +106,6 @@ async def _engine(
         await engine.close()
 
 
-# --- the probe ----------------------------------------------------------------------------------------------------
-
-
 def check_probe(patient: Patient) -> Iterator[Finding]:
     """Sample and score whole groups: how many hold something to learn from."""
     if not patient.probe:

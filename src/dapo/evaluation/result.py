@@ -148,8 +148,6 @@ class Evaluation:
         verdicts = [s.verdict.correct for s in self.samples]
         return bool(verdicts) and None not in verdicts
 
-    # -- as JSON ---------------------------------------------------------------------------------------------------
-
     def as_json(self) -> dict[str, Any]:
         """Everything but the texts: sizes, metrics with intervals, shares, lengths, and counts of each row.
 

@@ -122,9 +122,6 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(item)
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write it so that Transformers 4 and 5 and other programs read what this run used: files as they were loaded,
     the chat template that prompts were written by, and a class that leaves tokenizer.json as it is."""

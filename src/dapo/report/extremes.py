@@ -31,9 +31,6 @@ def extremes(run: RunView) -> Found:
     return _of_some_steps(run)
 
 
-# --- by the index -------------------------------------------------------------------------------------------------
-
-
 def _by_index(run: RunView) -> Found:
     index = SampleIndex(run.folder.root)
     index.refresh()
@@ -59,9 +56,6 @@ def _first_rows(run: RunView, index: SampleIndex, order: str) -> list[Line]:
         except UserError:  # its text was removed, or is made again just now
             continue
     return lines
-
-
-# --- by the files -------------------------------------------------------------------------------------------------
 
 
 def _of_some_steps(run: RunView) -> Found:

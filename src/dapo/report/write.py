@@ -95,9 +95,6 @@ def _cut(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
 
 
-# --- HTML ---------------------------------------------------------------------------------------------------------
-
-
 def as_html(title: str, sections: Sequence[Section]) -> str:
     """One page that loads nothing, and that may not: its policy says so to the browser."""
     links = "".join(f'<a href="#{_anchor(s.title)}">{html.escape(s.title)}</a>' for s in sections)
@@ -141,9 +138,6 @@ def _html(block: Block) -> str:
             return f"<article><h3>{html.escape(block.title)}</h3><pre>{prompt}</pre><pre>{response}</pre></article>"
         case _:
             assert_never(block)
-
-
-# --- Markdown -----------------------------------------------------------------------------------------------------
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:

@@ -33,9 +33,6 @@ _IF_NAMED = ("finish_reason", "prompt_end")
 """Arguments for functions that name them; with an s in batches. In ``**meta`` are the keys of the row and no others."""
 
 
-# --- loading ------------------------------------------------------------------------------------------------------
-
-
 def load_function(spec: str) -> Callable[..., Any]:
     """The function that ``spec`` names.
     ``spec``: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
@@ -115,9 +112,6 @@ def describe(error: BaseException) -> str:
 def _shortened(text: str, limit: int = 500) -> str:
     """Messages go into every sample's line and onto the terminal, and some hold the whole response."""
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
-
-
-# --- calling ------------------------------------------------------------------------------------------------------
 
 
 class BoundFunction:

@@ -165,9 +165,6 @@ def _half_line(end: Any, relation: str, variable: str = "") -> RealSet:
     return RealSet((end,), holds, variable)
 
 
-# --- conditions on a variable -------------------------------------------------------------------------------------
-
-
 def _relations(text: str) -> RealSet | None:
     r"""``0 < x \le 3``, ``x \ne 2``, ``2x > 8``, ``|x - 1| < 2``; None for equations and for all else."""
     members, relations = cut(text, RELATIONS)

@@ -161,8 +161,6 @@ class Decoder:
         finished, self._finished = self._finished, []
         return finished
 
-    # -- admit -----------------------------------------------------------------------------------------------------
-
     def _admit(self) -> None:
         while self._waiting and self.cache.room():
             if self._waiting[0].prompt is None:
@@ -208,8 +206,6 @@ class Decoder:
         if waiting.next_index == len(request.seeds):
             self._waiting.popleft()
         self._append_tokens(logits.repeat(count, 1), len(self._rows) - count, started)
-
-    # -- decode ----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         context = self.cache.decode_context()

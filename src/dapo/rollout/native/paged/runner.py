@@ -69,8 +69,6 @@ class DeviceRunner:
         page_0 = positions % self.pool.shape.page_tokens
         hidden_states(self.model, tokens, positions, _Prefill(self.pool, [FIRST_TOKENS], page_0))
 
-    # -- prompts ---------------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def prefill(self, tokens: npt.NDArray[np.int64], lengths: Sequence[int], slots: npt.NDArray[np.int64]) -> None:
         lengths = list(lengths)
@@ -86,8 +84,6 @@ class DeviceRunner:
     @torch.inference_mode()
     def copy_pages(self, sources: PageArray, targets: PageArray) -> None:
         copy_pages(self.pool.tensor, self._send(sources.astype(np.int64)), self._send(targets.astype(np.int64)))
-
-    # -- rows ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def start(self, starts: Sequence[RowStart]) -> None:
@@ -148,8 +144,6 @@ class DeviceRunner:
 
     def _send(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.state.device)
-
-    # -- the step --------------------------------------------------------------------------------------------------
 
     def _step(self, rows: int, variant: Variant) -> None:
         """One token for each of the first ``rows`` rows."""
