@@ -50,6 +50,7 @@ def test_a_trained_sample_has_every_field(tmp_path: Path) -> None:
             "index": 0,
             "status": "kept",
             "prompt": "1+1=",
+            "prompt_end": "",
             "response": "text 0",
             "gold": "2",
             "extracted": "2",
