@@ -172,7 +172,7 @@ async def try_reward(
     await examine_rows("data.train", list(source.untokenized()), scorer, listener)
     await examine_rows("evaluation.data", heldout, scorer, listener)
     prompt = source.prompts[0]
-    reward = await scorer.score(prompt, prompt.answer or "")
+    reward = await scorer.score(prompt, prompt.answer or "", "stop")
     filters = config.algorithm.filter_groups
     if reward.error is not None:
         listener.warning(f"a trial of the reward, with the reference answer as response, failed: {reward.error}")
@@ -195,7 +195,7 @@ async def try_check(check: Scorer, source: PromptSource, listener: Listener) -> 
         await check.start()
         await examine_rows("monitor.check: data.train", list(source.untokenized()), check, listener)
         prompt = source.prompts[0]
-        reward = await check.score(prompt, prompt.answer or "")
+        reward = await check.score(prompt, prompt.answer or "", "stop")
     except RewardError as error:
         raise RewardError(f"monitor.check: {error}") from None
     if reward.error is not None:

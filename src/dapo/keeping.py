@@ -172,9 +172,9 @@ class Keeper:
         lost = rounded_back(policy.model, self._folder.model_before, dtype)
         if lost > _ROUNDED:
             self._tell(
-                f"{lost:.0%} of the weights that training changed are as before in {self._folder.model_after}, since "
-                f"{str(dtype)[6:]} has no number between: it is not quite the model that was evaluated. With "
-                "model.export_dtype=float32 it is; the checkpoints' models are in float32 too"
+                f"{self._folder.model_after}: {str(dtype)[6:]} rounds {lost:.0%} of the trained weights back to where "
+                "they were, so it is not quite the model that was evaluated. With model.export_dtype=float32 it is; "
+                "the checkpoints' models are in float32 too"
             )
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -521,3 +521,18 @@ def test_rows_of_the_model_without_a_token_are_counted(case: Path) -> None:
     random_model("qwen2", vocab_size=size + 30).save_pretrained(case / "model")
     (found,) = (one for one in doctor(code=0) if one["name"] == "vocabulary")
     assert found["status"] == "pass" and "; 30 rows have no token" in found["found"]
+
+
+def test_what_no_model_wrote_is_scored_as_a_whole_response_to_a_prompt_that_opens_nothing() -> None:
+    """A reward that wants finish_reason "stop" is no broken one; a bare answer is no thinking."""
+    seen = []
+
+    class Asked:
+        async def score(self, prompt: Prompt, response: str, finish_reason: str | None = None) -> Reward:
+            seen.append((prompt.end, response, finish_reason))
+            return Reward(True, 1.0)
+
+    prompt = Prompt(0, "1+1=", (1,), "2", {}, "<think>")
+    asyncio.run(rewards.scores(cast(Any, Asked()), [(prompt, "2")]))
+    asyncio.run(rewards.scores(cast(Any, Asked()), [(prompt, "2")], ["length"]))
+    assert seen == [("", "2", "stop"), ("<think>", "2", "length")]

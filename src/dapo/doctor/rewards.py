@@ -252,7 +252,7 @@ async def scores(
         RewardError: the reward breaks its contract.
     """
     items = [
-        (f"row {p.row + 1}", p if end else replace(p, end=""), text, end)
+        (f"row {p.row + 1}", p if end else replace(p, end=""), text, end or "stop")
         for (p, text), end in zip(written, ends or [None] * len(written), strict=True)
     ]
     try:
