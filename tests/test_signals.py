@@ -253,7 +253,7 @@ def test_each_signal_that_leaves_time_is_heard_unless_the_program_was_started_to
 
 def test_the_kernel_repeats_the_signal_of_a_limit_and_that_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dapo.process._ECHO_S", 0.0)
-    monkeypatch.setattr(Stopping, "_end", lambda code, text: ends.append(code))
+    monkeypatch.setattr(Stopping, "_end", staticmethod(lambda code, text: ends.append(code)))
     ends: list[int] = []
     with Stopping(within_s=60) as stopping:
         stopping.ask(lambda: None)

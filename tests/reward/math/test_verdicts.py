@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dapo.reward.math.equivalence import equivalent
-from dapo.reward.math.score import _bounded, score_math
+from dapo.reward.math.score import _bounded, make_handler, score_math
 
 TABLE = Path(__file__).with_name("verdicts.txt")
 THINKING = "<think>Maybe \\boxed{8}? No, one case was lost.</think>\n"
@@ -25,6 +25,11 @@ def read_table():
 
 
 KINDS = read_table()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm():
+    make_handler({"extract": ["boxed"]})  # as a worker begins
 
 
 def test_the_table_is_read_whole():

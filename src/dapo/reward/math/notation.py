@@ -63,6 +63,7 @@ _PATTERNS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (rf"(?<![A-Za-z}}\]^_])\{{\s*\\(?:{_FONT})(?![A-Za-z])([^{{}}]*)\}}", r"\\text{\1}"),
     (rf"\\(?:{_FONT})\s*\{{", r"\\text{"),
     (r"\\([A-Za-z]+|[^A-Za-z]|$)", lambda m: _COMMANDS.get(m[1], m[0])),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),  # behind a doubled backslash
     (r"\\text(?=\s*\{\s*\\[a-z])", ""),  # mathematics, all of it in bold
     (r"\\(max|min|gcd|lcm)\s*\\\{((?:[^{}]|\{[^{}]*\})*?)\\\}", r"\\\1(\2)"),
     (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
