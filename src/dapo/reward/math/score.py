@@ -83,7 +83,8 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
         options: "extract", the rules that find the final answer.
     """
     extract = options["extract"]
-    _in_time(equivalent, "(x-1)^2=4", "x^2-2x-3=0")  # sympy's first comparison takes long, for which no response is to blame
+    # sympy's first comparison takes long, for which no response is to blame
+    _in_time(equivalent, "(x-1)^2=4", "x^2-2x-3=0")
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         if "response" not in item:
