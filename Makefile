@@ -16,7 +16,7 @@ TRANSFORMERS4 := .venv-transformers4/.ready
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 
-.PHONY: help setup demo smollm2 test test-shared test-gpu test-faults nightly trackers transformers4 check format clean
+.PHONY: help setup demo smollm2 package test test-shared test-gpu test-faults nightly trackers transformers4 check format clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,7 @@ smollm2: $(STAMP)  ## a pretrained model of 135 M parameters learns word problem
 	@$(PY) -m dapo demo word-problems $(ARGS)
 
 test: $(STAMP)  ## all tests but the GPU's, the nightly ones and those over ../shared
+	@scripts/system_package chromium chromium "the tests of the page, a browser that"
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not nightly and not shared" $(ARGS)
 
 test-shared: $(STAMP)  ## tests over the shared cases and data in ../shared
@@ -49,6 +50,9 @@ test-faults: $(STAMP)  ## some sixty faults done to runs, and who survived; ARGS
 
 nightly: $(STAMP) trackers transformers4  ## tests too slow for CI
 	@$(PYTEST) -m "nightly and not gpu" $(ARGS)
+
+package: $(STAMP)  ## build wheel and sdist, install the wheel in an empty environment, and use it there
+	@scripts/package $(ARGS)
 
 trackers: $(TRACKERS)  ## make .venv-trackers: the packages of the trackers, which are heavy, for make nightly
 

@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", metavar="CELL", help="such as gsm8k-naive-seed1")
     add("--commit", help="to record, where the code does not lie in its git repository")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="where things lie, such as model.path=FOLDER")
-    add("--plots", type=Path, help="folder for the plots (needs dapo[report])")
+    add("--plots", type=Path, help="folder for the plots (needs dapo-rl[report])")
     add("--declared", type=Path, default=DECLARED, help="file of the cells")
     add("--results", type=Path, default=RESULTS, help="folder of the results (docs/ablation)")
     add("--out", type=Path, default=Path("runs/ablation"), help="folder of the runs")

@@ -100,9 +100,18 @@ def test_an_error_of_the_users_is_a_message_on_stderr_and_2(arguments: list[str]
 
 
 def test_where_there_is_no_recipe_those_that_come_with_dapo_are_named() -> None:
-    said = run("train", "gsm8k-1gpu").stderr
-    assert said.startswith("error: gsm8k-1gpu: cannot read the recipe: No such file") and said.count("\n") == 1
-    assert f"those that come with dapo: {recipe_path('cpu-demo')}, " in said and str(recipe_path("gsm8k-1gpu")) in said
+    said = run("train", "gsm8k").stderr
+    assert said.startswith("error: gsm8k: cannot read the recipe: No such file") and said.count("\n") == 1
+    assert "those that come with dapo: cpu-demo, cpu-smollm2, gsm8k-1gpu" in said
+
+
+def test_a_recipe_that_comes_with_dapo_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    by_name, by_file = run("config", "cpu-demo"), run("config", str(recipe_path("cpu-demo")))
+    assert by_name.exit_code == 0 and by_name.stdout == by_file.stdout
+    assert f"see the comment at the top of {recipe_path('cpu-demo')}" in run("train", "cpu-demo").stderr
+    (tmp_path / "cpu-demo").write_text("seed: 77\nmodel: {path: m}\n")  # a file of that name goes first
+    assert "seed: 77" in run("config", "cpu-demo").stdout
 
 
 @pytest.mark.parametrize("command", ["inspect", "ui", "report"])

@@ -32,8 +32,9 @@ class NumericalError(UserError):
 
 
 def install(extra: str) -> str:
-    """The command that installs an optional extra, into an environment that has this package."""
-    return f"pip install 'dapo[{extra}]' (in a clone: pip install -e '.[{extra}]')"
+    """The command that installs an optional extra. Where this package is installed, from a wheel or a clone, pip adds
+    only what the extra names."""
+    return f"pip install 'dapo-rl[{extra}]'"
 
 
 def first_line(error: BaseException) -> str:

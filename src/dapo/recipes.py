@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dapo.errors import ConfigError
@@ -13,6 +14,13 @@ _CHECKOUT = Path(__file__).parents[2] / "recipes"
 def shipped_recipes() -> list[Path]:
     """Their files, by name."""
     return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
+
+
+def existing_recipe(recipe: str | Path) -> Path:
+    """``recipe``, or where there is no such file and it is only the name of a shipped one, that one's file."""
+    known = {path.stem: path for path in shipped_recipes()}
+    exists = os.path.exists(recipe)  # noqa: PTH110  (False for a name that no file can have)
+    return Path(recipe) if exists else known.get(str(recipe), Path(recipe))
 
 
 def recipe_path(name: str) -> Path:

@@ -127,7 +127,7 @@ def test_the_library_that_is_missing_is_named(tmp_path, monkeypatch):
     for module in ("datasets", "zstandard"):
         monkeypatch.setitem(sys.modules, module, None)
     for item, package in ((path, "datasets"), ("some/set", "datasets"), (packed, "zstandard")):
-        with pytest.raises(DataError, match=rf"need the package {package}: pip install 'dapo\[data\]'"):
+        with pytest.raises(DataError, match=rf"need the package {package}: pip install 'dapo-rl\[data\]'"):
             read(item)
 
 

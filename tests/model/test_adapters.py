@@ -229,7 +229,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 def test_without_peft_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_adapter(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModelError, match=r"pip install 'dapo\[lora\]'"):
+    with pytest.raises(ModelError, match=r"pip install 'dapo-rl\[lora\]'"):
         load_model(tmp_path / "adapter")
 
 

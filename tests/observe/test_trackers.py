@@ -107,7 +107,7 @@ def test_a_missing_package_is_said_before_anything_is_loaded(tmp_path: Path, mon
 
     monkeypatch.setattr(importlib.util, "find_spec", without_tensorboard)
     config = build_config({"model": {"path": "m"}, "run": {"trackers": "tensorboard"}})
-    with pytest.raises(ConfigError, match=r"run\.trackers: tensorboard .*pip install 'dapo\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"run\.trackers: tensorboard .*pip install 'dapo-rl\[tensorboard\]'"):
         check_trackers(config)
     with pytest.raises(ConfigError, match=r"run\.trackers"):
         run(tmp_path / "run", {"run.trackers": ["tensorboard"]})
@@ -118,7 +118,7 @@ def test_a_missing_package_is_said_before_anything_is_loaded(tmp_path: Path, mon
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_service_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"run\.trackers: {name} .*pip install 'dapo\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"run\.trackers: {name} .*pip install 'dapo-rl\[{name}\]'"):
         check_trackers(build_config({"model": {"path": "m"}, "run": {"trackers": [name]}}))
 
 

@@ -288,4 +288,4 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: 
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
-    assert done.exit_code == 1 and "pip install 'dapo[report]'" in done.output
+    assert done.exit_code == 1 and "pip install 'dapo-rl[report]'" in done.output

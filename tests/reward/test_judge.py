@@ -579,7 +579,7 @@ def test_a_key_that_is_missing_or_no_key_is_said_at_the_start(monkeypatch, value
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "dapo.reward.client.connections", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(RewardError, match=r"pip install 'dapo\[remote\]'"):
+    with pytest.raises(RewardError, match=r"pip install 'dapo-rl\[remote\]'"):
         asyncio.run(make_scorer(config("http://127.0.0.1:9/v1")).start())
 
 

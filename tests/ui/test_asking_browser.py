@@ -20,7 +20,7 @@ from ui_run import HELD_OUT, run_with_models, serving
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page was not tested: needs Debian's package chromium")
 WAIT = 60_000
 sync_api.expect.set_options(timeout=WAIT)
 

@@ -27,7 +27,7 @@ sync_api.expect.set_options(timeout=WAIT)  # its own would be five seconds
 SHOTS = os.environ.get("DAPO_SHOTS")
 """A folder that the pictures are kept in; by default they are only taken."""
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="the page was not tested: needs Debian's package chromium")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from dapo.recipes import shipped_recipes
+
 if TYPE_CHECKING:
     from dapo.config.reference import Key
 
@@ -25,8 +27,9 @@ Completions = list[tuple[str, str]]
 
 
 def complete_recipe(incomplete: str) -> Completions:
-    """YAML files near what was typed."""
-    return [(path, "") for path in _below(incomplete, "*.yaml", "*.yml") if "/checkpoints/" not in path]
+    """YAML files near what was typed, and the recipes that come with the package."""
+    shipped = [(path.stem, "") for path in shipped_recipes() if incomplete and path.stem.startswith(incomplete)]
+    return shipped + [(path, "") for path in _below(incomplete, "*.yaml", "*.yml") if "/checkpoints/" not in path]
 
 
 def complete_run(incomplete: str) -> Completions:

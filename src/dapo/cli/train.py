@@ -16,6 +16,7 @@ from dapo.cli.errors import complain, errors_for_people, exit_code
 from dapo.cli.options import Debug, Overrides, Quiet
 from dapo.errors import ConfigError, UserError
 from dapo.process import Stopped, Stopping
+from dapo.recipes import existing_recipe
 from dapo.redaction import blanks, redact, require_secrets
 from dapo.run_folder import RunFolder
 from dapo.terminal import Terminal
@@ -52,7 +53,7 @@ def train(
         changes = list(overrides or ())
         if resume is not None and recipe is not None and "=" in recipe and not Path(recipe).exists():
             changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
-        named = Path(recipe) if recipe is not None else None
+        named = existing_recipe(recipe) if recipe is not None else None
         config = _config(named, changes, resume)
         named = named or RunFolder(resume or Path()).config
         if dry_run:

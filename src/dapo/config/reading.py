@@ -17,19 +17,20 @@ from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
 from dapo.files import read_text
-from dapo.recipes import shipped_recipes
+from dapo.recipes import existing_recipe, shipped_recipes
 from dapo.redaction import require_secrets
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe and apply overrides of the form ``section.key=value`` (the value is YAML).
 
+    ``recipe``: a file, or the name of a recipe that comes with the package, such as ``cpu-demo``.
     Relative data files and a reward function's file are resolved beside the recipe if they exist there.
 
     Raises:
         ConfigError: with every problem found, each with file, line and key.
     """
-    path = Path(recipe)
+    path = existing_recipe(recipe)
     tree, where = _read_recipe(path, overrides)
     if tree.get("run") is None:
         tree["run"] = {}
@@ -115,7 +116,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     except OSError as error:
         problem = error.strerror or error
         if isinstance(error, FileNotFoundError):
-            problem = f"{problem}; those that come with dapo: {', '.join(map(str, shipped_recipes()))}"
+            problem = f"{problem}; those that come with dapo: {', '.join(path.stem for path in shipped_recipes())}"
         raise ConfigError(f"{path}: cannot read the recipe: {problem}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start})") from None

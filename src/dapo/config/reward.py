@@ -111,7 +111,7 @@ class CodeReward(WorkerReward):
     """Installed packages that programs may import beside the standard library, such as `numpy`."""
     parts: list[Literal["compiles", "style", "efficiency"]] = Field(default_factory=list)
     """What to measure beside the tests, each between 0 and 1: it compiles; a linter has nothing to say (needs
-    `dapo[code]`); its time and memory beside those of the row's reference solution."""
+    `dapo-rl[code]`); its time and memory beside those of the row's reference solution."""
     solution_key: str = "solution"
     """Key of the reference solution (for `efficiency`)."""
 
@@ -277,7 +277,7 @@ class HttpReward(RemoteReward):
 class KServeReward(RemoteReward):
     kind: Literal["kserve"]
     """A model behind the Open Inference Protocol (KServe V2, as Triton Inference Server speaks it); needs
-    `dapo[kserve]`."""
+    `dapo-rl[kserve]`."""
     model: str
     """Name of the model."""
     version: str = ""

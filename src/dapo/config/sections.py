@@ -62,7 +62,7 @@ Files = Annotated[list[DataItem], BeforeValidator(_one_item_is_a_list)]
 
 class LoraConfig(Section):
     rank: int = Field(0, ge=0, le=4096)
-    """Train an adapter of this rank on the frozen model (LoRA, needs `dapo[lora]`). 0: train all parameters, or the
+    """Train an adapter of this rank on the frozen model (LoRA, needs `dapo-rl[lora]`). 0: train all parameters, or the
     adapter that model.path holds."""
     alpha: float | None = Field(None, gt=0)
     """What the adapter adds is multiplied by alpha / rank. By default twice the rank. There is no dropout: the policy
@@ -433,8 +433,8 @@ class RunConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
     """Where metrics, recipe and summary go beside the run folder (each needs the extra of its name; trackers.md)."""
     resources_every_s: float = Field(5.0, ge=0)
-    """Look at CPU, memory, GPUs, disk and network every so many seconds, for resources.jsonl (needs `dapo[resources]`,
-    else nothing is looked at); 0: never."""
+    """Look at CPU, memory, GPUs, disk and network every so many seconds, for resources.jsonl (needs
+    `dapo-rl[resources]`, else nothing is looked at); 0: never."""
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """Serve metrics and resources for Prometheus at http://127.0.0.1:PORT/metrics as long as the run goes on."""
 

@@ -18,6 +18,7 @@ from dapo.doctor.finding import Area, Finding, area_of
 from dapo.doctor.patient import NotAtHand, Patient, demo_of
 from dapo.errors import ConfigError, UserError
 from dapo.plan import remedy
+from dapo.recipes import existing_recipe
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -77,6 +78,7 @@ def examine(
     """
     from dapo.config import load_config
 
+    recipe = existing_recipe(recipe)
     try:
         config = load_config(recipe, overrides)
     except ConfigError as error:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dapo.errors import ConfigError
 from dapo.files import holds_model
 from dapo.model.hub import is_name
-from dapo.recipes import recipe_path
+from dapo.recipes import shipped_recipes
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -71,11 +70,7 @@ class Patient:
 def demo_of(recipe: Path) -> str | None:
     """The command that makes model and data of a shipped recipe; None for a recipe of the user's."""
     commands = {"cpu-demo": "dapo demo", "cpu-smollm2": "dapo demo word-problems"}
-    command = commands.get(recipe.stem)
-    try:
-        return command if command and recipe.samefile(recipe_path(recipe.stem)) else None
-    except (OSError, ConfigError):
-        return None
+    return commands.get(recipe.stem) if recipe.resolve() in (path.resolve() for path in shipped_recipes()) else None
 
 
 def config_at_hand(name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dapo.errors import ModelError, first_line
+from dapo.errors import ModelError, first_line, install
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -173,7 +173,7 @@ def _peft(what: str) -> Any:
     try:
         import peft
     except ImportError:
-        raise ModelError(f"{what}: LoRA adapters need the package peft: pip install 'dapo[lora]'") from None
+        raise ModelError(f"{what}: LoRA adapters need the package peft: {install('lora')}") from None
     return peft
 
 

@@ -27,13 +27,14 @@ class WandbTracker:
         import wandb
 
         # neither the terminal's text nor the machine is recorded: the one is not metrics, the other is resources.jsonl
+        mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb refuses what it does not know
         quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False)
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=key,
             name=os.environ.get("WANDB_NAME", key),
             dir=str(folder),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=mode,
             resume="allow",
             config=dict(recipe),
             settings=quiet,

@@ -190,7 +190,7 @@ def test_style_counts_findings_for_each_statement():
 def test_style_needs_ruff(monkeypatch):
     monkeypatch.setattr(quality.Path, "exists", lambda path: False)
     monkeypatch.setattr(quality.shutil, "which", lambda name: None)
-    with pytest.raises(RewardError, match=r"dapo\[code\]"):
+    with pytest.raises(RewardError, match=r"dapo-rl\[code\]"):
         quality.find_ruff()
 
 
