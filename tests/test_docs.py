@@ -10,6 +10,7 @@ What cannot run here says why, in a comment above the block: ``<!-- not run: nee
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -222,6 +223,8 @@ def _is_key(name: str) -> bool:
 @pytest.mark.parametrize("document", PAGES, ids=_name)
 def test_keys_that_are_named_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
+    if document.name == "coming-from.md":  # a table's other columns are the other systems' names
+        text = re.sub(r"^(\|[^|]*\|).*", r"\1", text, flags=re.MULTILINE)
     for name in re.findall(_named_key(), text):
         assert _is_key(name) or name.endswith((".json", ".jsonl", ".safetensors")), f"{document.name} names {name}"
 
@@ -314,3 +317,52 @@ def test_reference_pages_are_what_the_code_says(page: str) -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == script.PAGES[page](), "run scripts/make_docs.py"
+
+
+# --- the first page, and the page for those who come from elsewhere ---------------------------------------------------
+
+
+def test_the_first_page_is_short_and_quotes_no_comparison_that_another_page_calls_void() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) < 900
+    rollout = re.search(r"^## Rollout of a real model, against vLLM$.*?^## ", _page("performance"), re.M | re.S)
+    assert rollout and "void" in rollout[0]
+    tokens = re.findall(r"\b\d{2,3},\d{3}\b", rollout[0])
+    quoted = [
+        f for number in tokens for f in (number, f"{round(int(number.replace(',', '')), -3) // 1000}k") if f in text
+    ]
+    assert tokens and not quoted
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_figures_of_the_first_page_are_those_of_the_pages_that_it_links_to() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    cycle = re.search(r"takes \*\*([\d.]+) s; TRL [\d.]+ with vLLM [\d.]+ takes ([\d.]+) s\*\*", text)
+    assert cycle and re.search(
+        rf"\*\*cycle\*\* \| \*\*{cycle[1]}0?\*\* \| [\d.]+ \| \*\*{cycle[2]}\*\*", _page("performance")
+    )
+    ratios = re.search(r": ([\d.]+) times, or ([\d.]+) times if both recompute", text)
+    assert ratios and f"**{ratios[1]} times as fast**" in _page("performance")
+    assert f"it is {ratios[2]} times" in " ".join(_page("performance").split())
+    learned = re.search(r"from ([\d.]+%) to ([\d.]+%) and ([\d.]+%) of GSM8K", text)
+    assert learned and all(f"{value}" in _page("results") for value in learned.groups())
+    assert all(
+        re.search(rf"\| seed \d \| {learned[1]} .*\*\*{end}\*\*", _page("results")) for end in learned.groups()[1:]
+    )
+
+
+def test_names_of_the_other_systems_and_ours_exist() -> None:
+    trl = pytest.importorskip("trl")
+    known = {field.name for field in dataclasses.fields(trl.GRPOConfig)} | {"train_dataset", "model"}
+    known |= set(dir(importlib.import_module("trl.rewards")))
+    rows = re.findall(r"^\| (`[^|]+)\|([^|]*)\|[^|]*\|[^|]*\|$", _page("coming-from"), re.M)
+    assert len(rows) > 30
+    values = {"dapo", "grpo", "dr_grpo", "group", "none", "prompt", "GRPOTrainer"}
+    for ours, theirs in rows:
+        key = re.match(r"`([\w.]+)(?:=\w+)?`", ours)
+        assert key and key[1] in all_values(), ours
+        for name in re.findall(r"`(\w+)`", theirs):
+            assert name in known | values, f"TRL has no {name}"

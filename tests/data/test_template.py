@@ -37,8 +37,11 @@ def test_dapo_asks_for_an_answer_line_with_and_without_a_chat_template():
     chat = rendered(char_tokenizer(chat_template=CHAT), "1+1?", template="dapo")
     plain = rendered(char_tokenizer(), "1+1?", template="dapo")
     assert chat == f"[user]{plain}<e>[assistant]"
-    before, problem, after = plain.partition("1+1?")
-    assert "step by step" in before and "Answer: $Answer" in before and problem and '"Answer:"' in after
+    assert plain == (  # as in the released training data
+        "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+        "$Answer (without quotes) where $Answer is the answer to the problem.\n\n1+1?\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    )
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
@@ -123,7 +126,9 @@ def test_the_instruction_goes_with_the_last_question_of_several_turns():  # not 
     said = rendered(tokenizer, turns, template="chat", instruction=" Box it.")
     assert said == "[user]a<e>[assistant]b<e>[user]c Box it.<e>[assistant]"
     said = rendered(tokenizer, turns, template="dapo")
-    assert said.startswith("[user]a<e>[assistant]b<e>[user]Solve the math problem") and said.count("Solve") == 1
+    assert (
+        said.startswith("[user]a<e>[assistant]b<e>[user]Solve the following math problem") and said.count("Solve") == 1
+    )
     ends_with_answer = turns[:2]  # the last question all the same
     assert rendered(tokenizer, ends_with_answer, template="plain", instruction="!") == "a!\n\nb"
 

@@ -126,9 +126,9 @@ class DataConfig(Section):
     max_bad_rows: float = Field(0.01, ge=0, le=1)
     """Share of bad rows above which `skip` stops too."""
     template: Literal["plain", "chat", "dapo"] = "chat"
-    """How a row becomes a prompt: `plain` (as it stands), `chat` (the tokenizer's chat template), `dapo` (the paper's
-    "Answer:" instruction around it, then the chat template). For a tokenizer without a chat template (a base model)
-    `chat` is refused, and `dapo` writes plain text."""
+    """How a row becomes a prompt: `plain` (as it stands), `chat` (the tokenizer's chat template), `dapo` (the "Answer:"
+    instruction of the paper's training data around it, then the chat template). For a tokenizer without a chat template
+    (a base model) `chat` is refused, and `dapo` writes plain text."""
     chat_template: PathText | None = None
     """File with a chat template (Jinja) to use in place of the tokenizer's own, beside the recipe."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

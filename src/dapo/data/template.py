@@ -22,12 +22,13 @@ from dapo.errors import ConfigError, DataError
 from dapo.records import Prompt
 
 _DAPO_BEFORE = (
-    "Solve the math problem below, thinking step by step. End your response with a line of the form "
-    "Answer: $Answer (without quotation marks), where $Answer is the final answer to the problem.\n\n"
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
+"""The wording of the released training data (DAPO-Math-17k), to the letter."""
+_DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 _END_TOKENS, _END_CHARACTERS = 256, 1000
 """Of the end of a prompt: what is looked through for it, and the most of it that is told."""
-_DAPO_AFTER = '\n\nRemember that the final answer goes on a line of its own after "Answer:".'
 
 
 class PromptTemplate:
