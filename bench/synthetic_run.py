@@ -5,7 +5,8 @@ usage: python bench/synthetic_run.py FOLDER [--steps 2000] [--groups 64] [--samp
 By default 2,000 steps of 64 groups of 8 samples: 1,024,000 samples, in the index of samples (needs ``dapo-rl[ui]``),
 with metrics for each step. Texts and tokens are of so many steps only, the first and the last among them: of all
 steps they would be gigabytes. The numbers hang together (a group is filtered if all of its samples are right), and
-the same arguments give the same run. """
+the same arguments give the same run.
+"""
 
 from __future__ import annotations
 
