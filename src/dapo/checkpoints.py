@@ -100,7 +100,8 @@ class Checkpoints:
 
     def places(self) -> list[Place]:
         """Of all complete checkpoints, in the order of the run."""
-        found = (Place.parse(path.name) for path in self._folder.iterdir() if path.is_dir())
+        there = self._folder.iterdir() if self._folder.is_dir() else ()
+        found = (Place.parse(path.name) for path in there if path.is_dir())
         return sorted(place for place in found if place is not None)
 
     def latest(self) -> Path | None:

@@ -80,6 +80,13 @@ class Preparer:
         self._reference = policy.frozen_copy() if kl.mode != "off" else None
         self._adaptive = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.target is not None else None
 
+    def use(self, config: Config) -> None:
+        """Go on with other settings. An adaptive KL coefficient stays where it is, unless ``kl.coef`` is another."""
+        was, kl = self._config.algorithm.kl, config.algorithm.kl
+        coef = kl.coef if self._adaptive is None or kl.coef != was.coef else self._adaptive.coef
+        self._config = config
+        self._adaptive = AdaptiveKL(coef, kl.target, kl.horizon) if kl.target is not None else None
+
     @property
     def kl_coef(self) -> float:
         """The KL coefficient in force."""
@@ -120,7 +127,7 @@ class Preparer:
         if self._config.proximal == "recompute":
             packed = replace(packed, proximal_logprobs=self._policy.logprobs(packed))
             mismatch = measure_mismatch(packed, _proximal(packed), version)
-        if self._reference is not None:
+        if self._reference is not None and self._config.algorithm.kl.mode != "off":
             packed = replace(packed, reference_logprobs=self._reference.logprobs(packed))
         if self._config.algorithm.kl.mode == "reward":
             shaped = [_advantages(group, self._config) for group in self._take_kl_off(shaped, packed)]

@@ -6,6 +6,7 @@
       config.yaml        the resolved recipe; `dapo train runs/NAME/config.yaml run.dir=...` runs it again
       environment.json   versions, platform, git commit, command line; the same of every time it was resumed
       fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
+      changes.jsonl      settings that were changed when it went on (changes.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
       resources.jsonl    what the run used of its machine (observe/resources.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
@@ -34,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -42,9 +43,10 @@ from typing import IO, Any
 import yaml
 
 import dapo
+from dapo.changes import Change
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.files import lock_file, read_json, write_atomic, write_json, writing
+from dapo.files import json_line, lock_file, read_json, write_atomic, write_json, writing
 from dapo.redaction import redact, redact_command
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
@@ -67,6 +69,10 @@ class RunFolder:
     @property
     def fingerprint(self) -> Path:
         return self.root / "fingerprint.json"
+
+    @property
+    def changes(self) -> Path:
+        return self.root / "changes.jsonl"
 
     @property
     def metrics(self) -> Path:
@@ -136,8 +142,8 @@ class RunFolder:
             tell(f"the earlier run is now in {moved}")
         return folder
 
-    def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
-        """Record that the run goes on, with the recipe that it has from now on.
+    def reopen(self, config: Config, changes: Sequence[Change] = (), command: Sequence[str] | None = None) -> None:
+        """Record that the run goes on, with the recipe that it has from now on and all changes that led to it.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -146,6 +152,8 @@ class RunFolder:
         try:
             environment = self._environment()
             write_json(self.environment, {**environment, "resumed": [*environment.get("resumed", []), again]})
+            if changes or self.changes.exists():  # before the settings that the next comparison is made with
+                write_atomic(self.changes, map(json_line, map(asdict, changes)))
             write_atomic(self.config, config_yaml(config))
             for folder in (self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)

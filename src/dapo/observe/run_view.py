@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from dapo.changes import Change, differences, read_changes
 from dapo.checkpoints import Checkpoints, damages
 from dapo.config import load_yaml
 from dapo.errors import UserError
@@ -111,10 +112,10 @@ class RunView:
 
     def changes_of_reward(self, config: Config) -> list[str]:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
-        from dapo.fingerprint import differences, fingerprint_reward  # loads torch
+        from dapo.fingerprint import fingerprint_reward  # loads torch
 
         then = _section(_mapping(self.folder.fingerprint), "reward")
-        return list(differences(then, fingerprint_reward(config))) if then else []
+        return [str(found) for found in differences(then, fingerprint_reward(config))] if then else []
 
     @property
     def steps_planned(self) -> int | None:
@@ -157,6 +158,7 @@ class RunView:
         """On the evaluation rows, before training and at the last evaluation after it began."""
         found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
         before = next((value for step, value in found if step == 0), self.summary.get("accuracy_before"))
+        before = None if self.comparable_from else before
         # an earlier version summed up a run that was evaluated only before it with that number, as if of after
         known = None if found and self.steps_done else self.summary.get("accuracy_after")
         return before, next((value for step, value in reversed(found) if step), known)
@@ -164,8 +166,17 @@ class RunView:
     @property
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints, in the order of the run."""
-        folder = self.folder.checkpoints
-        return [place.name for place in Checkpoints(folder).places()] if folder.is_dir() else []
+        return [place.name for place in Checkpoints(self.folder.checkpoints).places()]
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        """Settings that were changed while the run was under way. Raises UserError: their record is damaged."""
+        return read_changes(self.folder.changes)
+
+    @property
+    def comparable_from(self) -> int:
+        """The step from which evaluations are of the same rows and settings as the last one; 0: all are."""
+        return max((change.step for change in self.changes if change.of_evaluation), default=0)
 
     @cached_property
     def damage(self) -> str | None:
