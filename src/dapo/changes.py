@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo.config import Config, build_config
 from dapo.errors import UserError
-from dapo.files import lines_of, parse_json
+from dapo.files import json_line, lines_of, parse_json, write_atomic
 
 _LEARNED = ("algorithm.", "rollout.", "training.")
 _EVALUATED = ("evaluation.", "rollout.max_response_length", "fingerprint.evaluation", "fingerprint.reward")
@@ -46,6 +46,12 @@ def read_changes(file: Path) -> list[Change]:
         return [Change(**parse_json(line)) for line in lines_of(file)] if file.is_file() else []
     except (ValueError, TypeError) as error:
         raise UserError(f"{file}: a line is not a change of a setting: {error}; mend it, or remove the file") from None
+
+
+def write_changes(file: Path, changes: Sequence[Change]) -> None:
+    """Replace the record of a run. One that never had any gets no file. Raises OSError: it cannot be written."""
+    if changes or file.exists():
+        write_atomic(file, (json_line(asdict(change)) for change in changes))
 
 
 def config_of_step(config: Config, changes: Sequence[Change], step: int) -> Config:

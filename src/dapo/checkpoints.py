@@ -61,6 +61,11 @@ class Place:
         """Whether there is but one state that a run can have there."""
         return not self.updates and not self.sampling
 
+    @property
+    def begun(self) -> int:
+        """The last rollout step, from 1, that has been begun."""
+        return self.steps + (not self.between_steps)
+
     @classmethod
     def parse(cls, name: str) -> Place | None:
         """From the name of a folder; None: it is no checkpoint's."""

@@ -20,7 +20,7 @@ import torch
 
 from dapo.budget import Budget
 from dapo.buffer import ExperienceBuffer
-from dapo.changes import Change, config_of_step
+from dapo.changes import Change, config_of_step, write_changes
 from dapo.checkpoints import Place
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
@@ -273,23 +273,23 @@ class Experiment:
         self.stopping.run = folder.root
         self.index = BackgroundIndex(folder.root, tell)
         self._closing.push_async_callback(partial(in_thread, self.index.close))
-        latest, kept = None, None
+        latest, kept, changes = None, None, []
         if resumed is not None:
             deterministic = self.config.runtime.deterministic
             contents = check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, deterministic)
             latest = await in_thread(self.keeper.checkpoints.latest_intact, tell)
-            place = Place.parse(latest.name) if latest else None
-            changes = changes_at(folder, self.config, place, contents) if place else []
-            folder.reopen(self.config, changes)
+            changes = changes_at(folder, self.config, latest, contents)
+            folder.reopen(self.config)
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
-            if latest is not None and place is not None:
-                await self._load(latest, place, changes)
+            if latest is not None:
+                await self._load(latest, changes)
             if not self.at.budget.used_up:  # those that a shorter run ended with
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.at.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
             forget_steps(folder.samples, after=kept)
         with writing(folder.fingerprint):
+            write_changes(folder.changes, changes)  # first: they are found by comparing with the settings
             settings = redact(self.config.model_dump(mode="json"))
             write_json(folder.fingerprint, {**self.fingerprint, "settings": settings})
         self.resources = make_recorder(folder.resources, self.config.run.resources_every_s)
@@ -304,13 +304,14 @@ class Experiment:
             self.listener.phase(f"{self.at.budget.reason()}; to go on: {self.at.budget.how_to_go_on()}")
         self.listener.started(plan_of(self.config))
 
-    async def _load(self, checkpoint: Path, place: Place, changes: Sequence[Change]) -> None:
+    async def _load(self, checkpoint: Path, changes: Sequence[Change]) -> None:
         """Go on from a checkpoint. Up to the next step it has the settings that it was taken under."""
+        place = Place.parse(checkpoint.name) or Place(0)
+        self._use(config_of_step(self.config, changes, place.begun))
+        await self.keeper.load(checkpoint)
         new = [change for change in changes if change.step > place.steps]
         for change in new:
             self.listener.phase(f"changed from {change}")
-        self._use(config_of_step(self.config, changes, place.steps + (not place.between_steps)))
-        await self.keeper.load(checkpoint)
         if place.between_steps:
             self._use(self.config)
         if any(change.of_evaluation for change in new):

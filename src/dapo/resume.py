@@ -121,19 +121,24 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
             f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
             f"To train on with other settings, start a new run from its weights (model.path)"
         )
-    places = Checkpoints(folder.checkpoints).places()
-    changes_at(folder, config, places[-1] if places else Place(0))
+    changes_at(folder, config, Checkpoints(folder.checkpoints).latest())
 
 
-def changes_at(folder: RunFolder, config: Config, place: Place, contents: Sequence[Difference] = ()) -> list[Change]:
-    """All changes of a run that goes on with ``config``, the earlier ones first. What was changed after ``place``, of
-    the checkpoint that it goes on from, is changed there now. ``contents``: what has changed in files.
+def changes_at(
+    folder: RunFolder, config: Config, checkpoint: Path | None, contents: Sequence[Difference] = ()
+) -> list[Change]:
+    """All changes of a run that goes on with ``config``, the earlier ones first; those that were made after
+    ``checkpoint``, which it goes on from, are made there now. None: it starts anew, and no step had other settings.
+    ``contents``: what has changed in files.
 
     Raises:
-        ConfigError: a setting that changes between two steps only, and ``place`` is inside of one.
+        ConfigError: a setting that changes between two steps only, and ``checkpoint`` is inside of one.
         UserError: the record of earlier changes is damaged.
     """
-    begun = place.steps + (not place.between_steps)  # the last step that has its settings
+    if checkpoint is None:
+        return []
+    place = Place.parse(checkpoint.name) or Place(0)
+    begun = place.begun  # the last step that has its settings
     earlier = [replace(change, step=min(change.step, begun + 1)) for change in read_changes(folder.changes)]
     moved = ("run.", *(key for key in BY_CONTENT if not key.startswith("reward.")))
     found = [one for one in _differences(folder, config) if not one.key.startswith(moved)]

@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -43,10 +43,9 @@ from typing import IO, Any
 import yaml
 
 import dapo
-from dapo.changes import Change
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.files import json_line, lock_file, read_json, write_atomic, write_json, writing
+from dapo.files import lock_file, read_json, write_atomic, write_json, writing
 from dapo.redaction import redact, redact_command
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
@@ -142,8 +141,8 @@ class RunFolder:
             tell(f"the earlier run is now in {moved}")
         return folder
 
-    def reopen(self, config: Config, changes: Sequence[Change] = (), command: Sequence[str] | None = None) -> None:
-        """Record that the run goes on, with the recipe that it has from now on and all changes that led to it.
+    def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
+        """Record that the run goes on, with the recipe that it has from now on.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -152,8 +151,6 @@ class RunFolder:
         try:
             environment = self._environment()
             write_json(self.environment, {**environment, "resumed": [*environment.get("resumed", []), again]})
-            if changes or self.changes.exists():  # before the settings that the next comparison is made with
-                write_atomic(self.changes, map(json_line, map(asdict, changes)))
             write_atomic(self.config, config_yaml(config))
             for folder in (self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from dapo.changes import Change
-from dapo.config import build_config
+from dapo.changes import Change, write_changes
 from dapo.observe.samples import write_samples
 from page_run import RIGHT, SCRIPT, made_group, page_run, served
 from run_cases import Recorder, run
@@ -244,7 +243,7 @@ def test_signs_that_hide_or_turn_text_around_are_shown(page: Any, tmp_path: Path
 def test_a_changed_setting_is_a_line_with_its_words(page: Any, tmp_path: Path) -> None:
     folder = page_run(tmp_path / "r", steps=3)
     change = Change(2, "training.learning_rate", 1e-6, 5e-7, "2026-01-02")
-    folder.reopen(build_config({"model": {"path": "m"}}), [change])
+    write_changes(folder.changes, [change])
     with served(tmp_path / "r") as address:
         page.goto(address)
         ready(page, "overview")

@@ -22,9 +22,8 @@ from urllib.error import HTTPError
 import pytest
 from typer.testing import CliRunner
 
-from dapo.changes import Change
+from dapo.changes import Change, write_changes
 from dapo.cli import app as program
-from dapo.config import build_config
 from dapo.errors import UserError
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
@@ -454,7 +453,7 @@ def test_curves_say_where_settings_were_changed(tmp_path: Path) -> None:
         Change(2, "training.steps", 9, 12, "2026-01-02"),
         Change(3, "algorithm.clip_ratio_high", 0.28, 0.2, "2026-01-03"),
     ]
-    folder.reopen(build_config({"model": {"path": "m"}}), changed)
+    write_changes(folder.changes, changed)
     with served(tmp_path / "r") as address:
         for axis, place in (("step", 2), ("tokens", 200)):
             (mark,) = get(f"{address}/api/curves?run=r&metric=accuracy&x={axis}")[1]["r"]["changes"]

@@ -215,15 +215,10 @@ def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
 
     intact, damaged = Checkpoints(RunFolder(run).checkpoints).find_intact()
     told = [f"{bad.name} is damaged: {why}" for bad, why in damaged]
-    if intact is None:
-        return {
-            "goes on from": "; ".join(["none of its checkpoints", *told])
-            if told
-            else "no checkpoint yet: from the start"
-        }
-    place = Place.parse(intact.name) or Place(0)
-    new = [str(change) for change in changes_at(RunFolder(run), config, place) if change.step > place.steps]
-    return {"goes on from": "; ".join([f"{intact}", *told]), **({"changes": "; ".join(new)} if new else {})}
+    where = f"{intact}" if intact else "none of its checkpoints" if told else "no checkpoint yet: from the start"
+    changes, place = changes_at(RunFolder(run), config, intact), intact and Place.parse(intact.name)
+    new = "; ".join(str(change) for change in changes if place and change.step > place.steps)
+    return {"goes on from": "; ".join([where, *told]), **({"changes": new} if new else {})}
 
 
 def _predicted_memory(config: Config) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,20 +48,22 @@ _ENDS = ("all steps are done", "the minutes are over", "converged")
 
 @dataclass(frozen=True)
 class RunView:
-    """One run folder, read once. ``metrics`` holds the lines of metrics.jsonl, step 0 included."""
+    """One run folder, read once. ``metrics`` holds the lines of metrics.jsonl, step 0 included; ``changes`` those of
+    changes.jsonl."""
 
     folder: RunFolder
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
     metrics: list[dict[str, Any]]
+    changes: list[Change] = field(default_factory=list)
 
     @classmethod
     def read(cls, root: Path, brief: bool = False) -> RunView:
         """Read a run folder. ``brief``: of the metrics only the first line, the last one and those of evaluations.
 
         Raises:
-            UserError: it is none, or a line of its metrics is spoilt.
+            UserError: it is none, or a line of its metrics or changes is spoilt.
         """
         if not is_run(root):
             what = "is not a run folder: it has no config.yaml" if root.is_dir() else "is not a folder"
@@ -69,7 +71,7 @@ class RunView:
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
         recorded = (_recipe(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
-        return cls(folder, *recorded, metrics)
+        return cls(folder, *recorded, metrics, read_changes(folder.changes))
 
     @cached_property
     def steps_done(self) -> int:
@@ -167,11 +169,6 @@ class RunView:
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints, in the order of the run."""
         return [place.name for place in Checkpoints(self.folder.checkpoints).places()]
-
-    @cached_property
-    def changes(self) -> list[Change]:
-        """Settings that were changed while the run was under way. Raises UserError: their record is damaged."""
-        return read_changes(self.folder.changes)
 
     @property
     def comparable_from(self) -> int:

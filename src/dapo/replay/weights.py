@@ -131,7 +131,7 @@ class Rerun:
             self.trainer.load(start.folder / "model")
         if state:
             self.trainer.load_state(start.folder / "optimizer")
-            self.preparer.use(of_step(start.place.steps + (not start.place.between_steps)))
+            self.preparer.use(of_step(start.place.begun))
             self.preparer.load_state(state["prepare"])
             self._under_way = state["step"] if start.place.updates else None
 
