@@ -127,7 +127,7 @@ class Preparer:
         if self._config.proximal == "recompute":
             packed = replace(packed, proximal_logprobs=self._policy.logprobs(packed))
             mismatch = measure_mismatch(packed, _proximal(packed), version)
-        if self._reference is not None and self._config.algorithm.kl.mode != "off":
+        if self._reference is not None:
             packed = replace(packed, reference_logprobs=self._reference.logprobs(packed))
         if self._config.algorithm.kl.mode == "reward":
             shaped = [_advantages(group, self._config) for group in self._take_kl_off(shaped, packed)]
