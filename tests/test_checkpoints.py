@@ -72,6 +72,10 @@ def go_on(folder: Path, changes: dict[str, Any] | None = None) -> tuple[dict[str
     return run_experiment(config_for(folder, EACH | (changes or {})), listener, inputs), listener
 
 
+def goes_on_from(folder: Path) -> str:
+    return _where_it_goes_on(folder, config_for(folder, EACH))["goes on from"]
+
+
 def names(folder: Path) -> list[str]:
     return [place.name for place in Checkpoints(RunFolder(folder).checkpoints).places()]
 
@@ -127,17 +131,17 @@ def test_a_run_goes_on_from_the_newest_intact_one_and_comes_to_the_same(three: P
 
 def test_a_dry_run_of_a_resume_says_where_it_would_go_on_and_changes_nothing(three: Path) -> None:
     checkpoints = RunFolder(three).checkpoints
-    assert _where_it_goes_on(three) == str(checkpoints / "step-00003")
+    assert goes_on_from(three) == str(checkpoints / "step-00003")
     flip_a_bit(checkpoints / "step-00003" / "model" / "model.safetensors")
     (checkpoints / "step-00002" / "state.json").unlink()
-    told = _where_it_goes_on(three)
+    told = goes_on_from(three)
     assert told.startswith(f"{checkpoints / 'step-00001'}; step-00003 is damaged: model/model.safetensors is not what")
     assert "; step-00002 is damaged: state.json is missing" in told
     assert len(names(three)) == 3
     truncate(checkpoints / "step-00001" / "state.json")
-    assert _where_it_goes_on(three).startswith("none of its checkpoints; ")
+    assert goes_on_from(three).startswith("none of its checkpoints; ")
     shutil.rmtree(checkpoints)
-    assert _where_it_goes_on(three) == "no checkpoint yet: from the start"
+    assert goes_on_from(three) == "no checkpoint yet: from the start"
 
 
 def test_an_overview_finds_what_is_cut_and_shows_what_was_put_aside(three: Path) -> None:

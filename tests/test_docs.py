@@ -35,7 +35,14 @@ from dapo.config.reference import all_values
 from dapo.demo.task import make_model, make_tokenizer
 from dapo.model.loading import load_model
 from dapo.observe.metrics import describe
-from dapo.resume import BY_CONTENT, MAY_CHANGE, MAY_CHANGE_UNLESS_DETERMINISTIC
+from dapo.resume import (
+    BETWEEN_STEPS,
+    BY_CONTENT,
+    FIXED,
+    FROM_THE_NEXT_STEP,
+    MAY_CHANGE,
+    MAY_CHANGE_UNLESS_DETERMINISTIC,
+)
 from dapo.stages.sft import imitate
 from dapo.training.trainer import Trainer
 
@@ -291,9 +298,11 @@ def test_settings_in_the_page_on_the_paper_are_as_the_config_has_them() -> None:
 
 def test_the_page_on_runs_says_what_may_change_on_resume() -> None:
     text = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
-    said = {row["what may change"]: set(_code(row["keys"])) for row in _tables(text) if "what may change" in row}
-    expected = [set(MAY_CHANGE), set(MAY_CHANGE_UNLESS_DETERMINISTIC), set(BY_CONTENT)]
-    assert list(said.values()) == expected
+    said = [set(_code(row["keys"])) for row in _tables(text) if "what may change" in row]
+    may = [MAY_CHANGE, FROM_THE_NEXT_STEP, BETWEEN_STEPS, MAY_CHANGE_UNLESS_DETERMINISTIC, BY_CONTENT]
+    assert said == list(map(set, may))
+    refused = {row["because"]: set(_code(row["refused"])) for row in _tables(text) if "refused" in row}
+    assert refused == {why: set(keys) for why, keys in FIXED.items()}
 
 
 def test_the_page_on_runs_has_the_exit_codes() -> None:

@@ -328,9 +328,17 @@ def test_a_changed_model_is_refused(stopped: Path) -> None:
     assert re.search(r'model\.weights: was "\w+", is now "\w+"', output)
 
 
-def test_changed_held_out_rows_are_refused(stopped: Path) -> None:
+def test_changed_held_out_rows_are_said_aloud(stopped: Path) -> None:
+    """Of what an older version recorded it cannot be told whether prompts to train on are others, too: refused."""
     (stopped / "heldout.jsonl").write_text("".join(map(json_line, PROMPTS[1:5])))
-    assert "evaluation.data.hash" in go_on(stopped, "training.steps=2", code=1)
+    file = stopped / "run" / "fingerprint.json"
+    then = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in then.items() if key != "prompt"}))
+    assert "\nprompts: was" in go_on(stopped, "training.steps=2", code=1)
+    file.write_text(json.dumps(then))
+    said = " ".join(go_on(stopped, "training.steps=2").split())
+    assert "the evaluation is not the one that the run started with: evaluation.data.hash: was" in said
+    assert json.loads(file.read_text())["evaluation.data"] != then["evaluation.data"]
 
 
 def test_a_changed_reward_file_is_said_aloud(stopped: Path) -> None:
@@ -346,11 +354,12 @@ def test_a_run_of_a_version_without_the_newest_keys_goes_on_with_their_defaults(
     del stored["rollout"]["stop"], stored["evaluation"]["stop"], stored["evaluation"]["min_p"]
     RunFolder(tmp_path).config.write_text(yaml.safe_dump(stored))
     check_resumable(RunFolder(tmp_path), config)
-    changed = {"rollout.stop": ["x"], "evaluation.min_p": 0.1}
+    changed = {"rollout.stop": ["x"], "rollout.temperature": 0.5, "evaluation.min_p": 0.1}
     with pytest.raises(ConfigError) as caught:
         check_resumable(RunFolder(tmp_path), config_for(tmp_path, changed))
     assert 'rollout.stop: was [], is now ["x"]' in str(caught.value)
-    assert "evaluation.min_p: was 0.0, is now 0.1" in str(caught.value)
+    assert "rollout.temperature: was 1.0, is now 0.5" in str(caught.value)
+    assert "evaluation.min_p" not in str(caught.value)
     RunFolder(tmp_path).config.write_text(yaml.safe_dump(stored | {"gone": 1}))
     with pytest.raises(ConfigError, match="gone: was 1, is now null"):
         check_resumable(RunFolder(tmp_path), config)
@@ -359,9 +368,9 @@ def test_a_run_of_a_version_without_the_newest_keys_goes_on_with_their_defaults(
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("training.learning_rate=1e-4", "training.learning_rate: was 0.003, is now 0.0001"),
+        ("rollout.temperature=0.5", "rollout.temperature: was 1.0, is now 0.5"),
         ("seed=6", "seed: was 9, is now 6"),
-        ("algorithm.kl.mode=measure", 'algorithm.kl.mode: was "off", is now "measure"'),
+        ("data.template=chat", 'data.template: was "plain", is now "chat"'),
         ("runtime.threads=3", "runtime.threads: was null, is now 3"),  # deterministic: another order of additions
     ],
 )
@@ -373,9 +382,9 @@ def test_a_setting_that_would_make_it_another_run_is_refused(stopped: Path, over
 def test_a_setting_that_was_edited_in_the_run_folder_is_refused_too(stopped: Path) -> None:
     config = stopped / "run" / "config.yaml"
     text = config.read_text()
-    assert "learning_rate: 0.003" in text
-    config.write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.3"))
-    assert "training.learning_rate: was 0.003, is now 0.3" in go_on(stopped, "training.steps=2", code=2)
+    assert "seed: 9" in text
+    config.write_text(text.replace("seed: 9", "seed: 8"))
+    assert "seed: was 9, is now 8" in go_on(stopped, "training.steps=2", code=2)
     config.write_text(text.replace("steps: 1\n", "steps: 2\n", 1))
     go_on(stopped)
 
@@ -830,7 +839,7 @@ def test_a_run_tells_one_date_throughout(dated: Path, monkeypatch: pytest.Monkey
 
 
 def test_other_prompts_are_refused(dated: Path) -> None:
-    with pytest.raises(UserError, match=r"what it started from has changed:\nprompts: was"):
+    with pytest.raises(UserError, match=r"what it started from has changed:\nprompt: was"):
         run_dated(dated, resume=True, **{"data.today": "2024-02-06"})
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs"):
         run_dated(dated, resume=True, **{"data.chat_template_kwargs": {"short": True}})
@@ -842,7 +851,7 @@ def test_other_prompts_are_refused(dated: Path) -> None:
 def test_a_run_whose_record_knows_no_prompts_goes_on(dated: Path) -> None:
     file = RunFolder(dated / "run").fingerprint
     recorded = json.loads(file.read_text())
-    del recorded["prompts"]
+    del recorded["prompts"], recorded["prompt"]
     write_json(file, recorded)
     run_dated(dated, resume=True)
     assert len(steps_of(dated / "run")) == 2

@@ -61,6 +61,11 @@ class Place:
         """Whether there is but one state that a run can have there."""
         return not self.updates and not self.sampling
 
+    @property
+    def begun(self) -> int:
+        """The last rollout step, from 1, that has been begun."""
+        return self.steps + (not self.between_steps)
+
     @classmethod
     def parse(cls, name: str) -> Place | None:
         """From the name of a folder; None: it is no checkpoint's."""
@@ -100,7 +105,8 @@ class Checkpoints:
 
     def places(self) -> list[Place]:
         """Of all complete checkpoints, in the order of the run."""
-        found = (Place.parse(path.name) for path in self._folder.iterdir() if path.is_dir())
+        there = self._folder.iterdir() if self._folder.is_dir() else ()
+        found = (Place.parse(path.name) for path in there if path.is_dir())
         return sorted(place for place in found if place is not None)
 
     def latest(self) -> Path | None:

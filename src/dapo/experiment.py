@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dapo.budget import Budget
 from dapo.buffer import ExperienceBuffer
+from dapo.changes import Change, config_of_step, write_changes
+from dapo.checkpoints import Place
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
 from dapo.doctor.examination import brief
@@ -62,7 +65,7 @@ from dapo.prepare import Preparer
 from dapo.process import Clock, Stopping, closed_in_time, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.redaction import redact
-from dapo.resume import on_day, on_its_day
+from dapo.resume import changes_at, on_day, on_its_day
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
@@ -101,7 +104,7 @@ class Experiment:
         self.template = PromptTemplate(config.data, self.tokenizer, rows)
         if config.data.today and not self.template.today:
             listener.warning("data.today: the chat template does not ask for the date, so nothing comes of it")
-        self.config = config = on_day(config, self.template.today)
+        self.config = self.in_force = config = on_day(config, self.template.today)
         self.source = training_prompts(config, inputs, self.template, listener)
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
@@ -193,6 +196,7 @@ class Experiment:
             self.preparer.observe(work.reports, work.batch)
             self.monitor.settle()
             self.alarms.settle()
+            self._use(self.config)
             self.at.budget, self.at.step, self.at.laps = budget, None, {}
             await self.keeper.maybe_save(last=budget.used_up or self.best.converged)
 
@@ -269,22 +273,23 @@ class Experiment:
         self.stopping.run = folder.root
         self.index = BackgroundIndex(folder.root, tell)
         self._closing.push_async_callback(partial(in_thread, self.index.close))
-        latest, kept = None, None
+        latest, kept, changes = None, None, []
         if resumed is not None:
-            check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, self.config.runtime.deterministic)
-            folder.reopen(self.config)
+            deterministic = self.config.runtime.deterministic
+            contents = check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, deterministic)
             latest = await in_thread(self.keeper.checkpoints.latest_intact, tell)
+            changes = changes_at(folder, self.config, latest, contents)
+            folder.reopen(self.config)
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
             if latest is not None:
-                await self.keeper.load(latest)
-                if self.at.step is None:  # otherwise they are published once its updates are done
-                    await self.engine.load_weights(*self.trainer.publish())
+                await self._load(latest, changes)
             if not self.at.budget.used_up:  # those that a shorter run ended with
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.at.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
             forget_steps(folder.samples, after=kept)
         with writing(folder.fingerprint):
+            write_changes(folder.changes, changes)  # first: they are found by comparing with the settings
             settings = redact(self.config.model_dump(mode="json"))
             write_json(folder.fingerprint, {**self.fingerprint, "settings": settings})
         self.resources = make_recorder(folder.resources, self.config.run.resources_every_s)
@@ -298,6 +303,32 @@ class Experiment:
         if self.at.steps_done and self.at.budget.used_up:
             self.listener.phase(f"{self.at.budget.reason()}; to go on: {self.at.budget.how_to_go_on()}")
         self.listener.started(plan_of(self.config))
+
+    async def _load(self, checkpoint: Path, changes: Sequence[Change]) -> None:
+        """Go on from a checkpoint. Up to the next step it has the settings that it was taken under."""
+        place = Place.parse(checkpoint.name) or Place(0)
+        self._use(config_of_step(self.config, changes, place.begun))
+        await self.keeper.load(checkpoint)
+        new = [change for change in changes if change.step > place.steps]
+        for change in new:
+            self.listener.phase(f"changed from {change}")
+        if place.between_steps:
+            self._use(self.config)
+        if any(change.of_evaluation for change in new):
+            self.listener.warning(
+                "evaluations so far cannot be compared with those from now on: what is evaluated, or how, has changed; "
+                "the best one is looked for anew"
+            )
+            self.best.forget()
+            self.at.scores = {}
+        if self.at.step is None:  # otherwise they are published once its updates are done
+            await self.engine.load_weights(*self.trainer.publish())
+
+    def _use(self, config: Config) -> None:
+        """Train with the settings of ``config`` from now on."""
+        self.in_force = config
+        self.trainer.use(config.training)
+        self.preparer.use(config)
 
     def _keeper(self, folder: RunFolder) -> Keeper:
         roles: dict[str, Role] = {
@@ -386,7 +417,7 @@ class Experiment:
     async def _record(self, budget: Budget, work: StepUnderWay, evaluation: Mapping[str, float]) -> None:
         step = budget.steps
         self.at.seconds.lap("rl")
-        metrics = work.metrics(self.config) | {
+        metrics = work.metrics(self.in_force) | {
             "lr": self.trainer.learning_rate,
             "version": self.trainer.version,
             "updates/total": self.trainer.updates,
@@ -400,7 +431,7 @@ class Experiment:
             metrics |= self.resources.step_means()
         if self._limits is not None:
             metrics |= self._limits.shares(work.fill, work.reports, work.seconds, work.decode_steps)
-        if self.config.algorithm.kl.mode in ("loss", "reward"):
+        if self.in_force.algorithm.kl.mode in ("loss", "reward"):
             metrics["kl/coef"] = self.preparer.kl_coef
         audit, found = await self.monitor.finish()
         metrics |= audit

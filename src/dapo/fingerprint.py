@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dapo.changes import Difference, differences
 from dapo.config import ComposeReward, Config
 from dapo.errors import UserError
 from dapo.files import plain, read_json
@@ -41,6 +42,7 @@ def fingerprint(
         "model": fingerprint_model(model),
         "tokenizer": fingerprint_tokenizer(tokenizer),
         "prompts": _hash([one.token_ids for one in (prompt, *heldout)]),
+        "prompt": _hash(prompt.token_ids),
         "data.train": train,
         "evaluation.data": fingerprint_prompts(heldout),
         "reward": fingerprint_reward(config, reward),
@@ -119,12 +121,15 @@ def _hash_of_file(file: Path) -> str | None:
         return None  # said with its reason when it is loaded
 
 
-_LATER = ("device", "prompts")
+_LATER = ("device", "prompts", "prompt")
 """What older versions did not record."""
 
 
-def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, deterministic: bool = False) -> None:
-    """Compare with what a run started from. Another reward or device is said aloud; anything else is refused.
+def check_fingerprint(
+    file: Path, now: Mapping[str, Any], listener: Listener, deterministic: bool = False
+) -> list[Difference]:
+    """Compare with what a run started from. Another reward or device and other rows to evaluate on are said aloud and
+    returned; anything else is refused.
 
     Raises:
         UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere.
@@ -136,12 +141,15 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
     except (OSError, ValueError):
         if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
             listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
-        return
+        return []
     then.pop("settings", None)  # resume.py has compared them
+    of_older = "prompts" not in then
+    if "prompt" in then:  # without the rows to evaluate on, which may be others
+        then.pop("prompts", None)
     known = {key: value for key, value in now.items() if key in then or key not in _LATER}
     changed = list(differences(then, json.loads(json.dumps(plain(known)))))
-    allowed = ("reward.",) if deterministic else ("reward.", "device:")
-    refused = [line for line in changed if not line.startswith(allowed)]
+    allowed = ("reward", "evaluation", *(() if deterministic else ("device",)))
+    refused = [str(found) for found in changed if found.key.partition(".")[0] not in allowed]
     if refused:
         older = (
             "\nAn older version of dapo began it, and read some tokenizers otherwise: go on with it (environment.json)"
@@ -149,26 +157,12 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
         raise UserError(
             f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
             + "\n".join(refused)
-            + ("" if "prompts" in then else older)
+            + (older if of_older else "")
         )
-    for line in changed:
-        what = "device" if line.startswith("device:") else "reward"
-        listener.warning(f"the {what} is not the one that the run started with: {line}")
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """What is not the same, as ``key: was ..., is now ...``."""
-    for key in [*old, *(key for key in new if key not in old)]:
-        was, now = old.get(key), new.get(key)
-        if isinstance(was, Mapping) and isinstance(now, Mapping):
-            yield from differences(was, now, f"{prefix}{key}.")
-        elif was != now:
-            yield f"{prefix}{key}: was {_shown(was)}, is now {_shown(now)}"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 200 else text[:197] + "..."
+    for found in changed:
+        what = found.key.partition(".")[0]
+        listener.warning(f"the {what} is not the one that the run started with: {found}")
+    return changed
 
 
 def _hash(value: Any) -> str:

@@ -80,6 +80,13 @@ class Preparer:
         self._reference = policy.frozen_copy() if kl.mode != "off" else None
         self._adaptive = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.target is not None else None
 
+    def use(self, config: Config) -> None:
+        """Go on with other settings. An adaptive KL coefficient stays where it is, unless ``kl.coef`` is another."""
+        was, kl = self._config.algorithm.kl, config.algorithm.kl
+        coef = kl.coef if self._adaptive is None or kl.coef != was.coef else self._adaptive.coef
+        self._config = config
+        self._adaptive = AdaptiveKL(coef, kl.target, kl.horizon) if kl.target is not None else None
+
     @property
     def kl_coef(self) -> float:
         """The KL coefficient in force."""

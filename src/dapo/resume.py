@@ -4,58 +4,85 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dapo.changes import Change, Difference, differences, read_changes
+from dapo.checkpoints import Checkpoints, Place
 from dapo.config import Config, build_config, load_config, load_yaml
 from dapo.errors import ConfigError
 from dapo.files import read_json, read_text
-from dapo.fingerprint import differences
 from dapo.redaction import redact, require_secrets
 from dapo.run_folder import RunFolder
 
+
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
 MAY_CHANGE = (
-    *("training.steps", "training.minutes", "training.max_skipped_updates", "training.mismatch_alarm"),
-    "training.offload_optimizer",
-    *("evaluation.every", "evaluation.patience", "evaluation.min_improvement"),
-    *("reward.workers", "reward.max_error_rate", "reward.responses_per_call", "reward.concurrency", "reward.retries"),
-    *("reward.give_up_after_s", "reward.hedge_after_s", "reward.url", "reward.token_env", "reward.api_key_env"),
-    "reward.cache",
-    "monitor",
-    "run",
+    *_keys("training", "steps minutes max_skipped_updates mismatch_alarm offload_optimizer"),
+    *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
+    *_keys("evaluation", "data rows every patience min_improvement samples_per_prompt max_response_length stop"),
+    *_keys("evaluation", "temperature top_p top_k min_p"),
+    *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
+    *_keys("reward", "url token_env api_key_env cache"),
+    *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
 )
-"""Keys, and sections with all of their keys, that do not change what is learned. Those of ``reward`` hold for the
-rewards that one is put together from, too."""
+"""Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
+training; so they hold at once. Those of ``reward`` hold for the rewards that one is put together from, too."""
+
+FROM_THE_NEXT_STEP = (
+    *_keys("training", "learning_rate final_learning_rate warmup_steps weight_decay adam_epsilon max_grad_norm"),
+    *_keys("training", "groups_per_update epochs_per_rollout"),
+    *_keys("algorithm", "clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_constant proximal"),
+    *_keys("algorithm", "overlong_filtering overlong_hard_punishment advantage.kind advantage.epsilon"),
+    *_keys("algorithm.overlong_buffer", "enable len penalty_factor"),
+    *_keys("algorithm.correction", "kind level cap low high"),
+    *_keys("algorithm.kl", "estimator coef target horizon"),
+)
+"""Keys of objective and optimizer. A step that is under way is finished with those that it began with."""
+
+BETWEEN_STEPS = (
+    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length max_staleness"),
+    *_keys("algorithm", "filter_groups.enable filter_groups.metric filter_groups.tolerance kl.mode"),
+)
+"""Keys of what is sampled and kept. Inside of a step, of which there are samples already, they are refused."""
 
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
-    *(
-        "runtime.threads",
-        "runtime.device",
-        "rollout.max_concurrent_samples",
-        "rollout.cache_gib",
-        "training.tokens_per_micro_batch",
-        "training.activation_checkpointing",
-    ),
-    *("reward.timeout_s", "reward.memory_mb", "reward.test_timeout_s"),
+    *_keys("runtime", "threads device"),
+    *_keys("rollout", "max_concurrent_samples cache_gib"),
+    *_keys("training", "tokens_per_micro_batch activation_checkpointing"),
+    *_keys("reward", "timeout_s memory_mb test_timeout_s"),
 )
 """Keys that change the order of additions, and so the last bits, or which scores fail."""
 
 BY_CONTENT = (
-    "model.path",
-    "model.tokenizer",
-    "data.train",
-    "evaluation.data",
-    "reward.function",
-    "reward.rubric",
-    "data.chat_template",
-    "data.today",
+    *_keys("model", "path tokenizer"),
+    *_keys("data", "train chat_template today"),
+    *_keys("reward", "function rubric"),
 )
 """Names of files and folders: they may lie elsewhere now, as long as what is in them is the same. And
 a date, as long as the prompts are."""
+
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "every draw follows from it": ("seed",),
+    "it would be another model": _keys("model", "compute_dtype trust_remote_code lora"),
+    "prompts or their order would be others": (
+        *_keys("data", "prompt_key answer_key template chat_template_kwargs instruction system max_prompt_length"),
+        *_keys("data", "shuffle shuffle_answers"),
+    ),
+    "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
+    "Adam's moments were made with it": ("training.betas",),
+    "it has to hold for the whole run": _keys("runtime", "kind deterministic"),
+    "rewards so far would mean something else": ("reward",),
+}
+"""Keys that never change, by the reason; of ``reward`` all that no other table has."""
 
 
 def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -81,15 +108,52 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
-    """Raises ConfigError: ``folder`` is no run's, or ``config`` would make it another run."""
-    stored = _settings(folder)
-    refused = list(_refused(redact(_with_new_keys(stored)), redact(config.model_dump(mode="json"))))
+    """Raises ConfigError: ``folder`` is no run's, or ``config`` would make it another run, or cannot hold yet."""
+    deterministic = config.runtime.deterministic
+    refused = [
+        f"{found} ({_why_not(found.key)})"
+        for found in _differences(folder, config)
+        if not may_change(found.key, deterministic)
+    ]
     if refused:
         lines = "\n".join(refused)
         raise ConfigError(
             f"{folder.root}: these settings differ from those of the run, and would make it another one:\n{lines}\n"
             f"To train on with other settings, start a new run from its weights (model.path)"
         )
+    changes_at(folder, config, Checkpoints(folder.checkpoints).latest())
+
+
+def changes_at(
+    folder: RunFolder, config: Config, checkpoint: Path | None, contents: Sequence[Difference] = ()
+) -> list[Change]:
+    """All changes of a run that goes on with ``config``, the earlier ones first; those that were made after
+    ``checkpoint``, which it goes on from, are made there now. None: it starts anew, and no step had other settings.
+    ``contents``: what has changed in files.
+
+    Raises:
+        ConfigError: a setting that changes between two steps only, and ``checkpoint`` is inside of one.
+        UserError: the record of earlier changes is damaged.
+    """
+    if checkpoint is None:
+        return []
+    place = Place.parse(checkpoint.name) or Place(0)
+    begun = place.begun  # the last step that has its settings
+    earlier = [replace(change, step=min(change.step, begun + 1)) for change in read_changes(folder.changes)]
+    moved = ("run.", *(key for key in BY_CONTENT if not key.startswith("reward.")))
+    found = [one for one in _differences(folder, config) if not one.key.startswith(moved)]
+    inside = [] if place.between_steps else [str(one) for one in found if _is_one_of(one.key, BETWEEN_STEPS)]
+    if inside:
+        raise ConfigError(
+            f"{folder.root}: {place.name} is inside of step {begun}, and these settings change between steps only:\n"
+            + "\n".join(inside)
+            + f"\nWhat would work: finish that step without them, with training.steps={begun}; or move "
+            f"checkpoints/{place.name} elsewhere, to go on from the checkpoint before it"
+        )
+    found += [one._replace(key=f"fingerprint.{one.key}") for one in contents]
+    later = (*FROM_THE_NEXT_STEP, *BETWEEN_STEPS)
+    steps = [begun + 1 if _is_one_of(one.key, later) else place.steps + 1 for one in found]
+    return earlier + [Change(step, *one, f"{date.today()}") for step, one in zip(steps, found, strict=True)]
 
 
 def on_its_day(config: Config, folder: RunFolder) -> Config:
@@ -115,23 +179,26 @@ def _settings(folder: RunFolder) -> Any:
         raise ConfigError(f"{folder.config}: cannot be read: {error}") from None
 
 
-def _with_new_keys(stored: Any) -> Any:
-    """A recipe as an earlier version of the program wrote it, with the keys that have come since, at their defaults."""
-    try:
-        return build_config(stored).model_dump(mode="json")
-    except ConfigError:  # it has keys that are gone: the comparison will name them
-        return stored
+def _differences(folder: RunFolder, config: Config) -> list[Difference]:
+    """From the settings of a run. Those that have come with a later version were at their defaults."""
+    stored = _settings(folder)
+    with contextlib.suppress(ConfigError):  # it has keys that are gone: the comparison will name them
+        stored = build_config(stored).model_dump(mode="json")
+    return list(differences(redact(stored), redact(config.model_dump(mode="json"))))
 
 
-def _refused(stored: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    deterministic = bool(new["runtime"]["deterministic"])
-    for line in differences(stored, new):
-        if not may_change(line.partition(":")[0], deterministic):
-            yield line
+def may_change(key: str, deterministic: bool, inside: bool = False) -> bool:
+    """Whether a run may go on with another value of ``key``. ``inside``: of a rollout step."""
+    allowed = (*MAY_CHANGE, *FROM_THE_NEXT_STEP, *BY_CONTENT, *(() if inside else BETWEEN_STEPS))
+    return _is_one_of(key, allowed if deterministic else (*allowed, *MAY_CHANGE_UNLESS_DETERMINISTIC))
 
 
-def may_change(key: str, deterministic: bool) -> bool:
-    """Whether a run may go on with another value of ``key``."""
-    allowed = (*MAY_CHANGE, *BY_CONTENT, *(() if deterministic else MAY_CHANGE_UNLESS_DETERMINISTIC))
+def _why_not(key: str) -> str:
+    if _is_one_of(key, MAY_CHANGE_UNLESS_DETERMINISTIC):
+        return "with runtime.deterministic it would change the last bits"
+    return next((why for why, keys in FIXED.items() if _is_one_of(key, keys)), "no key of this version")
+
+
+def _is_one_of(key: str, names: Sequence[str]) -> bool:
     key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", key)
-    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_cases import change_lines, change_tokens, make_run
+from replay_cases import change_lines, change_tokens, make_run, recipe
 
 from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
@@ -24,6 +24,7 @@ from dapo.replay.replay import Replay, replay
 from dapo.replay.stored import read_step
 from dapo.run_folder import RunFolder
 from dapo.training.trainer import Trainer
+from run_cases import Recorder, run
 
 
 def told(found: Replay) -> list[tuple[str, int | None, int | None]]:
@@ -529,3 +530,39 @@ def test_a_tolerance_is_relative_and_near_zero_a_hundredth_of_it() -> None:
     assert differ(2.0, 2.25, 0.1) and not differ(2.0, 2.125, 0.1)
     assert differ(0.0, 0.002, 0.1) and not differ(0.0, 0.0005, 0.1)
     assert differ(2.0, 2.0 + 2**-50, 0.0) and not differ(2.0, 2.0, 0.0) and differ(None, 2.0, 0.1)
+
+
+# --- settings that were changed on the way ------------------------------------------------------------------------
+
+
+def test_each_step_is_replayed_with_the_settings_it_had(tmp_path: Path) -> None:
+    """Two steps, then two with another objective, other rates and other sizes; a KL that needs the first weights."""
+    root = make_run(tmp_path, {"training.steps": 2})
+    changes = {
+        "training.steps": 4,
+        "training.learning_rate": 1e-3,
+        "training.weight_decay": 0.5,
+        "training.max_grad_norm": 0.1,
+        "training.groups_per_update": 1,
+        "rollout.prompts_per_step": 3,
+        "rollout.samples_per_prompt": 3,
+        "rollout.max_response_length": 10,
+        "rollout.max_staleness": 1,
+        "algorithm.clip_ratio_high": 0.02,
+        "algorithm.loss_agg_mode": "prompt-mean",
+        "algorithm.overlong_buffer.len": 2,
+        "algorithm.overlong_filtering": True,
+        "algorithm.advantage.kind": "leave-one-out",
+        "algorithm.kl": {"mode": "loss", "coef": 0.1},
+        "algorithm.filter_groups.metric": "score",
+        "algorithm.filter_groups.tolerance": 0.001,
+    }
+    given = {"rows": None, "reward": None, "resume": RunFolder(root)}
+    run(root, recipe(tmp_path) | changes, Recorder(), **given)
+    for step in (1, 2, 3, 4):
+        found = replay(root, step, gradients=0)
+        assert (told(found), found.missing, len(found.updates)) == ([], [], 2 if step < 3 else 3), step
+        assert all(one["recomputed"] == one["recorded"] for one in found.updates)
+    shutil.rmtree(root / "checkpoints/step-00002")
+    found = replay(root, 3, gradients=0)
+    assert found.rerun == [1, 2] and told(found) == [] and found.missing == []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dapo.changes import Change, write_changes
 from dapo.observe.samples import write_samples
 from page_run import RIGHT, SCRIPT, made_group, page_run, served
 from run_cases import Recorder, run
@@ -237,3 +238,19 @@ def test_signs_that_hide_or_turn_text_around_are_shown(page: Any, tmp_path: Path
         sync_api.expect(page.locator(".detail")).to_contain_text("Step 3, draw 30")
         sync_api.expect(page.locator(".tokens")).not_to_be_empty()
         assert page.locator(".tokens").inner_text() == "\\u202egnp.exe\\u001b[31m\ttab"
+
+
+def test_a_changed_setting_is_a_line_with_its_words(page: Any, tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=3)
+    change = Change(2, "training.learning_rate", 1e-6, 5e-7, "2026-01-02")
+    write_changes(folder.changes, [change])
+    with served(tmp_path / "r") as address:
+        page.goto(address)
+        ready(page, "overview")
+        mark = page.locator('[data-chart="accuracy"] g.mark')
+        sync_api.expect(mark.locator("title")).to_have_text("step 2: training.learning_rate 1e-06 -> 5e-07")
+        chart = page.locator('[data-chart="accuracy"]')
+        line, first, last = mark.locator("line"), chart.locator("circle").first, chart.locator("circle").last
+        places = [float(one.get_attribute(name) or 0) for one, name in ((first, "cx"), (line, "x1"), (last, "cx"))]
+        assert places[1] == pytest.approx((places[0] + places[2]) / 2)  # step 2 of 3
+        assert page.evaluate("element => getComputedStyle(element).stroke", line.element_handle()) != "none"

@@ -22,6 +22,7 @@ from urllib.error import HTTPError
 import pytest
 from typer.testing import CliRunner
 
+from dapo.changes import Change, write_changes
 from dapo.cli import app as program
 from dapo.errors import UserError
 from dapo.observe.metrics import MetricsLog
@@ -442,3 +443,19 @@ def test_a_run_folder_that_is_a_bomb_says_so_and_the_others_are_shown(tmp_path: 
     assert "larger than 16.0 MiB" in found["large"]["status"]
     assert "too large" in found["laughs"]["status"] and "nesting" in found["deep"]["status"]
     assert "line 1 is longer than 1.0 MiB" in found["line"]["status"]
+
+
+def test_curves_say_where_settings_were_changed(tmp_path: Path) -> None:
+    """On the axis that is asked for; of a step that is not done yet nothing."""
+    folder = page_run(tmp_path / "r")
+    changed = [
+        Change(2, "training.learning_rate", 1e-6, 5e-7, "2026-01-02"),
+        Change(2, "training.steps", 9, 12, "2026-01-02"),
+        Change(3, "algorithm.clip_ratio_high", 0.28, 0.2, "2026-01-03"),
+    ]
+    write_changes(folder.changes, changed)
+    with served(tmp_path / "r") as address:
+        for axis, place in (("step", 2), ("tokens", 200)):
+            (mark,) = get(f"{address}/api/curves?run=r&metric=accuracy&x={axis}")[1]["r"]["changes"]
+            lines = ["step 2: training.learning_rate 1e-06 -> 5e-07", "step 2: training.steps 9 -> 12"]
+            assert mark == [place, "\n".join(lines)]

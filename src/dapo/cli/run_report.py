@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def facts(run: RunView) -> list[tuple[str, str]]:
         "best": f"{best['metric']} {number(best['metric'], best['value'])} {_when(best['step'])}"
         if {"metric", "value", "step"} <= set(best)
         else "",
+        "changed": "; ".join(map(str, run.changes)),
         "samples": f"of {counted(len(sampled), 'step')}, {sampled[0]} to {sampled[-1]}" if sampled else "none",
     }
     return [(name, str(value)) for name, value in found.items() if value != ""]
@@ -90,6 +92,7 @@ def as_json(run: RunView, steps: Steps) -> dict[str, Any]:
         "damaged_checkpoints": run.damaged_checkpoints,
         "best": dict(run.best) or None,
         "steps_with_samples": run.steps_with_samples,
+        "changes": [asdict(change) for change in run.changes],
         "warnings": run.warnings(),
         "metrics": in_range(run.metrics, steps),
     }

@@ -170,7 +170,7 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
     plan["memory"] = _predicted_memory(config)
     if resume is not None:
-        plan["goes on from"] = _where_it_goes_on(resume)
+        plan |= _where_it_goes_on(resume, config)
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
     notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
     if console.is_terminal:
@@ -208,16 +208,18 @@ def _try_template(config: Config) -> None:
     PromptTemplate(config.data, load_tokenizer(name, config.model.trust_remote_code))
 
 
-def _where_it_goes_on(run: Path) -> str:
-    """The checkpoint that a resumed run would begin with. All of its files are read, as they will be then."""
-    from dapo.checkpoints import Checkpoints
+def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
+    """The checkpoint that a resumed run would begin with (all of its files are read, as they will be then), and what
+    is changed from which step on."""
+    from dapo.checkpoints import Checkpoints, Place
+    from dapo.resume import changes_at
 
-    folder = RunFolder(run).checkpoints
-    intact, damaged = Checkpoints(folder).find_intact() if folder.is_dir() else (None, [])
+    intact, damaged = Checkpoints(RunFolder(run).checkpoints).find_intact()
     told = [f"{bad.name} is damaged: {why}" for bad, why in damaged]
-    if intact is not None:
-        return "; ".join([f"{intact}", *told])
-    return "; ".join(["none of its checkpoints", *told]) if told else "no checkpoint yet: from the start"
+    where = f"{intact}" if intact else "none of its checkpoints" if told else "no checkpoint yet: from the start"
+    changes, place = changes_at(RunFolder(run), config, intact), intact and Place.parse(intact.name)
+    new = "; ".join(str(change) for change in changes if place and change.step > place.steps)
+    return {"goes on from": "; ".join([where, *told]), **({"changes": new} if new else {})}
 
 
 def _predicted_memory(config: Config) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from dapo.changes import differences
 from dapo.config import DataConfig
 from dapo.data.head import DataReport, Head
 from dapo.data.order import Choice
@@ -218,26 +219,12 @@ class PromptSource:
         Raises:
             DataError: it was given over other data; says what differs.
         """
-        changes = list(_differences(state["data"], self.fingerprint))
-        if changes:
+        if changes := [str(found) for found in differences(state["data"], self.fingerprint)]:
             raise DataError("the data has changed since the checkpoint:\n" + "\n".join(changes))
         self._draws, self.seen = state["draws"], state["seen"]
         self.too_long, self.bad = state["too_long"], state["bad"]
         for stream, (epoch, position) in zip(self._streams, state["positions"], strict=True):
             stream.go_to(epoch, position)
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    for label in [*old, *(label for label in new if label not in old)]:
-        was, now = old.get(label), new.get(label)
-        if was is None or now is None:
-            yield f"{label}: {'is new' if was is None else 'is no longer there'}"
-            continue
-        for key in sorted(was.keys() | now.keys()):
-            if was.get(key) != now.get(key) and key == "content":
-                yield f"{label}: its content is another one"
-            elif was.get(key) != now.get(key):
-                yield f"{label}: {key} were {was.get(key)}, now {now.get(key)}"
 
 
 class _Prompts(Sequence[Prompt]):

@@ -307,7 +307,7 @@ def shortage_explained(config: Config, model: Any) -> Iterator[None]:
         on_gpu = next(model.parameters()).is_cuda
         less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
         named, deterministic = re.findall(r"([\w.]+)=", less), config.runtime.deterministic
-        fixed = [key for key in named if not may_change(key, deterministic)]
+        fixed = [key for key in named if not may_change(key, deterministic, inside=True)]
         note = f" ({', '.join(fixed)}: for a new run, this one cannot go on with another)" if fixed else ""
         raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}{note}") from None
 

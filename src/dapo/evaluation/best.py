@@ -50,6 +50,10 @@ class Best:
             f"; the best was {self.value:.4g} after step {self.step}"
         )
 
+    def forget(self) -> None:
+        """The next evaluation is the first: those so far were of other rows, or by other settings."""
+        self.metric, self.value, self.step, self.evaluations_since, self.observed = "", float("-inf"), -1, 0, -1
+
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {

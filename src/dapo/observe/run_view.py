@@ -8,13 +8,14 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from dapo.changes import Change, differences, read_changes
 from dapo.checkpoints import Checkpoints, damages
 from dapo.config import load_yaml
 from dapo.errors import UserError
@@ -47,20 +48,22 @@ _ENDS = ("all steps are done", "the minutes are over", "converged")
 
 @dataclass(frozen=True)
 class RunView:
-    """One run folder, read once. ``metrics`` holds the lines of metrics.jsonl, step 0 included."""
+    """One run folder, read once. ``metrics`` holds the lines of metrics.jsonl, step 0 included; ``changes`` those of
+    changes.jsonl."""
 
     folder: RunFolder
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
     metrics: list[dict[str, Any]]
+    changes: list[Change] = field(default_factory=list)
 
     @classmethod
     def read(cls, root: Path, brief: bool = False) -> RunView:
         """Read a run folder. ``brief``: of the metrics only the first line, the last one and those of evaluations.
 
         Raises:
-            UserError: it is none, or a line of its metrics is spoilt.
+            UserError: it is none, or a line of its metrics or changes is spoilt.
         """
         if not is_run(root):
             what = "is not a run folder: it has no config.yaml" if root.is_dir() else "is not a folder"
@@ -68,7 +71,7 @@ class RunView:
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
         recorded = (_recipe(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
-        return cls(folder, *recorded, metrics)
+        return cls(folder, *recorded, metrics, read_changes(folder.changes))
 
     @cached_property
     def steps_done(self) -> int:
@@ -111,10 +114,10 @@ class RunView:
 
     def changes_of_reward(self, config: Config) -> list[str]:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
-        from dapo.fingerprint import differences, fingerprint_reward  # loads torch
+        from dapo.fingerprint import fingerprint_reward  # loads torch
 
         then = _section(_mapping(self.folder.fingerprint), "reward")
-        return list(differences(then, fingerprint_reward(config))) if then else []
+        return [str(found) for found in differences(then, fingerprint_reward(config))] if then else []
 
     @property
     def steps_planned(self) -> int | None:
@@ -157,6 +160,7 @@ class RunView:
         """On the evaluation rows, before training and at the last evaluation after it began."""
         found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
         before = next((value for step, value in found if step == 0), self.summary.get("accuracy_before"))
+        before = None if self.comparable_from else before
         # an earlier version summed up a run that was evaluated only before it with that number, as if of after
         known = None if found and self.steps_done else self.summary.get("accuracy_after")
         return before, next((value for step, value in reversed(found) if step), known)
@@ -164,8 +168,12 @@ class RunView:
     @property
     def checkpoints(self) -> list[str]:
         """Names of the complete checkpoints, in the order of the run."""
-        folder = self.folder.checkpoints
-        return [place.name for place in Checkpoints(folder).places()] if folder.is_dir() else []
+        return [place.name for place in Checkpoints(self.folder.checkpoints).places()]
+
+    @property
+    def comparable_from(self) -> int:
+        """The step from which evaluations are of the same rows and settings as the last one; 0: all are."""
+        return max((change.step for change in self.changes if change.of_evaluation), default=0)
 
     @cached_property
     def damage(self) -> str | None:

@@ -17,14 +17,14 @@ def summarise(
     Args:
         facts: what is so of every run: folder, seed, steps, updates, why it stopped, times.
         scores: ``before`` and ``after`` training, as :func:`scores_of` gives them; empty: there was no evaluation, or
-            no training to compare.
+            no training to compare. Without ``before``: that was another evaluation.
         best: of the evaluations. If the last one was before training, there is nothing ``after``, and no best one.
         heldout_rows: how many rows they were over.
     """
     summary = dict(facts)
     if scores:
         summary["heldout_rows"] = heldout_rows
-        summary |= {f"{name}_before": value for name, value in scores["before"].items()}
+        summary |= {f"{name}_before": value for name, value in scores.get("before", {}).items()}
         if facts["steps"] and best.observed <= 0:
             return summary
         summary |= {f"{name}_after": value for name, value in scores["after"].items()}

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dapo.changes import config_of_step
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, UserError
@@ -101,7 +103,8 @@ def replay(
         UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
     """
     view = RunView.read(root)
-    config = load_config(view.folder.config)
+    of_step = partial(config_of_step, load_config(view.folder.config), view.changes)
+    config = of_step(step)
     _require_step(view, step)
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
@@ -132,7 +135,7 @@ def replay(
         _rescore(found, view, config, phase)
     else:
         found.missing.append("rewards: not asked for")
-    trace = _Trace(stored, wanted, gradients, update, decode)
+    trace = _Trace(stored, wanted, gradients, update, decode, of_step)
     _make_updates(found, view, config, stored, trace, phase)
     if wanted is not None:
         found.sample = trace.as_json()
@@ -266,6 +269,7 @@ class _Trace:
     gradients: int
     update: int | None
     decode: Callable[[int], str]
+    of_step: Callable[[int], Config]
     rerun: Rerun | None = None
     norms: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     traced: list[dict[str, Any]] | None = None
@@ -325,7 +329,7 @@ def _make_updates(
     try:
         with determinism(config, device):
             phase(f"loading {found.start}")
-            rerun = trace.rerun = Rerun(view.folder, config, start, device)
+            rerun = trace.rerun = Rerun(view.folder, trace.of_step, start, found.step, device)
             reasons += other_threads(view, config)
             if reasons:
                 found.tolerance = rerun.tolerance = _TOLERANCE[config.model.compute_dtype]

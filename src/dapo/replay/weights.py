@@ -98,13 +98,17 @@ class Rerun:
             included; None: its batch was taken from a checkpoint.
     """
 
-    def __init__(self, folder: RunFolder, config: Config, start: Start, device: torch.device) -> None:
-        """Load the weights.
+    def __init__(
+        self, folder: RunFolder, of_step: Callable[[int], Config], start: Start, step: int, device: torch.device
+    ) -> None:
+        """Load the weights. ``of_step``: the settings of each step. ``step``: the last one that is to be made.
 
         Raises:
             UserError: they, or the state beside them, cannot be read.
         """
-        self._folder, self._config, self.tolerance = folder, config, 0.0
+        self._folder, self._of_step, self.tolerance = folder, of_step, 0.0
+        configs = [of_step(k) for k in range(start.place.steps + 1, step + 1)]
+        config = next((c for c in configs if c.algorithm.kl.mode != "off"), configs[0])  # one that needs the reference
         self.differences: list[Difference] = []
         self.shaped: Sequence[Group] | None = None
         problems = None if start.folder == folder.model_before else damages(start.folder)
@@ -127,6 +131,7 @@ class Rerun:
             self.trainer.load(start.folder / "model")
         if state:
             self.trainer.load_state(start.folder / "optimizer")
+            self.preparer.use(of_step(start.place.begun))
             self.preparer.load_state(state["prepare"])
             self._under_way = state["step"] if start.place.updates else None
 
@@ -169,9 +174,12 @@ class Rerun:
         return reports
 
     def _begin(self, stored: StoredStep) -> None:
-        """With the rate of the step: one that falls follows the clock and the length of the run, so as recorded."""
+        """With the settings of the step; a rate that falls follows clock and length of the run, so as recorded."""
+        config = self._of_step(stored.step)
+        self.trainer.use(config.training)
+        self.preparer.use(config)
         self.trainer.begin_step(stored.step - 1)
-        if self._config.training.final_learning_rate is not None and stored.reports:
+        if config.training.final_learning_rate is not None and stored.reports:
             self.trainer.set_learning_rate(stored.reports[0]["learning_rate"])
 
     def _batch(self, stored: StoredStep) -> Batch:

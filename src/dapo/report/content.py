@@ -31,7 +31,7 @@ def sections_of(run: RunView) -> list[Section]:
     return [
         Section("The run", _run(run)),
         Section("Evaluation", _evaluation(run)),
-        Section("Curves", _plot("learning", "metrics over the steps", figures.learning(run.metrics))),
+        Section("Curves", _curves(run)),
         Section("Costs", _costs(run)),
         Section("Dynamic sampling", _sampling(run, steps)),
         Section("Time", _time(steps)),
@@ -82,7 +82,9 @@ def _evaluation(run: RunView) -> list[Block]:
         [_when(step, run), *(_with_interval(entry, name) for name in names)] for step, entry in sorted(shown.items())
     ]
     blocks: list[Block] = [Rows(header, rows)]
-    blocks += [Text(text) for text in _difference(found)]
+    if run.comparable_from:
+        blocks.append(Text(f"Those before step {run.comparable_from} are of other rows or settings: see Curves."))
+    blocks += [Text(text) for text in _difference([e for e in found if e["step"] >= run.comparable_from])]
     interval = "Intervals are of 95%: percentile bootstrap over the rows."
     return [*blocks, Text(f"On {found[-1]['eval/rows']:.0f} rows. {interval}")]
 
@@ -110,7 +112,7 @@ def _with_interval(entry: Entry, name: str) -> str:
 
 def _difference(found: Sequence[Entry]) -> Iterator[str]:
     """From the first to the last evaluation, with an interval made of theirs."""
-    first, last = found[0], found[-1]
+    first, last = (found[0], found[-1]) if found else ({}, {})
     ends = [entry.get(f"eval/accuracy{end}") for entry in (first, last) for end in ("", "_low", "_high")]
     if first is last or None in ends:
         return
@@ -124,6 +126,13 @@ def _difference(found: Sequence[Entry]) -> Iterator[str]:
         f"Accuracy changed by {gained:+.1f} percentage points (95% interval {gained - less:+.1f} to "
         f"{gained + more:+.1f}) from step {first['step']} to step {last['step']}.{verdict}"
     )
+
+
+def _curves(run: RunView) -> list[Block]:
+    steps = sorted({change.step for change in run.changes})
+    plot = _plot("learning", "metrics over the steps", figures.learning(run.metrics, steps))
+    rows = [[f"from step {c.step}", c.key, _text(c.old), _text(c.new), c.date] for c in run.changes]
+    return [*plot, Rows(["dotted line", "setting", "was", "is", "changed on"], rows)] if rows else plot
 
 
 def _plot(name: str, caption: str, figure: Any) -> list[Block]:

@@ -103,7 +103,7 @@ def gains(run: RunView) -> list[Gain]:
         ("accuracy", "accuracy, percentage points", 0.01),
         ("reward", "reward, points of 1", 1.0),
     ):
-        held_out = _values(run.metrics, f"eval/{name}")
+        held_out = [pair for pair in _values(run.metrics, f"eval/{name}") if pair[0] >= run.comparable_from]
         trained = [pair for pair in _values(run.metrics, "reward/mean" if name == "reward" else name) if pair[0]]
         if len(held_out) > 1:
             found.append(Gain(f"held-out {what}", held_out[0][1], held_out[-1][1], held_out[-1][0], point))

@@ -33,8 +33,9 @@ _SMOOTH_FROM = 40
 """Steps from which on a curve is drawn as a running mean, over its raw values."""
 
 
-def learning(entries: Sequence[Entry]) -> Figure | None:
-    """The metrics that matter, a panel each; None: there are none yet."""
+def learning(entries: Sequence[Entry], changes: Sequence[int] = ()) -> Figure | None:
+    """The metrics that matter, a panel each; None: there are none yet. ``changes``: steps from which on settings were
+    others, each a vertical line."""
     panels = [(title, [n for n in names if _has(entries, n)]) for title, names in PANELS]
     panels = [(title, names) for title, names in panels if names]
     if not panels:
@@ -43,6 +44,8 @@ def learning(entries: Sequence[Entry]) -> Figure | None:
     for place, (title, names) in zip(places, panels, strict=True):
         for name, colour in zip(names, _COLOURS, strict=False):
             _draw(place, entries, name, colour)
+        for step in changes:
+            place.axvline(step, color=_GREY, linestyle=":", linewidth=1)
         _finish(place, title, legend=len(names) > 1)
     return figure
 

@@ -149,6 +149,13 @@ class Trainer:
         self._step, self._tried = 0, 0
         self.begin_step(0)
 
+    def use(self, config: TrainingConfig) -> None:
+        """Go on with other settings. Moments and step counts of the optimizer stay; so do what was given to it at its
+        start alone, the betas, and the rate until :meth:`begin_step`."""
+        self._config = config
+        for group in self._optimizer.param_groups:
+            group.update(weight_decay=config.weight_decay, eps=config.adam_epsilon)
+
     @property
     def bytes_to_come(self) -> int:
         """Memory that gradients and the optimizer's two moments will take and do not take yet, in bytes."""

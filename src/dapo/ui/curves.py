@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dapo.changes import Change
 from dapo.config import flat
 from dapo.observe.metrics import METRICS, PHASES
 
@@ -47,6 +48,15 @@ def curves(
 ) -> dict[str, list[list[float]]]:
     """The curve of each of these metrics."""
     return {name: curve(entries, name, points, x) for name in names}
+
+
+def marks(entries: Sequence[Entry], changes: Sequence[Change], x: str = "step") -> list[list[Any]]:
+    """``[x, text]`` of each step from which on settings were others; of one that is not done yet nothing."""
+    places = {entry["step"]: entry.get(x) for entry in entries}
+    texts: dict[int, list[str]] = {}
+    for change in changes:
+        texts.setdefault(change.step, []).append(str(change))
+    return [[places[step], "\n".join(said)] for step, said in texts.items() if _is_number(places.get(step))]
 
 
 def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:

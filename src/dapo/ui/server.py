@@ -161,12 +161,14 @@ def _overview(runs: Runs) -> APIRouter:
         metrics: Annotated[list[str], Query(alias="metric", min_length=1, max_length=120)],
         points: Points = 400,
         x: Literal["step", "time/elapsed", "tokens"] = "step",
-    ) -> dict[str, dict[str, list[list[float]]]]:
-        """By run and metric the points of its curve."""
+    ) -> dict[str, dict[str, list[list[Any]]]]:
+        """By run and metric the points of its curve; under ``changes`` where settings were changed."""
         found = {}
         for name in names:
-            entries = _with_tokens(runs.get(name).view.metrics) if x == "tokens" else runs.get(name).view.metrics
+            view = runs.get(name).view
+            entries = _with_tokens(view.metrics) if x == "tokens" else view.metrics
             found[name] = curves.curves(entries, metrics, points, x)
+            found[name]["changes"] = curves.marks(entries, view.changes, x)
         return found
 
     @router.get("/ablation")

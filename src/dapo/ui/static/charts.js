@@ -1,6 +1,7 @@
 // Charts as SVG. A chart is made once and given data as often as there is new data; all charts share one cursor.
 
 import { bytes, fill, h, number, percent } from "./dom.js";
+import { marks } from "./marks.js";
 
 const MARGIN = { right: 10, top: 8, bottom: 20 };
 export const COLOURS = Array.from({ length: 8 }, (_, place) => `s${place}`);
@@ -146,7 +147,7 @@ export class LineChart extends Frame {
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1;
     [low, high] = [low >= 0 && low < room * 3 ? 0 : low - room, high + room];
     this.scale(this.series.flatMap((one) => one.points.map(([x]) => x)), low, high);
-    this.show(...this.axes(), ...this.series.flatMap((one, place) => this.#paths(one, place)));
+    this.show(...this.axes(), ...marks(this, this.series), ...this.series.flatMap((one, place) => this.#paths(one, place)));
   }
 
   #paths(one, place) {

@@ -34,7 +34,7 @@ export async function mount(element, api) {
       const series = api.runs.map((run, place) => {
         const curves = data[run] ?? {};
         const band = name === "eval/accuracy" ? interval(curves) : undefined;
-        return { name: run, colour: COLOURS[place % COLOURS.length], points: curves[name] ?? [], band };
+        return { name: run, colour: COLOURS[place % COLOURS.length], points: curves[name] ?? [], band, marks: curves.changes };
       });
       chartOf(name).set(series, name.startsWith("eval/") ? 0 : chosen.smoothing);
     }

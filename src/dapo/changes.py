@@ -1,0 +1,97 @@
+"""Settings that were changed when a run went on: old and new value, and the first rollout step with the new one.
+
+``changes.jsonl`` of a run folder has a line for each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dapo.config import Config, build_config
+from dapo.errors import UserError
+from dapo.files import json_line, lines_of, parse_json, write_atomic
+
+_LEARNED = ("algorithm.", "rollout.", "training.")
+_EVALUATED = ("evaluation.", "rollout.max_response_length", "fingerprint.evaluation", "fingerprint.reward")
+_GOES_ON = ("evaluation.every", "evaluation.patience", "evaluation.min_improvement")
+"""Keys of evaluation that leave what is measured as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key. ``fingerprint.NAME`` is what lies in a file, such as the rows to evaluate on. ``step``: from 1."""
+
+    step: int
+    key: str
+    old: Any
+    new: Any
+    date: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.key} {_shown(self.old)} -> {_shown(self.new)}"
+
+    @property
+    def of_evaluation(self) -> bool:
+        """Whether evaluations before it cannot be compared with those after it."""
+        return self.key.startswith(_EVALUATED) and self.key not in _GOES_ON
+
+
+def read_changes(file: Path) -> list[Change]:
+    """The changes of a run; none where there is no file. Raises UserError: it is damaged."""
+    try:
+        return [Change(**parse_json(line)) for line in lines_of(file)] if file.is_file() else []
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file}: a line is not a change of a setting: {error}; mend it, or remove the file") from None
+
+
+def write_changes(file: Path, changes: Sequence[Change]) -> None:
+    """Replace the record of a run. One that never had any gets no file. Raises OSError: it cannot be written."""
+    if changes or file.exists():
+        write_atomic(file, (json_line(asdict(change)) for change in changes))
+
+
+def config_of_step(config: Config, changes: Sequence[Change], step: int) -> Config:
+    """``config``, the newest of a run, with what algorithm, rollout and training had in ``step`` (from 1).
+
+    Raises:
+        ConfigError: a recorded value is none that its key can have.
+    """
+    later = [change for change in changes if change.step > step and change.key.startswith(_LEARNED)]
+    tree = config.model_dump(mode="json")
+    for change in reversed(later):
+        place: Any = tree
+        *sections, last = change.key.split(".")
+        for name in sections:
+            place = place[name]
+        place[last] = change.old
+    return build_config(tree, "changes.jsonl") if later else config
+
+
+class Difference(NamedTuple):
+    """A key whose value is not the same in two mappings."""
+
+    key: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: was {_shown(self.was)}, is now {_shown(self.now)}"
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+    """What is not the same, key by key."""
+    for key in [*old, *(key for key in new if key not in old)]:
+        was, now = old.get(key), new.get(key)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            yield from differences(was, now, f"{prefix}{key}.")
+        elif was != now:
+            yield Difference(f"{prefix}{key}", was, now)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 200 else text[:197] + "..."

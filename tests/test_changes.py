@@ -1,0 +1,346 @@
+"""Settings that change when a run goes on: what stays, from which step they hold, what is refused, where it is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dapo.prepare
+from dapo.algorithm.objective import DapoObjective
+from dapo.changes import Change, read_changes
+from dapo.checkpoints import Checkpoints
+from dapo.cli import app
+from dapo.config.reference import all_values
+from dapo.errors import ConfigError, UserError
+from dapo.inputs import Inputs
+from dapo.launch import run_experiment
+from dapo.observe.run_view import RunView
+from dapo.prepare import Preparer
+from dapo.report.content import sections_of
+from dapo.report.write import as_markdown
+from dapo.resume import (
+    BETWEEN_STEPS,
+    BY_CONTENT,
+    FIXED,
+    FROM_THE_NEXT_STEP,
+    MAY_CHANGE,
+    MAY_CHANGE_UNLESS_DETERMINISTIC,
+    resume_config,
+)
+from dapo.run_folder import RunFolder
+from dapo.training.checkpoint import load_tensors
+from dapo.training.trainer import Trainer
+from dapo.ui.curves import marks
+from run_cases import (
+    PROMPTS,
+    TOKENIZER,
+    Recorder,
+    config_for,
+    last_checkpoint,
+    run,
+    steps_of,
+    text_sum,
+    tiny_model,
+    weights_hash,
+)
+
+TWO: dict[str, Any] = {"training.steps": 2, "run.save_every": 1, "run.keep_last": None}
+
+
+class Stopped(Exception):
+    """What stops a run in these tests."""
+
+
+def go_on(folder: Path, *overrides: str, listener: Recorder | None = None, **inputs: Any) -> dict[str, Any]:
+    """As `dapo train --resume` does, with what a test passes from Python."""
+    given = {"model": tiny_model(), "tokenizer": TOKENIZER, "rows": PROMPTS, "reward": text_sum} | inputs
+    config = resume_config(folder, None, overrides)
+    return run_experiment(config, listener or Recorder(), Inputs(**given, resume=RunFolder(folder)))
+
+
+def stopped_at(folder: Path, owner: type, method: str, number: int) -> None:
+    """A run of three steps, until the ``number``-th call of a method."""
+    original, calls = getattr(owner, method), []
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        calls.append(None)
+        if len(calls) == number:
+            raise Stopped
+        return original(self, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, counted)
+        with pytest.raises(Stopped):
+            run(folder, TWO | {"training.steps": 3})
+
+
+def changes_of(folder: Path) -> list[str]:
+    return [str(change) for change in read_changes(RunFolder(folder).changes)]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two") / "run"
+    run(folder, TWO)
+    return folder
+
+
+@pytest.fixture
+def two(two_steps: Path, tmp_path: Path) -> Path:
+    """A copy of a run of two steps. Its settings name another folder, as those of any copy do."""
+    return Path(shutil.copytree(two_steps, tmp_path / "run"))
+
+
+# --- which keys -----------------------------------------------------------------------------------------------------
+
+
+def test_every_key_has_one_decision() -> None:
+    """Whoever adds a key decides whether it may change on resume; of a whole section, what stands for it holds."""
+    tables = [MAY_CHANGE, FROM_THE_NEXT_STEP, BETWEEN_STEPS, MAY_CHANGE_UNLESS_DETERMINISTIC, BY_CONTENT]
+    named = [key for table in [*tables, *FIXED.values()] for key in table]
+    assert len(named) == len(set(named))
+    wholes = ("reward", "monitor", "run", "model.lora")
+    unknown = [key for key in named if key not in all_values() and key not in wholes]
+    undecided = [key for key in all_values() if key not in named and not key.startswith(tuple(f"{w}." for w in wholes))]
+    assert (unknown, undecided) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("training.betas=[0.8,0.99]", "training.betas: was [0.9, 0.999], is now [0.8, 0.99] (Adam's moments"),
+        ("rollout.temperature=0.5", "rollout.temperature: was 1.0, is now 0.5 (it would be another policy)"),
+        ("data.max_prompt_length=9", "(prompts or their order would be others)"),
+        ("runtime.threads=2", "(with runtime.deterministic it would change the last bits)"),
+        ("reward.on_error=value", "(rewards so far would mean something else)"),
+    ],
+)
+def test_what_is_refused_says_why(two_steps: Path, override: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resume_config(two_steps, None, [override])
+    assert why in str(caught.value)
+
+
+# --- between two steps ----------------------------------------------------------------------------------------------
+
+
+def test_rate_and_decay_change_and_the_moments_stay(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is AdamW's, made by hand from the stored moments and weights, at the new rate and decay."""
+    stored, counters = load_tensors(last_checkpoint(two) / "optimizer")
+    seen: list[tuple[Any, ...]] = []
+    apply = Trainer._apply
+
+    def watched(self: Trainer, totals: Any) -> Any:
+        before = {name: p.detach().double().clone() for name, p in self._parameters.items()}
+        state = {name: dict(self._optimizer.state[p]) for name, p in self._parameters.items()}
+        state = {name: {k: v.clone() for k, v in one.items()} for name, one in state.items()}
+        done = apply(self, totals)
+        clipped = {name: p.grad.double().clone() for name, p in self._parameters.items()}
+        seen.append((before, state, clipped, {name: p.detach().clone() for name, p in self._parameters.items()}))
+        return done
+
+    monkeypatch.setattr(Trainer, "_apply", watched)
+    go_on(two, "training.steps=3", "training.learning_rate=1e-3", "training.weight_decay=0.5")
+    assert [entry["lr"] for entry in steps_of(two)] == [3e-3, 3e-3, 1e-3]
+    before, state, gradient, after = seen[0]
+    assert {f"{name}/{key}" for name, one in state.items() for key in one} == set(stored)
+    assert all(torch.equal(state[name][key], stored[f"{name}/{key}"]) for name in state for key in state[name])
+    assert counters["updates"] == 4
+    for name, weights in before.items():
+        g, m, v = gradient[name], state[name]["exp_avg"].double(), state[name]["exp_avg_sq"].double()
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        root = (v / (1 - 0.999**5)).sqrt() + 1e-8
+        by_hand = weights * (1 - 1e-3 * 0.5) - 1e-3 * m / (1 - 0.9**5) / root
+        torch.testing.assert_close(after[name].double(), by_hand, rtol=1e-5, atol=1e-7)
+
+
+def test_a_changed_warm_up_is_that_of_the_present_step(two: Path) -> None:
+    """Step 3 of a warm-up over 10 has 3 tenths of the rate."""
+    go_on(two, "training.steps=3", "training.warmup_steps=10")
+    assert steps_of(two)[2]["lr"] == pytest.approx(3e-3 * 3 / 10)
+
+
+def objectives(patch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """The step and the upper clip bound of each objective that is made from now on."""
+    made: list[tuple[int, float]] = []
+    original = dapo.prepare.Preparer.objective.fget  # type: ignore[attr-defined]
+
+    def watched(self: Preparer) -> DapoObjective:
+        found: DapoObjective = original(self)
+        made.append((self._config.training.groups_per_update, found.clip_ratio_high))
+        return found
+
+    patch.setattr(Preparer, "objective", property(watched))
+    return made
+
+
+def test_a_run_keeps_what_was_changed_when_it_goes_on_again(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped inside of the step after, without overrides: the bits of a run that was not stopped."""
+    whole = Path(shutil.copytree(two, two.with_name("whole")))
+    changes = ("algorithm.clip_ratio_high=0.02", "training.learning_rate=1e-3")
+    go_on(whole, "training.steps=4", *changes)
+    made = objectives(monkeypatch)
+    go_on(two, "training.steps=3", *changes)
+    with pytest.MonkeyPatch.context() as patch:
+        update, calls = Trainer.update, []
+
+        def second(*given: Any) -> Any:
+            calls.append(None)
+            if len(calls) == 2:
+                raise Stopped
+            return update(*given)
+
+        patch.setattr(Trainer, "update", second)
+        with pytest.raises(Stopped):
+            go_on(two, "training.steps=4")
+    assert last_checkpoint(two).name == "step-00003-update-00001"
+    go_on(two)
+    assert {high for _, high in made} == {0.02}
+    assert weights_hash(RunFolder(two).model_after) == weights_hash(RunFolder(whole).model_after)
+    wanted = ["step 3: algorithm.clip_ratio_high 0.28 -> 0.02", "step 3: training.learning_rate 0.003 -> 0.001"]
+    assert set(wanted) <= set(changes_of(two)) and len(changes_of(two)) == 4  # and training.steps, twice
+    fingerprint = json.loads(RunFolder(two).fingerprint.read_text())
+    assert fingerprint["settings"]["training"]["learning_rate"] == 1e-3
+
+
+def test_what_was_changed_after_the_checkpoint_is_changed_there_now(two: Path) -> None:
+    """Its own checkpoints are damaged, so the run goes back to before the change: the record goes with it."""
+    go_on(two, "training.steps=3", "training.learning_rate=1e-3")
+    for name in ("step-00002", "step-00003"):
+        (RunFolder(two).checkpoints / name / "state.json").unlink()
+    go_on(two)
+    assert [entry["lr"] for entry in steps_of(two)] == [3e-3, 1e-3, 1e-3]
+    assert "step 2: training.learning_rate 0.003 -> 0.001" in changes_of(two)
+    shutil.rmtree(RunFolder(two).checkpoints)
+    go_on(two)  # from the start: no step has had another rate
+    assert [entry["lr"] for entry in steps_of(two)] == [1e-3, 1e-3, 1e-3] and changes_of(two) == []
+
+
+def test_an_adaptive_kl_coefficient_stays_unless_it_is_changed_itself() -> None:
+    def config(**kl: Any) -> Any:
+        return config_for(Path("run"), {f"algorithm.kl.{key}": value for key, value in kl.items()})
+
+    preparer = Preparer(config(mode="loss", coef=0.1, target=0.01, horizon=1000), policy_of_a_trainer())
+    preparer.load_state({"coef": 0.25})
+    preparer.use(config(mode="loss", coef=0.1, target=0.02, horizon=2000))
+    assert preparer.kl_coef == 0.25 and preparer._adaptive is not None and preparer._adaptive.target == 0.02
+    preparer.use(config(mode="loss", coef=0.5, target=0.02, horizon=2000))
+    assert preparer.kl_coef == 0.5
+    preparer.use(config(mode="loss", coef=0.3))
+    assert preparer.kl_coef == 0.3 and preparer._adaptive is None
+
+
+def policy_of_a_trainer() -> Any:
+    return Trainer(tiny_model(), config_for(Path("run")).training, 1.0).policy
+
+
+# --- inside of a step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "number", "name"),
+    [(Trainer, "update", 4, "step-00001-update-00001"), (Preparer, "batch", 2, "step-00001-rollout")],
+)
+def test_a_step_under_way_is_finished_with_the_settings_it_began_with(
+    tmp_path: Path, owner: type, method: str, number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    stopped_at(folder, owner, method, number)
+    assert last_checkpoint(folder).name == name
+    made, listener = objectives(monkeypatch), Recorder()
+    changes = ("algorithm.clip_ratio_high=0.02", "training.groups_per_update=4", "training.learning_rate=1e-3")
+    go_on(folder, *changes, "training.max_skipped_updates=9", listener=listener)
+    assert made == [(2, 0.28), (4, 0.02)]
+    assert [entry["lr"] for entry in steps_of(folder)] == [3e-3, 3e-3, 1e-3]
+    assert [entry["updates"] for entry in steps_of(folder)] == [2, 2, 1]
+    assert "changed from step 3: algorithm.clip_ratio_high 0.28 -> 0.02" in listener.phases
+    assert "changed from step 2: training.max_skipped_updates 3 -> 9" in listener.phases  # a limit holds at once
+
+
+def test_what_a_step_is_sampled_by_is_refused_inside_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    stopped_at(folder, Trainer, "update", 4)
+    with pytest.raises(ConfigError) as caught:
+        go_on(folder, "rollout.samples_per_prompt=3")
+    said = str(caught.value)
+    assert (
+        "step-00001-update-00001 is inside of step 2" in said and "rollout.samples_per_prompt: was 4, is now 3" in said
+    )
+    assert "training.steps=2" in said and "move checkpoints/step-00001-update-00001 elsewhere" in said
+    go_on(folder, "training.steps=2")  # the first of the two ways that it names
+    go_on(folder, "training.steps=3", "rollout.samples_per_prompt=3")
+    assert [entry["updates/total"] for entry in steps_of(folder)] == [2, 4, 6]
+    lines = (RunFolder(folder).samples / "step-00003.jsonl").read_text().splitlines()
+    assert {json.loads(line)["index"] for line in lines} == {0, 1, 2}
+
+
+def test_the_checkpoint_before_takes_what_is_refused_inside_of_a_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    stopped_at(folder, Trainer, "update", 4)
+    (RunFolder(folder).checkpoints / "step-00001-update-00001").rename(tmp_path / "elsewhere")
+    go_on(folder, "rollout.samples_per_prompt=3")
+    assert "step 2: rollout.samples_per_prompt 4 -> 3" in changes_of(folder)
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def test_other_rows_to_evaluate_on_are_told_and_not_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, TWO | {"evaluation.every": 1}, heldout=PROMPTS[:4])
+    listener = Recorder()
+    summary = go_on(folder, "training.steps=3", listener=listener, heldout=PROMPTS[4:10])
+    assert any("the evaluation is not the one that the run started with" in text for text in listener.warnings)
+    assert any("cannot be compared with those from now on" in text for text in listener.warnings)
+    assert "accuracy_before" not in summary and summary["heldout_rows"] == 6 and summary["best"]["step"] == 3
+    assert (Checkpoints(RunFolder(folder).checkpoints).best or {})["step"] == 3  # though an earlier one had more
+    view = RunView.read(folder)
+    assert view.comparable_from == 3 and view.accuracies[0] is None
+    assert "step 3: fingerprint.evaluation.data.rows 4 -> 6" in changes_of(folder)
+    page = as_markdown("r", sections_of(view))
+    assert "Those before step 3 are of other rows or settings" in page and "Accuracy changed by" not in page
+    go_on(folder, "training.steps=4", heldout=PROMPTS[4:10])  # now they are the run's own
+    assert RunView.read(folder).comparable_from == 3
+
+
+def test_a_patience_does_not_make_it_another_evaluation(tmp_path: Path) -> None:
+    assert not Change(2, "evaluation.patience", None, 3, "").of_evaluation
+    assert Change(2, "evaluation.temperature", 0.0, 1.0, "").of_evaluation
+    assert Change(2, "fingerprint.reward.file", "a", "b", "").of_evaluation
+    assert not Change(2, "training.learning_rate", 1, 2, "").of_evaluation
+
+
+# --- where it is told -----------------------------------------------------------------------------------------------
+
+SAID = "step 3: training.learning_rate 0.003 -> 0.001"
+
+
+def test_a_dry_run_inspect_report_and_page_tell_of_it(two: Path) -> None:
+    dry = ["train", "--resume", str(two), "--dry-run", "training.steps=3", "training.learning_rate=1e-3"]
+    result = CliRunner().invoke(app, dry)  # the model is not there, which it says last
+    assert f"; {SAID}" in result.output and "# changes: step 3: " in result.output and changes_of(two) == []
+    go_on(two, "training.steps=3", "training.learning_rate=1e-3")
+    inspected = CliRunner().invoke(app, ["inspect", str(two)]).output
+    assert "changed " in inspected and SAID in inspected
+    found = json.loads(CliRunner().invoke(app, ["inspect", str(two), "--json"]).output)["changes"]
+    assert {"step": 3, "key": "training.learning_rate", "old": 0.003, "new": 0.001} in [
+        {name: value for name, value in one.items() if name != "date"} for one in found
+    ]
+    view = RunView.read(two)
+    assert "| from step 3 | training.learning\\_rate | 0.003 | 0.001 |" in as_markdown("r", sections_of(view))
+    ((x, text),) = marks(view.metrics, view.changes)
+    assert x == 3 and SAID in text.splitlines()
+    elapsed = view.metrics[-1]["time/elapsed"]
+    assert [place for place, _ in marks(view.metrics, view.changes, "time/elapsed")] == [elapsed]
+
+
+def test_a_damaged_record_is_named(two: Path) -> None:
+    RunFolder(two).changes.write_text('{"step": 3}\n')
+    with pytest.raises(UserError, match=r"changes\.jsonl: a line is not a change of a setting"):
+        resume_config(two, None, ["training.steps=3"])
