@@ -83,7 +83,7 @@ def _evaluation(run: RunView) -> list[Block]:
     ]
     blocks: list[Block] = [Rows(header, rows)]
     blocks += [Text(text) for text in _difference(found)]
-    interval = "Intervals are of 95%: percentile bootstrap over the rows."
+    interval = "Intervals are of 95%: Wilson's where a row is right or wrong, else percentile bootstrap over the rows."
     return [*blocks, Text(f"On {found[-1]['eval/rows']:.0f} rows. {interval}")]
 
 
