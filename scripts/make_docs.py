@@ -24,7 +24,8 @@ def configuration() -> str:
         "# Configuration",
         "",
         "Every key of a recipe, with its default. Written by `scripts/make_docs.py` from the config tree; any of them",
-        "can be set on the command line as `section.key=value`.",
+        "can be set on the command line as `section.key=value`. A section with a key `enable` may be given as true or",
+        "false (`filter_groups: false`).",
     ]
     for name, info in Config.model_fields.items():
         kinds = _section_types(info.annotation)

@@ -519,6 +519,86 @@ def test_a_rate_that_rises_or_follows_the_clock_is_warned_of() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("training", "highest", "works"),
+    [
+        # rates of step k are lr (k + 1) / W: after 5 of 20 steps a quarter
+        (
+            {"steps": 5, "warmup_steps": 20, "learning_rate": 1e-6},
+            "2.5e-07, in step 5, of training.learning_rate=1e-06",
+            0,
+        ),
+        (
+            {"steps": 20, "warmup_steps": 20, "learning_rate": 1e-6},
+            "1e-06, in step 20, of training.learning_rate=1e-06",
+            2,
+        ),
+        # falling to 0 over 4 steps: 1/8 x 1, 2/8 x 3/4, 3/8 x 1/2, 4/8 x 1/4 of it; the second is 0.1875
+        (
+            {"steps": 4, "warmup_steps": 8, "learning_rate": 1e-4, "final_learning_rate": 0.0},
+            "1.88e-05, in step 2, of training.learning_rate=0.0001",
+            0,
+        ),
+    ],
+)
+def test_a_warm_up_that_takes_the_whole_run_is_warned_of_with_the_highest_rate(
+    training: dict[str, Any], highest: str, works: int
+) -> None:
+    def warned(**changes: Any) -> list[str]:
+        return warnings_for(build_config({"model": {"path": "m"}, "training": training | changes}))
+
+    (text,) = warned()
+    assert (
+        f"training.warmup_steps={training['warmup_steps']} is not below training.steps={training['steps']}: the "
+        in text
+    )
+    assert f"the highest learning rate is {highest}; use training.warmup_steps={works}" in text
+    assert warned(warmup_steps=works) == warned(steps=0) == warned(warmup_steps=training["steps"] - 1) == []
+
+
+def test_of_a_run_of_minutes_alone_the_warm_up_is_not_spoken_of() -> None:
+    assert warnings_for(build_config({"model": {"path": "m"}, "training": {"minutes": 1}})) == []
+
+
+# --- sections that can be switched on and off -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", ["filter_groups", "overlong_buffer"])
+def test_a_section_with_enable_may_be_given_as_true_or_false(load: Load, section: str) -> None:
+    for word, enabled in (("true", True), ("false", False), ("on", True), ("off", False)):
+        recipe = RECIPE.replace("  overlong_buffer: {enable: true, len: 8}\n", f"  {section}: {word}\n")
+        more = () if section == "overlong_buffer" and not enabled else ("algorithm.overlong_buffer.len=8",)
+        assert getattr(load(recipe, *more).algorithm, section).enable is enabled
+
+
+def test_an_override_switches_a_section_and_keeps_its_other_keys(load: Load) -> None:
+    buffer = load(RECIPE, "algorithm.overlong_buffer=false").algorithm.overlong_buffer
+    assert (buffer.enable, buffer.len) == (False, 8)
+    switched = load(RECIPE.replace("{enable: true, len: 8}", "false"), "algorithm.overlong_buffer.len=7")
+    assert (switched.algorithm.overlong_buffer.enable, switched.algorithm.overlong_buffer.len) == (False, 7)
+    groups = load(
+        RECIPE, "algorithm.filter_groups=true", "algorithm.filter_groups.metric=score"
+    ).algorithm.filter_groups
+    assert (groups.enable, groups.metric) == (True, "score")
+
+
+@pytest.mark.parametrize(
+    ("override", "works"),
+    [
+        ("model.lora=true", "model.lora.rank=16"),
+        ("model.lora=false", "model.lora.rank=0"),
+        ("algorithm.kl=true", "algorithm.kl.mode=loss"),
+        ("algorithm.kl=off", "algorithm.kl.mode=off"),
+        ("algorithm.correction=true", "algorithm.correction.kind=truncate"),
+    ],
+)
+def test_a_section_without_enable_is_refused_with_the_key_that_works(
+    load: Load, message: Message, override: str, works: str
+) -> None:
+    assert message(RECIPE, override).endswith(f"; use {works}")
+    load(RECIPE, works, "algorithm.proximal=recompute")
+
+
 # --- the tree itself ----------------------------------------------------------------------------------------------
 
 

@@ -679,6 +679,76 @@ def test_a_reward_file_that_does_not_load_stops_the_run_before_its_folder_is_mad
     assert not (tmp_path / "run").exists()
 
 
+def saved_model(folder: Path) -> str:
+    tiny_model().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reward", "says"),
+    [
+        ({}, lambda response: "right", "expected a float, a bool, a dict"),
+        ({}, lambda response: 0.5, "whether a response is correct.* use algorithm.filter_groups.metric=score"),
+        ({}, lambda response, answer: response == answer or -0.5, "whether an empty response is correct"),
+        ({}, lambda response, solution: True, "it demands the parameter 'solution'"),
+        ({"monitor.check.kind": "function", "monitor.check.function": "none.py:f"}, text_sum, "monitor.check.*no such"),
+        ({"rollout.stop_token_ids": [18]}, text_sum, "rollout.stop_token_ids: 18 is no token .* ids are 0..17"),
+        (
+            {"data.max_prompt_length": 10**6, "training.tokens_per_micro_batch": 10**7},
+            text_sum,
+            "made for .* positions",
+        ),
+        ({"model.lora.rank": 2, "model.lora.target_modules": ["no_such"]}, text_sum, "no_such"),
+        ({"run.dir": "."}, text_sum, "run.dir: the folder . exists"),
+    ],
+    ids=["contract", "float", "float-if-empty", "parameter", "check", "stop-token", "positions", "lora", "folder"],
+)
+def test_what_needs_no_weights_is_refused_before_they_are_loaded(
+    changes: dict[str, Any], reward: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr("dapo.experiment.policy_model", lambda *_: loaded.append("the model"))
+    monkeypatch.setattr("dapo.training.lora.load_model", lambda *_, **__: loaded.append("the weights"))
+    monkeypatch.chdir(tmp_path)
+    settings = {"model.path": saved_model(tmp_path / "model"), "model.compute_dtype": "float32"} | changes
+    with pytest.raises(UserError, match=says):
+        run(tmp_path / "run", settings, model=None, tokenizer=None, reward=reward)
+    assert loaded == [] and not (tmp_path / "run").exists()
+
+
+def test_a_reward_is_closed_where_the_model_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    async def note(self: Any, what: str) -> None:
+        events.append(what)
+
+    monkeypatch.setattr("dapo.reward.function_scorers.CallableScorer.start", lambda self: note(self, "started"))
+    monkeypatch.setattr("dapo.reward.function_scorers.CallableScorer.close", lambda self: note(self, "closed"))
+    path = saved_model(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        run(tmp_path / "run", {"model.path": path}, model=None, tokenizer=None)
+    assert events == ["started", "closed"] and not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_is_the_same_for_all_is_told_before_it_drops_every_group(tmp_path: Path) -> None:
+    def told(reward: Any) -> list[str]:
+        listener = Recorder()
+        changes = {"algorithm.filter_groups.metric": "score", "algorithm.filter_groups.on_starved": "train"}
+        run(tmp_path / "run", changes | {"training.steps": 0, "run.if_exists": "rename"}, listener, reward=reward)
+        return [w for w in listener.warnings if w.startswith("a trial of the reward")]
+
+    (same,) = told(lambda response: 0.25)
+    assert "an empty response and another row's answer all get 0.25" in same
+    assert "algorithm.filter_groups.metric=score" in same
+    assert told(lambda response: float(len(response))) == []
+    assert told(lambda response, answer: float(response == answer)) == []
+    assert told(lambda response, answer: 0.25 if response in ("", answer) else -1.0) == [], (
+        "the other row's answer differs"
+    )
+
+
 # --- nothing to learn from ----------------------------------------------------------------------------------------
 
 
@@ -706,6 +776,20 @@ def test_only_flat_groups_stop_the_run_with_the_histogram_and_a_checkpoint_failu
     load_tensors(saved / "optimizer")
     summary = yaml.safe_load(RunFolder(root).summary.read_text())
     assert summary["stopped"].startswith("StarvedError: step 2") and summary["steps"] == 1
+
+
+def test_what_a_step_drew_that_starved_can_be_read(tmp_path: Path) -> None:
+    """2 x 4 draws of 4 samples, and not one is right."""
+    root = tmp_path / "run"
+    with pytest.raises(StarvedError, match=f"What was drawn: dapo inspect {root} --samples\n0 steps were done"):
+        run(root, {"algorithm.filter_groups.max_num_gen_batches": 2}, reward=lambda response: False)
+    samples = list(read_samples(RunFolder(root).samples / "step-00001.jsonl"))
+    assert len(samples) == 32 and {(s["status"], s["correct"], s["in_loss"]) for s in samples} == {
+        ("all_wrong", False, False)
+    }
+    assert len({(s["draw"], s["index"]) for s in samples}) == 32 and all(s["advantage"] is None for s in samples)
+    shown = CliRunner().invoke(app, ["inspect", str(root), "--samples"])
+    assert shown.exit_code == 0 and "all_wrong" in shown.output
 
 
 def recipe_in(folder: Path, changes: dict[str, Any] | None = None) -> str:

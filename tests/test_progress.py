@@ -43,7 +43,7 @@ METRICS = {
 @pytest.fixture
 def ticks() -> Iterator[float]:
     """A clock that goes on by 2 s a look."""
-    return iter(range(0, 1000, 2))
+    return iter(range(0, 3000, 2))
 
 
 def plain_output(ticks: Iterator[float]) -> tuple[PlainListener, io.StringIO]:
@@ -142,16 +142,17 @@ def test_the_live_line_says_the_phase_its_rate_and_the_time_left() -> None:
     listener.close()
 
 
-def test_plain_phases_tell_their_quarters_only(ticks: Iterator[float]) -> None:
+def test_plain_phases_tell_their_quarters_only_and_the_time_left(ticks: Iterator[float]) -> None:
+    """2 s each: 750 that are left take 1,500 s."""
     listener, out = plain_output(ticks)
     listener.phase("warming up [bold]")
     for done in range(1, 1001):
         listener.advance(done, 1000, f"loss {done}")
     assert out.getvalue().splitlines() == [
         "warming up [bold]",
-        "  250/1000  loss 250",
-        "  500/1000  loss 500",
-        "  750/1000  loss 750",
+        "  250/1000  loss 250  25:00 left",
+        "  500/1000  loss 500  16:40 left",
+        "  750/1000  loss 750  8:20 left",
         "  1000/1000  loss 1000",
     ]
 

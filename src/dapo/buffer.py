@@ -136,7 +136,7 @@ class ExperienceBuffer:
         finally:
             self._before = None
         if stop:
-            raise StarvedError(_starved_message(fill, self._config))
+            raise StarvedError(_starved_message(fill, self._config), fill)
         return fill
 
     def state(self) -> dict[str, Any]:
@@ -191,6 +191,8 @@ def _starved_message(fill: Fill, config: Config) -> str:
     counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
     counts |= {name: count for name, count in others.items() if count}
     failed = f"{stats.failed_scores} of {stats.scores} scores failed. " if stats.failed_scores else ""
+    kept, run = float(config.run.save_samples), config.run.dir or "runs/run"
+    shown = f"\nWhat was drawn: dapo inspect {run} --samples" if kept else ""
     prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
     return (
         f"step {fill.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
@@ -200,4 +202,5 @@ def _starved_message(fill: Fill, config: Config) -> str:
         f"{config.rollout.samples_per_prompt}); a larger "
         "algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the groups "
         "there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
+        f"{shown}"
     )

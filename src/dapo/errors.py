@@ -24,7 +24,11 @@ class ModelError(UserError):
 
 
 class StarvedError(UserError):
-    """Dynamic sampling found too few groups with something to learn from."""
+    """Dynamic sampling found too few groups with something to learn from. ``fill``: what it found instead."""
+
+    def __init__(self, message: str, fill: object = None) -> None:
+        super().__init__(message)
+        self.fill = fill
 
 
 class NumericalError(UserError):

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from dapo.budget import Budget
-from dapo.buffer import ExperienceBuffer
+from dapo.buffer import ExperienceBuffer, Fill
 from dapo.changes import Change, config_of_step, write_changes
 from dapo.checkpoints import Place
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
 from dapo.doctor.examination import brief
 from dapo.doctor.memory import shortage_explained
-from dapo.errors import UserError
+from dapo.errors import StarvedError, UserError
 from dapo.evaluation.best import Best
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
@@ -36,6 +36,7 @@ from dapo.inputs import (
     Inputs,
     check_lengths,
     check_vocabulary,
+    described_model,
     determinism,
     device_of,
     heldout_prompts,
@@ -78,13 +79,14 @@ from dapo.training.trainer import Trainer
 
 
 class Experiment:
-    """One run: its roles, wired together. ``folder`` and ``metrics`` exist once :meth:`run` has begun."""
+    """One run: its roles, wired together. To be called in this order: :meth:`check`, :meth:`load`, :meth:`run`.
+    ``trainer``, ``engine`` and ``buffer`` exist once the model is loaded, ``folder`` and ``metrics`` in the run."""
 
     folder: RunFolder
     metrics: MetricsLog
 
     def __init__(self, config: Config, listener: Listener, inputs: Inputs) -> None:
-        """Load everything that is named, smallest first, so that mistakes show early. Nothing is written yet.
+        """Look at everything that is named but the weights and the reward. Nothing is written yet.
 
         Raises:
             UserError: what is wrong, where, and what would work.
@@ -100,6 +102,7 @@ class Experiment:
         self.tokenizer = inputs.tokenizer or load_tokenizer(
             config.model.tokenizer or config.model.path, config.model.trust_remote_code
         )
+        described = described_model(config, inputs)
         rows = embedding_rows(inputs.model or config.model.path, config.model.trust_remote_code)
         self.template = PromptTemplate(config.data, self.tokenizer, rows)
         if config.data.today and not self.template.today:
@@ -108,9 +111,39 @@ class Experiment:
         self.source = training_prompts(config, inputs, self.template, listener)
         self.heldout = heldout_prompts(config, inputs, self.template, listener)
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
-        listener.phase("loading the model")
+        check_lengths(config, described.config, self.heldout)
+        check_vocabulary(described, self.tokenizer, config, listener, rows)
+        if inputs.folder is None and inputs.resume is None:
+            RunFolder.require_free(config)
+        self._inputs = inputs
         self._closing = contextlib.AsyncExitStack()
-        self._closing.enter_context(determinism(config, self.device))
+        self._closing.enter_context(determinism(config, self.device))  # a reward model may multiply matrices, too
+        self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
+        self.check_scorer: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
+        self.monitor = Monitor(config.monitor, self.check_scorer, config.seed)
+        self.alarms = Alarms(config)
+        closers = {"the reward": self.scorer, "the held-out check": self.check_scorer, "the monitor": self.monitor}
+        for what, role in closers.items():
+            if role is not None:
+                self._closing.push_async_callback(self._stop, what, role.close)
+        self.stopping = Stopping()  # nobody has told it to
+        self.best = Best(config.evaluation)
+        self.before: Evaluation | None = None
+        self.after: Evaluation | None = None
+
+    async def check(self) -> None:
+        """Start the reward and try it, before time is spent on loading the model.
+        Raises UserError: rows cannot be scored, or the reward or the held-out check breaks its contract."""
+        await self.scorer.start()
+        await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener, self._inputs)
+        if self.check_scorer is not None:
+            await try_check(self.check_scorer, self.source, self.listener)
+
+    def load(self) -> None:
+        """Load the model, and make trainer and engine.
+        Raises UserError: it cannot be loaded or trained, or does not fit into the memory."""
+        config, inputs, listener = self.config, self._inputs, self.listener
+        listener.phase("loading the model")
         # one thread for all updates: cuBLAS keeps 32 MiB for each thread that ever multiplied matrices
         training = ThreadPoolExecutor(1, "dapo-training")
         self._closing.callback(training.shutdown, wait=False)
@@ -120,7 +153,6 @@ class Experiment:
             config, model, self.tokenizer, self.source.fingerprint, self.source.prompts[0], self.heldout, inputs.reward
         )
         model = begin_adapter(model, config.model, config.seed)
-        check_lengths(config, model.config, self.heldout)
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
@@ -128,24 +160,11 @@ class Experiment:
         self.preparer = Preparer(config, self.trainer.policy)  # before the engine, which takes what memory is left
         self._stop_ids = stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
         self.template.ends_with(stop_ids)
-        check_vocabulary(model, self.tokenizer, stop_ids, listener)
         notice_generation_config(model, listener)
         spare = self.trainer.bytes_to_come
         self.engine = inputs.engine or native_engine(config, model, stop_ids, self.template, self.heldout, spare)
-        self.scorer: Scorer = make_scorer(config.reward, inputs.reward)
-        self.check: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
-        self.monitor = Monitor(config.monitor, self.check, config.seed)
-        self.alarms = Alarms(config)
         self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
-        self._inputs = inputs
-        closers = {"the reward": self.scorer, "the held-out check": self.check, "the monitor": self.monitor}
-        for what, role in {**closers, "the engine": self.engine}.items():
-            if role is not None:
-                self._closing.push_async_callback(self._stop, what, role.close)
-        self.stopping = Stopping()  # nobody has told it to
-        self.best = Best(config.evaluation)
-        self.before: Evaluation | None = None
-        self.after: Evaluation | None = None
+        self._closing.push_async_callback(self._stop, "the engine", self.engine.close)
 
     # -- Algorithm 1 -----------------------------------------------------------------------------------------------
 
@@ -164,6 +183,11 @@ class Experiment:
                 self.at.laps = clock.laps
                 try:
                     fill = await self.buffer.fill(step, progress=partial(self.listener.working, "rollout"))
+                except StarvedError as error:
+                    assert isinstance(error.fill, Fill)
+                    with contextlib.suppress(UserError):  # which must not stand before what went wrong first
+                        await self._write_samples(step + 1, StepUnderWay(error.fill, {}))
+                    raise
                 finally:  # one that is broken off has taken its time too
                     clock.lap("rollout")
                 self.at.step = StepUnderWay(fill, clock.laps, decode_steps=self._decode_steps - decoded)
@@ -211,10 +235,6 @@ class Experiment:
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
-        await self.scorer.start()
-        await try_reward(self.config, self.scorer, self.source, self.heldout, self.listener)
-        if self.check is not None:
-            await try_check(self.check, self.source, self.listener)
         if self._inputs.resume is None:
             await self._examine()
         await self._open_folder()
@@ -438,13 +458,16 @@ class Experiment:
         count, alarms = self.alarms.observe(step, metrics)
         for warning in [*work.warnings(), *found, *alarms]:
             self.listener.warning(f"step {step}: {warning}")
+        await self._write_samples(step, work)
+        self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics | count))
+        if evaluation:
+            self.listener.evaluated(_when(budget), dict(evaluation))
+
+    async def _write_samples(self, step: int, work: StepUnderWay) -> None:
         if share := float(self.config.run.save_samples):
             seed, checks = self.config.seed, self.monitor.verdicts
             await in_thread(work.write_samples, self.folder.samples, step, share, seed, checks)
             self.index.notify()
-        self.listener.step(step, self.config.training.steps, self.metrics.append(step, metrics | count))
-        if evaluation:
-            self.listener.evaluated(_when(budget), dict(evaluation))
 
     def _summarise(self, stopped: str) -> dict[str, Any]:
         facts = {

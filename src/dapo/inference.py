@@ -216,7 +216,7 @@ def load_engine(
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
     prompting.template.ends_with(stop_ids)
-    check_vocabulary(model, prompting.tokenizer, stop_ids, listener)
+    check_vocabulary(model, prompting.tokenizer, config, listener)
     notice_generation_config(model, listener)
     return NativeEngine(
         model,

@@ -9,8 +9,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dapo.config import Config
@@ -18,7 +20,16 @@ from dapo.config.processors import GENERATION_CONFIG
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError, first_line
-from dapo.model.loading import POSITIONS_STATED, context_limit, copy_model, named_stop_ids
+from dapo.model.adapters import find_adapter
+from dapo.model.loading import (
+    POSITIONS_STATED,
+    check_supported,
+    context_limit,
+    copy_model,
+    named_stop_ids,
+    read_config,
+    with_generation_config,
+)
 from dapo.process import keep_freed_memory
 from dapo.progress import Listener
 from dapo.records import Prompt
@@ -27,7 +38,7 @@ from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.run_folder import RunFolder
-from dapo.training.lora import load_trainable
+from dapo.training.lora import load_trainable, trainable_shape
 
 _SHOWN_DOUBTS = 3
 SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
@@ -161,26 +172,37 @@ def _needs_answer(config: Config, inputs: Inputs) -> bool:
 
 
 async def try_reward(
-    config: Config, scorer: Scorer, source: PromptSource, heldout: Sequence[Prompt], listener: Listener
+    config: Config, scorer: Scorer, source: PromptSource, heldout: Sequence[Prompt], listener: Listener, inputs: Inputs
 ) -> None:
-    """Score the first prompt's own reference answer, and look at what all rows are scored by, before there is a run.
+    """Score the first prompt's own reference answer and an empty response, and look at what all rows are scored by,
+    before there is a run. Of a recipe's reward `dapo doctor` in brief tries more.
 
     Raises:
         DataError: rows cannot be scored, whatever the response.
         RewardError: the reward function breaks its contract, or says nothing that dynamic sampling could decide by.
     """
-    await examine_rows("data.train", list(source.untokenized()), scorer, listener)
+    prompts = list(source.untokenized())
+    await examine_rows("data.train", prompts, scorer, listener)
     await examine_rows("evaluation.data", heldout, scorer, listener)
-    prompt = source.prompts[0]
-    reward = await scorer.score(prompt, prompt.answer or "", "stop")
-    filters = config.algorithm.filter_groups
-    if reward.error is not None:
-        listener.warning(f"a trial of the reward, with the reference answer as response, failed: {reward.error}")
-    elif reward.correct is None and filters.enable and filters.metric == "acc":
+    prompt, filters = source.prompts[0], config.algorithm.filter_groups
+    compared = filters.enable and filters.metric == "score" and inputs.reward is not None
+    texts = list(dict.fromkeys([prompt.answer or "", "", *(p.answer or "" for p in prompts)]))[: 3 if compared else 2]
+    tried = [await scorer.score(prompt, text, "stop") for text in texts]
+    if tried[0].error is not None:
+        listener.warning(f"a trial of the reward, with the reference answer as response, failed: {tried[0].error}")
+    known = [reward for reward in tried if reward.error is None]
+    if filters.enable and filters.metric == "acc" and None in (reward.correct for reward in known):
+        which = "n empty" if known[0].correct is not None else ""
         raise RewardError(
-            "the reward does not say whether a response is correct, which algorithm.filter_groups.metric=acc decides "
-            "by; return a bool or dapo.records.Reward(correct=..., value=...), or use "
+            f"the reward does not say whether a{which} response is correct, which algorithm.filter_groups.metric=acc "
+            "decides by; return a bool or dapo.records.Reward(correct=..., value=...), or use "
             "algorithm.filter_groups.metric=score"
+        )
+    if compared and len(known) == len(tried) > 1 and np.ptp([reward.value for reward in known]) <= filters.tolerance:
+        listener.warning(
+            "a trial of the reward: the reference answer, an empty response and another row's answer all get "
+            f"{known[0].value:g}, and a group whose rewards are all the same is dropped "
+            "(algorithm.filter_groups.metric=score); mend the reward"
         )
 
 
@@ -221,23 +243,37 @@ async def examine_rows(name: str, prompts: Sequence[Prompt], scorer: Scorer, lis
         listener.warning(text)
 
 
-def check_vocabulary(model: Any, tokenizer: Any, stop_ids: Sequence[int], listener: Listener) -> None:
-    """
+def described_model(config: Config, inputs: Inputs) -> Any:
+    """What has the config and the generation config of the model to train: of a named one nothing but these.
+    Raises ModelError or ConfigError: there is none, or it cannot be trained as the recipe says."""
+    if inputs.model is not None:
+        return inputs.model
+    adapter = find_adapter(config.model.path)
+    path = adapter.base if adapter else config.model.path
+    found = read_config(path, config.model.trust_remote_code)
+    check_supported(found)
+    if config.model.lora.rank:
+        trainable_shape(config.model, found)
+    return with_generation_config(SimpleNamespace(config=found), path)
+
+
+def check_vocabulary(model: Any, tokenizer: Any, config: Config, listener: Listener, size: int | None = None) -> None:
+    """``size``: rows of the model's embedding, where it has none yet.
+
     Raises:
         ModelError: the tokenizer's ordinary tokens go beyond the model's vocabulary.
         ConfigError: a stop token is none of the model's.
     """
-    size = model.get_input_embeddings().weight.shape[0]
+    size = size or int(model.get_input_embeddings().weight.shape[0])
     special = set(tokenizer.all_special_ids)
     highest = max((i for i in tokenizer.get_vocab().values() if i not in special), default=0)
     if highest >= size:
         raise ModelError(f"tokenizer: has token ids up to {highest}, but the model's vocabulary has {size} rows")
-    wrong = [i for i in stop_ids if not 0 <= i < size]
-    if wrong:
-        named = named_stop_ids(model, tokenizer).items()
-        where = next((name for name, ids in named if wrong[0] in ids), "rollout.stop_token_ids")
-        raise ConfigError(f"{where}: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
-    if not stop_ids:
+    named = {**named_stop_ids(model, tokenizer), "rollout.stop_token_ids": config.rollout.stop_token_ids}
+    for where, ids in named.items():
+        if wrong := [i for i in ids if not 0 <= i < size]:
+            raise ConfigError(f"{where}: {wrong[0]} is no token of the model, whose ids are 0..{size - 1}")
+    if not any(named.values()):
         listener.warning("neither model nor tokenizer names a stop token: every response will run to its limit")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 from dapo.config import Config
@@ -38,54 +39,80 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
         stopping.within_s = experiment.config.run.stop_within_s
         stopping.run = stopping.run or experiment.stopping.run
         experiment.stopping = stopping
-    stop: list[Callable[[], object]] = []
+    cancel: list[Callable[[], object]] = []
 
-    async def run() -> dict[str, Any]:
-        with awake_for_signals():
-            return await stoppable()
-
-    async def stoppable() -> dict[str, Any]:
+    async def guarded(work: Coroutine[Any, Any, Any], last: bool = False) -> Any:
+        """``work``, which a signal cancels; what the experiment holds is closed after the last one and after errors."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        cancel[:] = [lambda: loop.call_soon_threadsafe(task.cancel)]
         if stopping is not None:
-            stopping.ask(stop[0])
+            stopping.ask(cancel[0])
         error: BaseException | None = None
         try:
-            summary = await experiment.run()
+            with awake_for_signals():
+                result = await work
+                if last:
+                    await experiment.close()
+                return result
         except BaseException as found:
             error = found
             if stopping is not None and stopping.signal and isinstance(found, asyncio.CancelledError):
                 error = Stopped(f"stopped by {stopping.signal.name}")
-            try:
-                await experiment.close()
-            except Exception as fault:  # must not stand before what went wrong first
-                error.add_note(f"and closing failed: {fault}")
+            await _close_after(experiment, error)
             if error is not found:
                 raise error from None
             raise
-        else:
-            await experiment.close()
-            return summary
         finally:
             if stopping is not None:
                 stopping.ask(None)
-                stopping.leave(error)
+                if last or error is not None:
+                    stopping.leave(error)
 
+    with _event_loop(cancel) as run:
+        run(guarded(experiment.check()))
+        try:  # not in the loop, which would hear a signal only once the model is loaded
+            experiment.load()
+        except BaseException as error:
+            run(_close_after(experiment, error))
+            raise
+        return dict(run(guarded(experiment.run(), last=True)))
+
+
+async def _close_after(experiment: Experiment, error: BaseException) -> None:
+    try:
+        await experiment.close()
+    except Exception as fault:  # must not stand before what went wrong first
+        error.add_note(f"and closing failed: {fault}")
+
+
+@contextmanager
+def _event_loop(cancel: list[Callable[[], object]]) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs coroutines to their end, one after the other in one loop; inside of another loop, in a thread.
+    ``cancel``: ends the one that runs there, which does not hear of a signal to this thread."""
     if not _in_event_loop():
-        return asyncio.run(run())
-    outer = asyncio.current_task()
-    with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
-        running = thread.submit(contextvars.copy_context().run, asyncio.run, run())
+        with asyncio.Runner() as runner:
+            yield runner.run
+        return
+    outer, context, runner = asyncio.current_task(), contextvars.copy_context(), asyncio.Runner()
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        running = thread.submit(context.run, runner.run, work)
         try:
             while not wait([running], timeout=0.5).done:
                 if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
                     raise KeyboardInterrupt
             return running.result()
-        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
-            for cancel in stop:
-                cancel()
+        except KeyboardInterrupt:
+            for do in cancel:
+                do()
             raise
+
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            yield run
+        finally:
+            thread.submit(context.run, runner.close).result()
 
 
 def _in_event_loop() -> bool:

@@ -91,6 +91,7 @@ class PlainListener:
         self._pace = Pace(clock)
         self._clock = clock
         self._lap = Lap()
+        self._phase = ""
         self._said_at = 0.0
         self._told = 0.0
 
@@ -98,14 +99,16 @@ class PlainListener:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
-        self._told = 0.0
+        self._told, self._phase = 0.0, text
         self._say(text)
 
     def advance(self, done: int, total: int, note: str = "") -> None:
         share = done / total if total else 1.0
+        left = self._lap.left(self._phase, done, total, self._clock())
         if share >= self._told + 0.25:
             self._told = math.floor(share * 4) / 4
-            self._say(f"  {done}/{total}{'  ' + note if note else ''}")
+            parts = [f"{done}/{total}", note, f"{left} left" if left not in ("", "0:00") else ""]
+            self._say(f"  {'  '.join(filter(None, parts))}")
 
     def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
         now = self._clock()

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -140,6 +140,12 @@ class RunFolder:
         if moved is not None and tell is not None:
             tell(f"the earlier run is now in {moved}")
         return folder
+
+    @staticmethod
+    def require_free(config: Config) -> None:
+        """Raises UserError where :meth:`create` would, as far as shows without writing anything."""
+        with suppress(OSError, ValueError):
+            _make_way(Path(config.run.dir or "runs/run"), config.run.if_exists, only_look=True)
 
     def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
         """Record that the run goes on, with the recipe that it has from now on.
@@ -269,8 +275,8 @@ def _lock(file: IO[str], patience: float = 1.0) -> OSError | None:
             time.sleep(0.05)
 
 
-def _make_way(root: Path, if_exists: str) -> Path | None:
-    """Where a run went that was in the way; None: there was none."""
+def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | None:
+    """Where a run went that was in the way; None: there was none, or it is ``only_look``-ed at."""
     if not os.path.lexists(root):
         return None
     if not root.is_dir():
@@ -284,6 +290,8 @@ def _make_way(root: Path, if_exists: str) -> Path | None:
         )
     if not (root / "config.yaml").is_file() or root.resolve() == Path.cwd():
         raise UserError(f"run.dir: {root} holds files that are not a run's and is not renamed; set run.dir to another")
+    if only_look:
+        return None
     with RunFolder(root).lock():  # a run that is still going is not taken its folder
         return root.rename(_name_for_old(root))
 

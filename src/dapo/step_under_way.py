@@ -63,7 +63,7 @@ class StepUnderWay:
     def write_samples(
         self, folder: Path, step: int, share: float, seed: int, checks: Mapping[Key, Reward] | None = None
     ) -> None:
-        """The samples that were drawn, those that were filtered out too.
+        """The samples that were drawn, those that were filtered out too, and of a step that starved before its batch.
 
         Args:
             folder: ``samples`` of the run.
@@ -75,7 +75,8 @@ class StepUnderWay:
         Raises:
             UserError: they cannot be written.
         """
-        groups = [*((group, "kept") for group in self._prepared().groups), *self.fill.rejected]
+        kept = self.fill.groups if self.batch is None else self.batch.groups
+        groups = [*((group, "kept" if self.batch else "carried") for group in kept), *self.fill.rejected]
         if share < 1:
             groups = [pair for pair in groups if Random(f"{seed}/samples/{pair[0].draw}").random() < share]
         with writing(folder):
@@ -86,7 +87,9 @@ class StepUnderWay:
 
         Mini-batches are cut in the order of the batch, so the first pass over it is the first reports end to end.
         """
-        packed = self._prepared().packed
+        if self.batch is None:
+            return {}
+        packed = self.batch.packed
         found = np.full((2, packed.num_response_tokens), np.nan, np.float32)
         start = 0
         for report in self.reports:

@@ -12,7 +12,9 @@ import zstandard
 from data_cases import read, source, write
 
 import dapo.data.text
+from dapo.config.sections import DataItem
 from dapo.data.cache import cache_folder, cached
+from dapo.data.files import open_table
 from dapo.errors import DataError
 
 ROWS = [{"prompt": f"p{k}é", "answer": k + 0.5, "x": {"y": [k]}} for k in range(50)]
@@ -94,6 +96,40 @@ def test_broken_files_are_named(tmp_path, kept, name, case):
     with pytest.raises(DataError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}{start}") and said in str(caught.value)
+
+
+OVER_LINES = {
+    "an object": ('{\n  "prompt": "2+2=",\n  "answer": "4"\n}\n', 1, "object"),
+    "several objects": ('\n{\n  "prompt": "2+2="\n}\n{\n  "prompt": "2+3="\n}\n', 2, "object"),
+    "an object around a list": ('{"data": [\n  {"prompt": "2+2="}\n]}\n', 1, "object"),
+    "an array": ('[\n  {\n    "prompt": "2+2="\n  }\n]\n', 1, "array"),
+    "an array, a row a line": ('[{"prompt": "2+2="},\n {"prompt": "2+3="}]\n', 1, "array"),
+}
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".jsonl.gz"])
+@pytest.mark.parametrize("case", OVER_LINES)
+def test_json_printed_over_several_lines_is_named_as_such(tmp_path, kept, case, ending):
+    text, line, kind = OVER_LINES[case]
+    file = tmp_path / f"rows{ending}"
+    file.write_bytes(gzip.compress(text.encode()) if ending.endswith(".gz") else text.encode())
+    if kind == "array" and ending == ".json":
+        assert open_table(DataItem(path=str(file))).raw(0) == {"prompt": "2+2="}
+        return
+    with pytest.raises(DataError) as error:
+        open_table(DataItem(path=str(file)))
+    assert (
+        f"{file}:{line}: this looks like one JSON {kind} over several lines; JSON lines need one object per line"
+        in str(error.value)
+    )
+
+
+@pytest.mark.parametrize("first", ['{"prompt": "cut off, ', '{"prompt": "2+2="} {}', "[1,", '{"prompt": 1}', "["])
+def test_a_first_row_that_is_wrong_by_itself_is_a_bad_row(tmp_path, first):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(first + '\nnot JSON\n{"prompt": "2+3="}\n')
+    table = open_table(DataItem(path=str(file)))
+    assert len(table) == 3 and table.raw(2) == {"prompt": "2+3="}
 
 
 def test_bad_rows_of_an_array_are_named_by_row(tmp_path, kept):

@@ -223,7 +223,7 @@ MISTAKES: dict[str, Mistake] = {
         "settings", "warn", _recipe(algorithm__overlong_buffer__penalty_factor=100.0), "penalty_factor=1.0"
     ),
     "a warm-up longer than the run": Mistake(
-        "settings", "warn", _recipe(training__warmup_steps=20, training__steps=15), "warmup_steps=2"
+        "settings", "warn", _recipe(training__warmup_steps=20, training__steps=15), "warmup_steps=1"
     ),
     "an evaluation that never comes": Mistake("settings", "warn", _recipe(evaluation__every=50), "evaluation.every=2"),
     "one update a step": Mistake("settings", "warn", _recipe(training__groups_per_update=8), "clipping does nothing"),

@@ -223,12 +223,13 @@ def test_the_forecast_names_its_parts_or_says_why_there_is_none(
     random_model("qwen2", **SHAPE).save_pretrained(tmp_path / "model")
     path = str(tmp_path / "model")
     text = predicted_from(config(model__path=path))
-    assert text.startswith("0.7 GiB of RAM (weights 0.02, gradients 0.02, adam 0.04, ") and "logits 0.09" in text
+    assert text.startswith("about 0.7 GiB of RAM, with responses of full length, without the libraries' own 0.5 GiB (")
+    assert "(weights 0.02, gradients 0.02, adam 0.04, " in text and "logits 0.09" in text
     gpu = predicted_from(config(model__path=path, runtime__device="cuda", training__offload_optimizer=True))
-    assert " of GPU memory (" in gpu and "in the host's memory 4" in gpu
+    assert " of GPU memory, with" in gpu and "in the host's memory 4" in gpu
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert " of GPU memory (" in predicted_from(config(model__path=path)), "auto: where there is one"
-    assert " of RAM (" in predicted_from(config(model__path=path, runtime__device="cpu"))
+    assert " of GPU memory, with" in predicted_from(config(model__path=path)), "auto: where there is one"
+    assert " of RAM, with" in predicted_from(config(model__path=path, runtime__device="cpu"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert "not predicted: model architecture 'bert'" in predicted_from(config(model__path=str(tmp_path)))
 
@@ -259,7 +260,7 @@ def test_a_config_that_describes_no_model_is_said_wherever_it_is_read(
 def test_a_model_of_no_size_is_no_list_of_nothing(tmp_path: Path) -> None:
     random_model("qwen2").save_pretrained(tmp_path)
     told = predicted_from(config(model__path=str(tmp_path), training__tokens_per_micro_batch=128))
-    assert told.endswith(" of RAM (each part less than 0.01 GiB)"), told
+    assert told.endswith(" (each part less than 0.01 GiB)"), told
 
 
 def test_the_forecast_does_not_wait_for_a_hub_that_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,30 +150,68 @@ def test_votes_too_many_to_count_are_left_out_but_for_all_of_them() -> None:
 
 def test_an_interval_by_hand() -> None:
     """Prompts of value 0 and 1: a resample's mean is 0, 1/2 or 1 with chance 1/4, 1/2, 1/4."""
-    (estimate,) = estimate_means(np.array([[0.0], [1.0]]))
+    (estimate,) = estimate_means(np.array([[0.0], [1.0]]), [False])
     assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.0, 1.0)
 
 
 def test_an_interval_is_as_wide_as_the_normal_one() -> None:
     """1,000 prompts, half of them right: 1/2 +- 1.96 sqrt(1/4 / 1000)."""
-    (estimate,) = estimate_means(np.repeat([[0.0], [1.0]], 500, axis=0), resamples=4000)
+    (estimate,) = estimate_means(np.repeat([[0.0], [1.0]], 500, axis=0), [False], resamples=4000)
     assert estimate.low == pytest.approx(0.5 - 0.031, abs=0.003)
     assert estimate.high == pytest.approx(0.5 + 0.031, abs=0.003)
 
 
-def test_95_percent_of_intervals_hold_the_truth() -> None:
+@pytest.mark.parametrize("share", [False, True], ids=["bootstrap", "Wilson"])
+def test_95_percent_of_intervals_hold_the_truth(share: bool) -> None:
     """Of 300 samples of 100 prompts with a true mean of 0.3; a binomial of 300 x 0.95 stays within 4 deviations."""
     rng = np.random.default_rng(3)
     held = 0
     for _ in range(300):
-        (estimate,) = estimate_means((rng.random((100, 1)) < 0.3).astype(float), resamples=400)
+        (estimate,) = estimate_means((rng.random((100, 1)) < 0.3).astype(float), [share], resamples=400)
         assert estimate.low is not None and estimate.high is not None
         held += estimate.low <= 0.3 <= estimate.high
     assert 0.95 * 300 - 4 * math.sqrt(300 * 0.95 * 0.05) <= held <= 300
 
 
+@pytest.mark.parametrize(
+    ("right", "rows", "low", "high"),
+    [
+        # with z = 1.96: z^2 / (n + z^2) = 3.8415 / 13.8415
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        # 1/2 -+ 1.96 sqrt(1/40 + 3.8415/400) / 1.38415 = 1/2 -+ 1.96 x 0.18602 / 1.38415
+        (5, 10, 0.2366, 0.7634),
+        (0, 50, 0.0, 0.0713),
+        (1000, 1000, 0.99617, 1.0),
+    ],
+)
+def test_rows_that_are_right_or_wrong_have_wilsons_interval(right: int, rows: int, low: float, high: float) -> None:
+    (estimate,) = estimate_means(np.array([[1.0]] * right + [[0.0]] * (rows - right)), [True])
+    assert estimate.value == right / rows
+    assert (estimate.low, estimate.high) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+    assert (estimate.low == 0.0, estimate.high == 1.0) == (right == 0, right == rows), "without a rounding error"
+
+
+def test_rows_that_are_partly_right_are_resampled_unless_all_are_the_same() -> None:
+    """Ten rows with half of their samples right say as much as ten samples would; rows of 1/4 and 3/4 are resampled."""
+    same, apart = np.full((10, 1), 0.5), np.repeat([[0.25], [0.75]], 200, axis=0)
+    (estimate,) = estimate_means(same, [True])
+    assert (estimate.value, estimate.low, estimate.high) == (
+        0.5,
+        pytest.approx(0.2366, abs=1e-4),
+        pytest.approx(0.7634, abs=1e-4),
+    )
+    (estimate,) = estimate_means(apart, [True], resamples=4000)  # 1/2 -+ 1.96 x 1/4 / sqrt(400)
+    assert (estimate.low, estimate.high) == (pytest.approx(0.4755, abs=0.002), pytest.approx(0.5245, abs=0.002))
+
+
+def test_rewards_that_are_all_the_same_have_no_interval() -> None:
+    (estimate,) = estimate_means(np.full((10, 1), -1.0), [False])
+    assert (estimate.value, estimate.low, estimate.high) == (-1.0, None, None)
+
+
 def test_one_prompt_has_no_interval() -> None:
-    (estimate,) = estimate_means(np.array([[0.25]]))
+    (estimate,) = estimate_means(np.array([[0.25]]), [True])
     assert (estimate.value, estimate.low, estimate.high) == (0.25, None, None)
 
 
@@ -181,15 +219,18 @@ def test_resampling_in_pieces_draws_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two resamples at once: the pieces must not repeat each other."""
     monkeypatch.setattr("dapo.evaluation.statistics._CHUNK", 200)
     values = np.repeat([[0.0], [1.0]], 50, axis=0)
-    (estimate,) = estimate_means(values, resamples=2000)
+    (estimate,) = estimate_means(values, [False], resamples=2000)
     assert estimate.low == pytest.approx(0.4, abs=0.02) and estimate.high == pytest.approx(0.6, abs=0.02)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(-5, 5)), min_size=2, max_size=30))
 def test_an_interval_holds_its_estimate(rows: list[tuple[float, float]]) -> None:
     values = np.array(rows)
-    estimates = estimate_means(values, resamples=200)
-    for column, estimate in zip(values.T, estimates, strict=True):
-        assert estimate.low is not None and estimate.high is not None
-        assert column.min() - 1e-9 <= estimate.low <= estimate.value <= estimate.high <= column.max() + 1e-9
-    assert estimate_means(values, resamples=200) == estimates
+    share, value = estimates = estimate_means(values, [True, False], resamples=200)
+    assert share.low is not None and share.high is not None
+    assert 0 <= share.low <= share.value <= share.high <= 1 and share.low < share.high
+    if np.ptp(values[:, 1]):
+        assert value.low is not None and value.high is not None
+        lowest, highest = values[:, 1].min(), values[:, 1].max()
+        assert lowest - 1e-9 <= value.low <= value.value <= value.high <= highest + 1e-9
+    assert estimate_means(values, [True, False], resamples=200) == estimates

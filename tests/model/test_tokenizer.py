@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from dapo.demo.task import make_model, make_tokenizer
 from dapo.errors import ModelError
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokenizer import save_tokenizer
@@ -127,3 +128,18 @@ def test_one_that_was_changed_since_is_written_as_it_is(tmp_path: Path) -> None:
     again = load_tokenizer(str(tmp_path / "to"))
     assert again("a\n\n<new>")["input_ids"] == loaded("a\n\n<new>")["input_ids"]
     assert again("<new>")["input_ids"] == [262]
+
+
+def test_the_demos_model_gets_no_tokens_from_the_class_of_its_model_type(tmp_path: Path) -> None:
+    """Transformers 5 takes the class by the model's type, whose own unknown token would be one more id than the model
+    has rows. Ids by hand: padding, end, ten digits, then + - * = ; #."""
+    from transformers import AutoTokenizer
+
+    made = make_tokenizer()
+    make_model(0, len(made)).save_pretrained(tmp_path)
+    save_tokenizer(made, tmp_path)
+    found = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(found).__name__ == "Qwen2Tokenizer", "otherwise nothing is tested here"
+    assert found("7*3+4=#1").input_ids == [9, 14, 5, 12, 6, 15, 17, 3] == made("7*3+4=#1").input_ids
+    assert found.special_tokens_map == {"pad_token": "<pad>", "eos_token": "<end>"} == made.special_tokens_map
+    assert len(found) == len(made) == 18 and found.get_vocab() == made.get_vocab()

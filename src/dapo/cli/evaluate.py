@@ -210,4 +210,5 @@ def _estimate(name: str, estimate: Mapping[str, float | None]) -> tuple[str, str
             return "-"
         return f"{value:+.3f}" if name == "reward" else f"{value:.1%}"
 
-    return text(estimate["value"]), f"{text(estimate['low'])} to {text(estimate['high'])}"
+    low, high = text(estimate["low"]), text(estimate["high"])
+    return text(estimate["value"]), "-" if low == high == "-" else f"{low} to {high}"

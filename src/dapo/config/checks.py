@@ -10,6 +10,7 @@ from dapo.escapes import eaten_in
 
 if TYPE_CHECKING:  # the tree calls these checks when it is built
     from dapo.config.reward import RewardConfig
+    from dapo.config.sections import TrainingConfig
     from dapo.config.tree import Config
 
 
@@ -118,6 +119,8 @@ def warnings_for(config: Config) -> list[str]:
             f"training.final_learning_rate={training.final_learning_rate:g} is above training.learning_rate="
             f"{training.learning_rate:g}: the rate rises over the run"
         )
+    if 0 < training.steps <= training.warmup_steps:
+        found.append(_unreached_rate(training))
     if config.runtime.deterministic and training.minutes is not None and training.final_learning_rate is not None:
         found.append(
             "runtime.deterministic: with training.minutes the rate that falls to training.final_learning_rate follows "
@@ -135,3 +138,16 @@ def warnings_for(config: Config) -> list[str]:
     if kl.mode == "loss" and kl.estimator == "k1":
         found.append("algorithm.kl: k1 in the loss has a gradient of zero mean; use k2 or k3")
     return found
+
+
+def _unreached_rate(training: TrainingConfig) -> str:
+    """Of a warm-up that takes the whole run: the highest learning rate that is used, and in which step."""
+    steps, warmup, full = training.steps, training.warmup_steps, training.learning_rate
+    final = full if training.final_learning_rate is None else training.final_learning_rate
+    rates = [(full + k / steps * (final - full)) * (k + 1) / warmup for k in range(steps)]
+    highest = max(rates)
+    return (
+        f"training.warmup_steps={warmup} is not below training.steps={steps}: the highest learning rate is "
+        f"{highest:.3g}, in step {rates.index(highest) + 1}, of training.learning_rate={full:g}; use "
+        f"training.warmup_steps={steps // 10}"
+    )

@@ -14,6 +14,13 @@ from dapo.config.reward import REWARD_KINDS
 from dapo.config.section import Problems, _section_types
 from dapo.config.tree import Config
 
+_SWITCHED_BY = {
+    "model.lora": ("rank", "0", "16"),
+    "algorithm.kl": ("mode", "off", "loss"),
+    "algorithm.correction": ("kind", "none", "truncate"),
+}
+"""Sections without ``enable`` for which true or false may be given: the key that does it, with its value for each."""
+
 
 def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     """One pydantic error as lines for a person."""
@@ -43,7 +50,9 @@ def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     elif item["type"] == "union_tag_not_found":
         yield f"{place}: {key}.kind: required but not given; one of {_kinds_at(path)}"
     elif item["type"] in ("model_type", "dict_type", "model_attributes_type"):
-        yield f"{place}: {key}: is a section with keys of its own, got {_shown(item['input'])}"
+        name, *values = _SWITCHED_BY.get(key, ("",))
+        use = f"; use {key}.{name}={values[item['input']]}" if values and isinstance(item["input"], bool) else ""
+        yield f"{place}: {key}: is a section with keys of its own, got {_shown(item['input'])}{use}"
     else:
         hint = "; put text that YAML reads as something else in quotes" if item["type"] == "string_type" else ""
         yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}, got {_shown(item['input'])}{hint}"

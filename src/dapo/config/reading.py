@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dapo.config.messages import _explain
+from dapo.config.messages import _explain, _fields_at
 from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.sections import DataItem
 from dapo.config.tree import Config
@@ -343,10 +343,14 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
-    *parents, last = key.split(".")
-    for parent in parents:
+    *parents, last = path = key.split(".")
+    if isinstance(value, bool) and "enable" in _fields_at(path):  # the other keys of the section stay as they are
+        parents, last = path, "enable"
+    for place, parent in enumerate(parents):
         if tree.get(parent) is None:
             tree[parent] = {}
+        elif isinstance(tree[parent], bool) and "enable" in _fields_at(parents[: place + 1]):
+            tree[parent] = {"enable": tree[parent]}
         tree = tree[parent]
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {parent} is not a section")

@@ -42,7 +42,8 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_yaml_means_it(cls, data: Any) -> Any:
-        """Three traps of YAML: an empty section is null, `off` is false, and true would pass for the number 1."""
+        """Three traps of YAML: an empty section is null, `off` is false, and true would pass for the number 1. A
+        section with ``enable`` may be given as true or false."""
         if not isinstance(data, dict):
             return data
         return {
@@ -67,6 +68,8 @@ def _meant(value: Any, annotation: Any) -> Any:
     if value is None and _section_types(annotation):
         return {}
     if isinstance(value, bool):
+        if any("enable" in kind.model_fields for kind in _section_types(annotation)):
+            return {"enable": value}
         leaves = _leaves(annotation)
         if value is False and "off" in leaves:
             return "off"

@@ -29,6 +29,8 @@ _SMALL = 8 * 2**20
 """Bytes up to which a file stays in memory."""
 _SMALL_COMPRESSED = 2**20
 _CHUNK = 8 * 2**20
+_LOOKED_AT = 2**20
+"""Bytes from the first row on that are searched for the end of one that is printed over several lines."""
 _ENTRY = 16
 """Bytes of the index per row: the offset of its first byte, and its line (of an array: the offset of its end)."""
 _BOM = b"\xef\xbb\xbf"
@@ -68,6 +70,23 @@ class TextTable(Table):
     def content(self) -> str:
         return self._sha256
 
+    def require_a_row_per_line(self) -> None:
+        """Raises DataError if the first row goes on in the lines after it."""
+        start, _ = self._entry(0)
+        text = self._content.read(start, _LOOKED_AT).decode("utf-8", errors="replace").lstrip("\ufeff \t\r")
+        first, kind = text.partition("\n")[0].rstrip(), {"{": "object", "[": "array"}.get(text[:1])
+        if self._array or kind is None:
+            return
+        try:  # of an array, which may be longer than what is looked at, the first item
+            row, end = json.JSONDecoder().raw_decode(text, 0 if kind == "object" else _skip(text, 1))
+        except (ValueError, RecursionError):
+            return
+        if isinstance(row, dict) and ("\n" in text[:end] or (kind == "array" and first.endswith(","))):
+            raise DataError(
+                f"{self.place(0)}: this looks like one JSON {kind} over several lines; JSON lines need one object per "
+                "line (a JSON array, [{...}, {...}], may have more, in a file named .json)"
+            )
+
     def _entry(self, number: int) -> tuple[int, int]:
         entry = self._index.read(number * _ENTRY, _ENTRY)
         return int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:], "little")
@@ -77,7 +96,8 @@ def open_text(path: Path, name: str) -> TextTable:
     """Index a file, or find its index in the cache.
 
     Raises:
-        DataError: it cannot be read, is no JSON array though it begins like one, or has no rows.
+        DataError: it cannot be read, is no JSON array though it begins like one, begins with an object or array that
+            is printed over several lines, or has no rows.
     """
     try:
         table = _open(path, name)
@@ -93,6 +113,7 @@ def open_text(path: Path, name: str) -> TextTable:
         raise DataError(f"{name}:{error}") from None
     if not len(table):
         raise DataError(f"{name}: the file has no rows")
+    table.require_a_row_per_line()
     return table
 
 

@@ -61,6 +61,8 @@ _HOLES = 1.25
 """Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
 _TIGHT = 0.85
 """Share of the free memory from which on it may become tight."""
+_SUPPOSED = "with responses of full length, without the libraries' own 0.5 GiB"
+"""What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
 _SHORT = 0.8
 """Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
 
@@ -234,7 +236,8 @@ def predicted_from(config: Config) -> str:
     asked = config.runtime.device  # of a GPU that is asked for it is told where there is none, too
     on_gpu = asked == "cuda" or (asked == "auto" and torch.cuda.is_available())
     memory = predict_memory(config, shape, on_gpu)
-    return f"{gib(memory.total(on_gpu))} of {'GPU memory' if on_gpu else 'RAM'} ({memory.told(on_gpu)})"
+    where = "GPU memory" if on_gpu else "RAM"
+    return f"about {gib(memory.total(on_gpu))} of {where}, {_SUPPOSED} ({memory.told(on_gpu)})"
 
 
 def gib(size: float) -> str:
@@ -272,7 +275,8 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
     on_gpu = elsewhere or patient.need(patient.device, "device").type == "cuda"
     memory = predict_memory(config, shape, on_gpu)
     needed = memory.total(on_gpu)
-    text = f"{gib(needed)} predicted ({memory.told(on_gpu)})" if needed >= GIB / 10 else f"{gib(needed)} predicted"
+    text = f"about {gib(needed)} predicted"
+    text += f", {_SUPPOSED} ({memory.told(on_gpu)})" if needed >= GIB / 10 else ""
     if elsewhere:
         yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
         return

@@ -145,10 +145,9 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
     if patient.template is not None:
         patient.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
     owner = patient.model or with_generation_config(shape, config.model.path)
-    stop_ids = stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids)
     heard = _Heard()
     try:
-        check_vocabulary(shape, tokenizer, stop_ids, heard)
+        check_vocabulary(owner, tokenizer, config, heard)
     except ModelError as error:
         yield Finding("model", "vocabulary", "fail", str(error), "model.tokenizer=FOLDER of the model's own tokenizer")
         return
@@ -166,7 +165,7 @@ def check_tokens(patient: Patient) -> Iterator[Finding]:
     empty = max(0, rows - len(tokenizer))
     more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
-    yield from _stop_tokens(patient, owner, stop_ids)
+    yield from _stop_tokens(patient, owner, stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
     yield from _padding(patient, rows)
     notice_generation_config(owner, said := _Heard())
     for text in said.warnings:

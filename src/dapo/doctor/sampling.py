@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from dapo.algorithm.admission import Verdict, judge
@@ -18,6 +17,7 @@ from dapo.doctor.answers import spread
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import NotAtHand, Patient
 from dapo.doctor.rewards import impatient, scores
+from dapo.evaluation.statistics import estimate_share
 from dapo.inputs import cache_bytes, set_threads
 from dapo.model.loading import copy_model, stop_token_ids
 from dapo.records import Group, Prompt, Reward, Sample
@@ -198,7 +198,7 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
         yield Finding("data", "probe", status, f"{text}; dynamic sampling is off", "" if mixed else _advice(counts))
         return
     limit = filters.max_num_gen_batches
-    low = wilson_low(mixed, total)
+    low = estimate_share(mixed, total).low or 0.0
     rounds = f"{total / mixed:.1f} generation rounds" if mixed else "no number of rounds"
     text += f"; {rounds} fill a batch of {config.rollout.prompts_per_step}, {limit} are allowed"
     if mixed and 1 / low <= limit:
@@ -257,12 +257,3 @@ def _advice(counts: Counter[Verdict]) -> str:
     if counts[Verdict.TOO_FEW_SCORED] > counts[Verdict.ALL_WRONG]:
         return "mend the reward: its scores fail"
     return "easier prompts, a stronger model, or a larger rollout.samples_per_prompt"
-
-
-def wilson_low(hits: int, total: int) -> float:
-    """Lower end of the 95% interval of a share (Wilson's score interval)."""
-    z = 1.96
-    share = hits / total
-    middle = share + z * z / (2 * total)
-    half = z * float(np.sqrt(share * (1 - share) / total + z * z / (4 * total * total)))
-    return (middle - half) / (1 + z * z / total)

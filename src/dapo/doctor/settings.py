@@ -66,12 +66,6 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
     if not training.steps:
         yield "training.steps=0: nothing is trained", "training.steps=100"
         return
-    if training.warmup_steps > training.steps:
-        yield (
-            f"training.warmup_steps={training.warmup_steps} is more than training.steps={training.steps}: the learning "
-            "rate never gets where it should",
-            f"training.warmup_steps={-(-training.steps // 10)}",
-        )
     if training.learning_rate > 1e-3:
         yield (
             f"training.learning_rate={training.learning_rate:g} is far above what is usual (1e-6 for a large model, "

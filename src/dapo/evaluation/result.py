@@ -15,6 +15,9 @@ from dapo.records import Group, Reward, Sample
 from dapo.redaction import redact
 from dapo.reward.math.notation import canonical
 
+INTERVAL = (
+    "95%: Wilson's where each prompt is right or wrong or all are the same, else percentile bootstrap over prompts"
+)
 _LONGEST_ANSWER = 4000
 """Characters of an answer that are looked into for its class; longer ones are compared as they are."""
 
@@ -128,7 +131,8 @@ class Evaluation:
         columns = {"reward": np.array([np.mean([s.verdict.value for s in g.scored]) for g in groups])}
         if self._has_right_and_wrong:
             columns = self._columns(groups, budgets(self.samples_per_prompt) if wanted is None else wanted) | columns
-        return dict(zip(columns, estimate_means(np.stack(list(columns.values()), axis=1)), strict=True))
+        values, shares = np.stack(list(columns.values()), axis=1), [name != "reward" for name in columns]
+        return dict(zip(columns, estimate_means(values, shares), strict=True))
 
     def _columns(self, groups: Sequence[Group], wanted: Sequence[int]) -> dict[str, Any]:
         """Values per prompt by name of the estimate."""
@@ -161,7 +165,7 @@ class Evaluation:
             "prompts_short": sum(0 < len(g.scored) < len(g.samples) for g in self.groups),
             "prompts_unscored": sum(not g.scored for g in self.groups),
             "metrics": {name: asdict(estimate) for name, estimate in self.estimates().items()},
-            "interval": "95%, percentile bootstrap over prompts",
+            "interval": INTERVAL,
             "shares": self.shares(),
             "response_length": {
                 "mean": self.response_length,

@@ -27,7 +27,7 @@ _CHUNK = 4_000_000  # numbers held at once by the bootstrap
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over prompts and its 95% bootstrap interval; without one for fewer than two prompts."""
+    """A mean over prompts and its 95% interval; without one where the prompts do not show how far they vary."""
 
     value: float
     low: float | None = None
@@ -134,12 +134,13 @@ def _times_class(ways: Values, size: int, limit: int) -> Values:
     return out
 
 
-def estimate_means(values: Values, seed: int = 0, resamples: int = RESAMPLES) -> list[Estimate]:
-    """Mean over prompts of each column and its 95% percentile bootstrap interval: prompts are drawn with replacement,
-    the same ones for all columns.
+def estimate_means(values: Values, shares: Sequence[bool], seed: int = 0, resamples: int = RESAMPLES) -> list[Estimate]:
+    """Mean over prompts of each column and its 95% interval; without one for fewer than two prompts.
 
-    Where all prompts have the same value the interval has no width: the sample then says nothing of the spread.
-    ``values``: ``[P, M]``, a row for each prompt, at least one.
+    Prompts, whose samples are not independent, are drawn with replacement, the same ones for all columns: a percentile
+    bootstrap. It is too narrow over a few zeros and ones, and without a width where all prompts have the same value:
+    shares have Wilson's interval there, with a trial for each prompt, and other values that are all the same none.
+    ``values``: ``[P, M]``, a row for each prompt, at least one. ``shares``: of each column, whether it holds shares.
     """
     prompts, columns = values.shape
     means = values.mean(axis=0)
@@ -153,19 +154,25 @@ def estimate_means(values: Values, seed: int = 0, resamples: int = RESAMPLES) ->
         picks = rng.integers(0, prompts, (rows, prompts)) + np.arange(rows)[:, None] * prompts
         times = np.bincount(picks.ravel(), minlength=rows * prompts).reshape(rows, prompts)
         drawn[start : start + rows] = times @ values / prompts
-    low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
-    return [
-        # rounding in the sums must not put a mean outside of its own interval
-        Estimate(float(mean), float(min(lower, mean)), float(max(upper, mean)))
-        for mean, lower, upper in zip(means, low, high, strict=True)
-    ]
+    found = []
+    for column, mean, resampled, share in zip(values.T, means, drawn.T, shares, strict=True):
+        same = column.min() == column.max()
+        if share and (same or np.isin(column, (0.0, 1.0)).all()):
+            found.append(estimate_share(float(column.sum()), prompts))
+        elif same:
+            found.append(Estimate(float(mean)))
+        else:  # rounding in the sums must not put a mean outside of its own interval
+            low, high = np.quantile(resampled, [0.025, 0.975])
+            found.append(Estimate(float(mean), float(min(low, mean)), float(max(high, mean))))
+    return found
 
 
-def estimate_share(successes: int, trials: int) -> Estimate:
+def estimate_share(successes: float, trials: int) -> Estimate:
     """A share and its 95% Wilson interval: it has a width where all trials went the same way, too.
-    ``trials``: at least one, independent of each other."""
+    ``trials``: at least one, independent of each other. ``successes``: a sum of shares where a trial has one."""
     z = 1.959964
     share, spread = successes / trials, z * z / trials
     middle = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / trials + spread / trials / 4) / (1 + spread)
-    return Estimate(share, max(0.0, middle - half), min(1.0, middle + half))
+    half = z * math.sqrt(max(0.0, share * (1 - share)) / trials + spread / trials / 4) / (1 + spread)
+    # at 0 and 1 one of the bounds is the share itself, but for rounding
+    return Estimate(share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))

@@ -147,6 +147,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         ids = list(tokenizer("x")["input_ids"])
         settings["add_bos_token"] = ids[:1] == [tokenizer.bos_token_id]
         settings["add_eos_token"] = ids[-1:] == [tokenizer.eos_token_id]
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):  # classes have their own where nothing is said
+        settings.setdefault(role, None)
     settings.pop("chat_template", None)
     if isinstance(tokenizer.chat_template, str):  # also in a file of its own, which versions before 4.43 do not read
         settings["chat_template"] = tokenizer.chat_template

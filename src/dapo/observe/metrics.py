@@ -138,7 +138,7 @@ resources/net_sent         | bytes/s      | sent by the host
 resources/net_received     | bytes/s      | received by the host
 epoch                      | epochs       | passes over the training rows so far
 eval/accuracy              | share        | correct samples on the evaluation rows, as the mean over rows (avg@k)
-eval/accuracy_low          | share        | lower bound of its 95% interval: percentile bootstrap over rows
+eval/accuracy_low          | share        | lower bound of its 95% interval: Wilson's, or bootstrap over rows
 eval/accuracy_high         | share        | upper bound of the same
 eval/pass@{}               | share        | chance that so many samples of a row hold a correct one (unbiased), if k > 1
 eval/maj@{}                | share        | chance that the most frequent answer of so many samples is right, if k > 1

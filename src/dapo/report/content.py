@@ -85,7 +85,7 @@ def _evaluation(run: RunView) -> list[Block]:
     if run.comparable_from:
         blocks.append(Text(f"Those before step {run.comparable_from} are of other rows or settings: see Curves."))
     blocks += [Text(text) for text in _difference([e for e in found if e["step"] >= run.comparable_from])]
-    interval = "Intervals are of 95%: percentile bootstrap over the rows."
+    interval = "Intervals are of 95%: Wilson's where a row is right or wrong, else percentile bootstrap over the rows."
     return [*blocks, Text(f"On {found[-1]['eval/rows']:.0f} rows. {interval}")]
 
 
