@@ -137,7 +137,8 @@ def check_fingerprint(file: Path, now: Mapping[str, Any], listener: Listener, de
         if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
             listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
         return
-    then.pop("settings", None)  # resume.py has compared them
+    for name in ("settings", "in_memory"):  # resume.py has looked at them
+        then.pop(name, None)
     known = {key: value for key, value in now.items() if key in then or key not in _LATER}
     changed = list(differences(then, json.loads(json.dumps(plain(known)))))
     allowed = ("reward.",) if deterministic else ("reward.", "device:")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from dapo.config import Config
 from dapo.experiment import Experiment
 from dapo.inputs import Inputs
-from dapo.process import Stopped, Stopping, awake_for_signals
+from dapo.process import Stopped, Stopping, awake_for_signals, run_async
 from dapo.progress import Listener
 
 
@@ -38,7 +35,6 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
         stopping.within_s = experiment.config.run.stop_within_s
         stopping.run = stopping.run or experiment.stopping.run
         experiment.stopping = stopping
-    stop: list[Callable[[], object]] = []
 
     async def run() -> dict[str, Any]:
         with awake_for_signals():
@@ -47,9 +43,8 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
     async def stoppable() -> dict[str, Any]:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
         if stopping is not None:
-            stopping.ask(stop[0])
+            stopping.ask(lambda: loop.call_soon_threadsafe(task.cancel))
         error: BaseException | None = None
         try:
             summary = await experiment.run()
@@ -72,25 +67,4 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
                 stopping.ask(None)
                 stopping.leave(error)
 
-    if not _in_event_loop():
-        return asyncio.run(run())
-    outer = asyncio.current_task()
-    with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
-        running = thread.submit(contextvars.copy_context().run, asyncio.run, run())
-        try:
-            while not wait([running], timeout=0.5).done:
-                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
-                    raise KeyboardInterrupt
-            return running.result()
-        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
-            for cancel in stop:
-                cancel()
-            raise
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return run_async(run)

@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -68,6 +68,35 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolEx
         if not work.cancelled():
             work.exception()  # taken note of: the cancellation matters more
         raise
+
+
+def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """``asyncio.run``, inside of a running event loop (a notebook's) in a thread of its own. There, too, Ctrl-C cancels
+    the work and waits for its end."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    cancel: list[Callable[[], object]] = []
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel.append(partial(loop.call_soon_threadsafe, task.cancel))
+        return await work()
+
+    outer = asyncio.current_task()
+    with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one
+        running = thread.submit(contextvars.copy_context().run, asyncio.run, cancellable())
+        try:
+            while not wait([running], timeout=0.5).done:
+                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
+                    raise KeyboardInterrupt
+            return running.result()
+        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
+            for stop in cancel:
+                stop()
+            raise
 
 
 async def closed_in_time(close: Callable[[], Awaitable[None]], limit_s: float) -> bool:

@@ -67,6 +67,11 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     folder = RunFolder(run)
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
+    if in_memory := _in_memory(folder):
+        raise ConfigError(
+            f"--resume {run}: was begun in Python, and its folder does not hold what was passed there as "
+            f"{', '.join(in_memory)}; go on in Python: {how_to_resume(run, in_memory)}"
+        )
     for override in overrides:
         key, _, value = override.partition("=")
         if key.strip() == "run.dir" and Path(value).resolve() != run.resolve():
@@ -78,6 +83,22 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     require_secrets(config.model_dump(mode="json"), f"--resume {run}", remedy)
     check_resumable(folder, config)
     return config
+
+
+def how_to_resume(run: Path, in_memory: Sequence[str]) -> str:
+    """What goes on with a run. ``in_memory``: arguments of ``dapo.train`` that its folder does not hold."""
+    if not in_memory:
+        return f"dapo train --resume {run}"
+    return f'dapo.train(..., resume="{run}") with the same {", ".join(in_memory)} and settings'
+
+
+def _in_memory(folder: RunFolder) -> list[str]:
+    """Arguments of ``dapo.train`` that a run's folder does not hold."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        recorded = read_json(folder.fingerprint)
+        older = {"prompts": "prompts" in recorded["data.train"], "reward": recorded["reward"]["kind"] == "python"}
+        return list(recorded.get("in_memory", [name for name, there in older.items() if there]))
+    return []
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
