@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ from dapo.files import read_json
 from dapo.inference import find_model, require_tokenizer
 from dapo.observe.metrics import read_metrics
 from dapo.progress import Listener, make_listener
-from dapo.resume import check_resumable
 from dapo.reward.registry import named
 from dapo.run_folder import RunFolder
 
@@ -115,41 +115,35 @@ def train(
     Raises:
         UserError: a setting, row, model or reward is wrong; the message says which and what would work.
     """
-    listener = listener or make_listener()
     tree: dict[str, Any] = dict(SIZES) | {"run.dir": "runs/python"} | dict(dotted(settings or {}))
     by_name = isinstance(model, str | Path)
     if not by_name:
         require_tokenizer(tokenizer, tree)
     tree["model.path"] = str(model) if by_name else type(model).__name__
-    train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
-    heldout_files, heldout_rows = files_or_rows(() if heldout is None else heldout, "heldout", listener.phase)
-    if train_files:
-        tree["data.train"] = train_files
-    if heldout_files:
-        tree["evaluation.data"] = heldout_files
     if resume is not None:
         tree["run.dir"] = str(resume)
-    config = build_config(nested(tree), "settings")
-    if resume is not None:
-        check_resumable(RunFolder(Path(resume)), config)
+    with closing(listener or make_listener()) as listener:
+        train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
+        heldout_files, held = ([], None) if heldout is None else files_or_rows(heldout, "heldout", listener.phase)
+        tree |= {"data.train": train_files} if train_files else {}
+        tree |= {"evaluation.data": heldout_files} if heldout_files else {}
+        config = build_config(nested(tree), "settings")
+        folder = RunFolder(Path(resume)) if resume is not None else None
 
-    from dapo.inputs import Inputs
+        from dapo.inputs import Inputs
+        from dapo.resume import check_resumable
 
-    inputs = Inputs(
-        model=None if by_name else model,
-        tokenizer=tokenizer,
-        rows=rows,
-        heldout=None if heldout is None else heldout_rows,
-        reward=named(reward) if isinstance(reward, str) else reward,
-        resume=RunFolder(Path(resume)) if resume is not None else None,
-    )
-    attention = None if by_name else getattr(model.config, "_attn_implementation", None)
-    try:
-        return _run(config, listener, inputs)
-    finally:
-        listener.close()
-        if attention is not None:  # so that the caller's model can be used as before
-            model.set_attn_implementation(attention)
+        if folder is not None:
+            check_resumable(folder, config)
+        scorer = named(reward) if isinstance(reward, str) else reward
+        attention = None if by_name else getattr(model.config, "_attn_implementation", None)
+        try:
+            return _run(
+                config, listener, Inputs(None if by_name else model, tokenizer, rows, held, scorer, resume=folder)
+            )
+        finally:
+            if attention is not None:  # so that the caller's model can be used as before
+                model.set_attn_implementation(attention)
 
 
 def _run(config: Config, listener: Listener, inputs: Inputs) -> Result:

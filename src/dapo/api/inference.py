@@ -27,9 +27,9 @@ _ROWS = "the rows given"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EvaluationResult:
-    """``metrics``: ``avg@k``, ``pass@j`` and ``maj@j`` (where the reward tells right from wrong) and ``reward``, each with
-    ``value`` and a 95% interval from ``low`` to ``high``. ``samples``: every response with its verdict. ``report``: as in
-    the evaluation.json of ``dapo evaluate``."""
+    """``metrics``: ``avg@k``, ``pass@j`` and ``maj@j`` (where the reward tells right from wrong) and ``reward``, each
+    with ``value`` and a 95% interval from ``low`` to ``high``. ``samples``: every response with its verdict.
+    ``report``: as in the evaluation.json of ``dapo evaluate``."""
 
     metrics: Mapping[str, Estimate]
     samples: Sequence[Mapping[str, Any]]
@@ -37,8 +37,9 @@ class EvaluationResult:
 
     def __repr__(self) -> str:
         found = self.report["files"][0]
-        last = [name for name in self.metrics if name.endswith(f"@{found['samples_per_prompt']}")]
-        told = [f"{name} {self.metrics[name].value:.3f}" for name in last or self.metrics]
+        k = found["samples_per_prompt"]
+        names = [f"avg@{k}", f"pass@{k}", f"maj@{k}"] if k > 1 else ["avg@1"]
+        told = [f"{n} {self.metrics[n].value:.3f}" for n in (*names, "reward") if n in self.metrics]
         return f"EvaluationResult({', '.join(told)}, {found['prompts']} prompts)"
 
 
@@ -57,8 +58,8 @@ def evaluate(
     """Measure ``model`` on every row of ``data``, as ``dapo evaluate`` does.
 
     Args:
-        model: folder in Hugging Face layout, name on the hub, run folder, or a loaded ``PreTrainedModel`` (then give its
-            ``tokenizer``; the model is left as it is).
+        model: folder in Hugging Face layout, name on the hub, run folder, or a loaded ``PreTrainedModel`` (then give
+            its ``tokenizer``; the model is left as it is).
         data, reward: as for :func:`dapo.train`, but one file; reward None: that of ``settings`` or else of the run that
             the model comes from.
         settings: dotted keys of the config, such as ``{"reward.kind": "exact"}``, or nested. They count more than the
@@ -113,7 +114,7 @@ def generate(
         listener: hears what happens; by default warnings are printed. All others are as for :func:`evaluate`.
 
     Returns:
-        All responses to the first prompt, then those to the next one. Each has ``text``, ``tokens`` (how many there are),
+        All responses to the first prompt, then those to the next one. Each has ``text``, ``tokens`` (their number),
         ``finish_reason`` (``stop``, or ``length`` where it was cut) and ``logprob``.
 
     Raises:

@@ -30,7 +30,7 @@ def files_or_rows(data: Any, name: str, tell: Callable[[str], None]) -> tuple[li
     """``(files, None)`` or ``([], rows)``. ``name``: of the argument. ``tell``: hears of rows that take long to come.
 
     Raises:
-        DataError: it is neither, or both, of which one kind would be lost; or a generator gives no rows or does not end.
+        DataError: it is neither, or both (one kind would be lost), or a generator gives no rows or does not end.
     """
     if isinstance(data, str | Path):
         return [str(data)], None

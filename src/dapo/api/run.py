@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """A run folder. Everything is read when it is asked for, so that a run under way shows how far it is. The tables need
-    pandas; docs/metrics.md and docs/samples.md say what is in them."""
+    """A run folder. Everything is read when it is asked for, so that a run under way shows how far it is. The tables
+    need pandas; docs/metrics.md and docs/samples.md say what is in them."""
 
     path: Path
 
