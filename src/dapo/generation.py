@@ -11,7 +11,7 @@ from dapo.data.rows import Messages, Row
 from dapo.data.source import read_prompts
 from dapo.errors import DataError
 from dapo.evaluation.evaluate import evaluation_sampling
-from dapo.inference import Prompting, alike, label_of, load_engine, load_prompting, settings_lines, unseen
+from dapo.inference import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
 from dapo.process import run_async
 from dapo.progress import Listener
 from dapo.records import Prompt, Sample
@@ -62,7 +62,7 @@ def generate_responses(
     listener.phase("loading the tokenizer")
     prompting = load_prompting(config, model, tokenizer)
     prompts = _prompts(prompting, texts)
-    for said in (*unseen(prompting, prompts), *alike(config)):
+    for said in doubts(prompting, prompts):
         listener.warning(said)
     for line in settings_lines(prompting.config):
         if not line.startswith("reward"):

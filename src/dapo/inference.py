@@ -180,13 +180,6 @@ def stop_texts(config: Config) -> list[str]:
     return config.rollout.stop if config.evaluation.stop is None else config.evaluation.stop
 
 
-def alike(config: Config) -> list[str]:
-    """What to say where several samples are asked for that will all be the same."""
-    if config.evaluation.samples_per_prompt == 1 or config.evaluation.temperature > 0:
-        return []
-    return ["at temperature 0 all samples of a prompt are alike; use a temperature of 1"]
-
-
 def settings_lines(config: Config) -> list[str]:
     """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
     data, reward, sampling = config.data, config.reward, config.evaluation
@@ -245,12 +238,14 @@ def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> 
     return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer, rows), model)
 
 
-def unseen(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
-    """What to say of prompts with letters that the tokenizer has no token for, so that the model does not see them.
-    ``prompts``: by the name of where they come from; of many, some from all over are looked at."""
+def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
+    """What to warn of: samples that will all be the same, and letters that the tokenizer has no token for, so that the
+    model does not see them. ``prompts``: by the name of where they come from; of many, some are looked at."""
     from dapo.data.template import lost_letters
     from dapo.doctor.answers import LOOKED_AT, spread
 
+    if prompting.config.evaluation.samples_per_prompt > 1 and prompting.config.evaluation.temperature == 0:
+        yield "at temperature 0 all samples of a prompt are alike; use a temperature of 1"
     for name, several in prompts.items():
         some = spread(several, LOOKED_AT)
         lost = [(p, letters) for p in some if (letters := lost_letters(p, prompting.tokenizer))]

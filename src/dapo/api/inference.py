@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dapo.api.rows import Data, dotted, files_or_rows
 from dapo.config import Config, nested
 from dapo.errors import ConfigError, DataError
-from dapo.inference import ONE_EACH, function_of, require_tokenizer, settings_for
+from dapo.inference import ONE_EACH, FoundModel, function_of, require_tokenizer, settings_for
 from dapo.plan import require_files
 from dapo.progress import Listener, make_listener
 from dapo.reward.registry import named
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from dapo.generation import Response
 
 _ROWS = "the rows given"
+_KEYS = {
+    "samples": "evaluation.samples_per_prompt",
+    "temperature": "evaluation.temperature",
+    "max_tokens": "evaluation.max_response_length",
+}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,10 +81,11 @@ def evaluate(
         files, rows = files_or_rows(data, "data", listener.phase)
         if len(files) > 1:
             raise DataError(f"data: {len(files)} files; evaluate one at a time, each has a result of its own")
-        changes = dict(dotted(settings or {}))
         layer = {"evaluation": {"data": files or [_ROWS], "rows": None}}
-        found, config = _settings(model, tokenizer, layer, changes, samples, temperature, max_tokens)
-        if reward is None and not any(key.startswith("reward") for key in changes) and (why := function_of(found)):
+        given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
+        found, config = _settings(model, tokenizer, layer, settings, **given)
+        named_reward = reward is not None or any(key.startswith("reward") for key, _ in dotted(settings or {}))
+        if not named_reward and (why := function_of(found)):
             raise ConfigError(f"reward: {why}; give it, evaluate(..., reward=...), or another one, such as reward.kind")
         if files:
             require_files(config)
@@ -120,8 +126,8 @@ def generate(
     Raises:
         UserError: a setting, prompt or model is wrong; the message says which and what would work.
     """
-    changes = dict(dotted(settings or {}))
-    _, config = _settings(model, tokenizer, ONE_EACH, changes, samples, temperature, max_tokens)
+    given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
+    _, config = _settings(model, tokenizer, ONE_EACH, settings, **given)
     texts = _texts(prompts, config)
 
     from dapo.generation import generate_responses
@@ -133,22 +139,13 @@ def generate(
 
 
 def _settings(
-    model: Any,
-    tokenizer: Any,
-    layer: Mapping[str, Any],
-    changes: Mapping[str, Any],
-    samples: int | None,
-    temperature: float | None,
-    max_tokens: int | None,
-) -> Any:
+    model: Any, tokenizer: Any, layer: Mapping[str, Any], settings: Mapping[str, Any] | None, **given: float | None
+) -> tuple[FoundModel, Config]:
+    changes = dict(dotted(settings or {}))
     if _loaded(model) is not None:
         require_tokenizer(tokenizer, changes)
-    given = {
-        "samples": ("evaluation.samples_per_prompt", samples),
-        "temperature": ("evaluation.temperature", temperature),
-        "max_tokens": ("evaluation.max_response_length", max_tokens),
-    }
-    return settings_for(model, given, layer, nested(changes))
+    options = {name: (_KEYS[name], value) for name, value in given.items()}
+    return settings_for(model, options, layer, nested(changes))
 
 
 def _loaded(model: Any) -> Any:

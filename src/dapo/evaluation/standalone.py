@@ -26,7 +26,7 @@ from dapo.escapes import eaten_in
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
-from dapo.inference import Prompting, alike, label_of, load_engine, load_prompting, settings_lines, unseen
+from dapo.inference import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
 from dapo.inputs import Inputs, examine_rows
 from dapo.process import run_async
 from dapo.progress import Listener
@@ -105,7 +105,7 @@ def evaluate_files(
     answer = "" if first.answer is None else f", whose answer is {first.answer[:60]!r}"
     listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}{answer}")
     eaten = eaten_in(prompting.config.model_dump(mode="json"))
-    for said in (*eaten, *unseen(prompting, prompts), *alike(config)):
+    for said in (*eaten, *doubts(prompting, prompts)):
         listener.warning(said)
     for item in items if inputs.reward is None else ():
         for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):
