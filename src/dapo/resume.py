@@ -67,11 +67,6 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     folder = RunFolder(run)
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")
-    if in_memory := _in_memory(folder):
-        raise ConfigError(
-            f"--resume {run}: was begun in Python, and its folder does not hold what was passed there as "
-            f"{', '.join(in_memory)}; go on in Python: {how_to_resume(run, in_memory)}"
-        )
     for override in overrides:
         key, _, value = override.partition("=")
         if key.strip() == "run.dir" and Path(value).resolve() != run.resolve():
@@ -92,13 +87,18 @@ def how_to_resume(run: Path, in_memory: Sequence[str]) -> str:
     return f'dapo.train(..., resume="{run}") with the same {", ".join(in_memory)} and settings'
 
 
-def _in_memory(folder: RunFolder) -> list[str]:
-    """Arguments of ``dapo.train`` that a run's folder does not hold."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
-        recorded = read_json(folder.fingerprint)
+def require_nothing_in_memory(run: Path) -> None:
+    """Raises ConfigError: the run was given something by ``dapo.train`` that its folder does not hold."""
+    named: list[str] = []
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # there may be no such run
+        recorded = read_json(RunFolder(run).fingerprint)
         older = {"prompts": "prompts" in recorded["data.train"], "reward": recorded["reward"]["kind"] == "python"}
-        return list(recorded.get("in_memory", [name for name, there in older.items() if there]))
-    return []
+        named = list(recorded.get("in_memory", [name for name, there in older.items() if there]))
+    if named:
+        raise ConfigError(
+            f"--resume {run}: was begun in Python, and its folder does not hold what was passed there as "
+            f"{', '.join(named)}; go on in Python: {how_to_resume(run, named)}"
+        )
 
 
 def check_resumable(folder: RunFolder, config: Config) -> None:

@@ -98,8 +98,8 @@ def evaluate(
         results, told = evaluate_files(
             config, listener, lambda config, results: report(config, results, {}, sys.argv), inputs=inputs
         )
-    found = results[0].evaluation
-    return EvaluationResult(found.estimates(), list(found.sample_lines()), told)
+    measured = results[0].evaluation
+    return EvaluationResult(measured.estimates(), list(measured.sample_lines()), told)
 
 
 def generate(
