@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
+from datasets import Dataset, DatasetDict
+from typer.testing import CliRunner
 
 import dapo
-from dapo.api import SIZES, Result
+from dapo.api import SIZES, Interrupted, Result, rows
+from dapo.cli import app
 from dapo.config import build_config, nested
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.files import json_line
@@ -31,18 +40,19 @@ def test_a_loaded_model_rows_and_a_function_are_a_run(settings: dict[str, Any], 
     loads_whole(found.model_path)
 
 
-def test_a_folder_and_files_are_the_same_run(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_from_files_and_from_all_kinds_of_rows_it_is_the_same_run(settings: dict[str, Any], tmp_path: Path) -> None:
     """From disk and from memory the same bits come out; a second run keeps the first one."""
     tiny_model().save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(map(json_line, PROMPTS)))
     hashes = set()
-    for prompts in (PROMPTS, file, str(file), [str(file)]):
+    in_memory = [PROMPTS, (row for row in PROMPTS), pandas.DataFrame(PROMPTS), Dataset.from_list(PROMPTS)]
+    for prompts in (*in_memory, str(file), [file]):
         found = dapo.train(tmp_path / "model", prompts, text_sum, settings, listener=Recorder())
         hashes.add(weights_hash(found.model_path))
     assert len(hashes) == 1
-    assert len(list(tmp_path.glob("run-2*"))) == 3
+    assert len(list(tmp_path.glob("run-2*"))) == 5
 
 
 def test_an_async_function_and_a_bool_will_do(settings: dict[str, Any]) -> None:
@@ -57,9 +67,9 @@ def test_without_a_function_the_settings_say_what_is_right(settings: dict[str, A
     changes = {"reward.kind": "exact", "algorithm.filter_groups.enable": False}
     found = dapo.train(tiny_model(), PROMPTS, None, settings | changes, tokenizer=TOKENIZER, listener=Recorder())
     assert found.summary["updates"] == 2
-    rows = [{"prompt": "1+1="}] * 4
+    unanswered = [{"prompt": "1+1="}] * 4
     with pytest.raises(DataError, match=r"prompts\[0\]: no key 'answer'"):
-        dapo.train(tiny_model(), rows, None, settings | changes, tokenizer=TOKENIZER, listener=Recorder())
+        dapo.train(tiny_model(), unanswered, None, settings | changes, tokenizer=TOKENIZER, listener=Recorder())
 
 
 def test_the_sizes_for_a_laptop_are_a_valid_recipe() -> None:
@@ -77,15 +87,33 @@ def test_the_sizes_for_a_laptop_are_a_valid_recipe() -> None:
         ({"prompts": [3]}, DataError, r"prompts\[0\]: expected an object"),
         ({"prompts": ["2+2="]}, DataError, "2\\+2=: no such file"),
         ({"heldout": {"prompt": "1"}}, DataError, "heldout: expected a list"),
-        ({"tokenizer": None}, ModelError, r"a loaded model needs its own: train\(model, ..., tokenizer=...\)"),
+        ({"heldout": [{"answer": "1"}]}, DataError, r"heldout\[0\]: no key 'prompt'"),
+        ({"prompts": 3}, DataError, "prompts: expected rows or files, got int 3"),
+        ({"prompts": iter(())}, DataError, "prompts: the tuple_iterator gave no rows; was it read to its end before"),
+        (
+            {"prompts": itertools.repeat(PROMPTS[0])},
+            DataError,
+            r"the repeat did not end after 100 rows.*islice\(prompts",
+        ),
+        (
+            {"prompts": DatasetDict(train=Dataset.from_list(PROMPTS))},
+            DataError,
+            r"holds the splits train; .*\['train'\]",
+        ),
+        ({"tokenizer": None}, ModelError, "a loaded model needs its own: give tokenizer="),
         ({"reward": 3}, RewardError, "expected a function, got int 3"),
         ({"reward": lambda answer, nothing: 1.0}, RewardError, "it demands the parameter 'nothing'"),
         ({"reward": lambda response: None}, RewardError, "is a `return` missing"),
     ],
 )
 def test_what_is_wrong_is_named(
-    settings: dict[str, Any], change: dict[str, Any], kind: type[Exception], expected: str
+    settings: dict[str, Any],
+    change: dict[str, Any],
+    kind: type[Exception],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rows, "MOST_ROWS", 100)
     given = {"model": tiny_model(), "prompts": PROMPTS, "reward": text_sum, "tokenizer": TOKENIZER} | change
     given["settings"] = settings | given.get("settings", {})
     with pytest.raises(kind, match=expected):
@@ -105,3 +133,120 @@ def test_a_listener_of_the_callers_hears_the_end(settings: dict[str, Any]) -> No
     listener = Ends()
     dapo.train(tiny_model(), PROMPTS, text_sum, settings, tokenizer=TOKENIZER, listener=listener)
     assert listener.heard == ("all steps are done", "closed")
+
+
+def test_what_is_missing_in_a_data_frame_is_missing_in_the_row() -> None:
+    frame = pandas.DataFrame(
+        {"prompt": ["1", "2"], "answer": pandas.array([3, None], "Int64"), "level": [float("nan"), 1.5]}
+    )
+    found = rows.files_or_rows(frame, "prompts", print)[1]
+    assert found is not None and [found.raw(0), found.raw(1)] == [
+        {"prompt": "1", "answer": 3, "level": None},
+        {"prompt": "2", "answer": None, "level": 1.5},
+    ]
+
+
+def test_a_slow_generator_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = itertools.count(step=3.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    rows.files_or_rows(iter(PROMPTS[:4]), "heldout", said.append)
+    assert said == ["heldout: 2 rows read, and more to come", "heldout: 4 rows read, and more to come"]
+
+
+def test_a_result_is_one_line(settings: dict[str, Any], tmp_path: Path) -> None:
+    summary = {"accuracy_before": 0.125, "accuracy_after": 0.5, "stopped": "all steps are done"}
+    told = repr(Result(summary, [{"step": 1}, {"step": 2}], Path("runs/r"), Path("m")))
+    assert told == "Result(accuracy 12.5% -> 50.0%, 2 steps, runs/r; all steps are done)"
+
+
+# --- stopped by hand ----------------------------------------------------------------------------------------------
+
+
+LONG = {"training.steps": 3, "runtime.deterministic": True}
+
+
+def interrupted(settings: dict[str, Any], **changes: Any) -> tuple[Result, Recorder]:
+    """The result of a run that Ctrl-C ends after its first step, at the prompt of a notebook."""
+    listener = Recorder(on_step=lambda step: signal.raise_signal(signal.SIGINT))
+    given = {"model": tiny_model(), "prompts": PROMPTS, "reward": text_sum, "tokenizer": TOKENIZER} | changes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "ps1", ">>> ", raising=False)
+        return dapo.train(**given, settings=settings | LONG, listener=listener), listener
+
+
+def test_ctrl_c_in_a_notebook_gives_the_result_up_to_there_and_the_run_goes_on(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    found, listener = interrupted(settings)
+    assert (found.stopped, len(found.metrics), found.run_dir) == ("interrupted", 1, tmp_path / "run")
+    assert found.model_path.parent.parent == tmp_path / "run" / "checkpoints"
+    loads_whole(found.model_path)
+    assert repr(found).endswith("1 step, " + str(tmp_path / "run") + "; interrupted)")
+    said = listener.warnings[-1]
+    how = f'to go on: dapo.train(..., resume="{tmp_path}/run") with the same '
+    assert said.endswith(how + "model, tokenizer, prompts, reward and settings")
+
+    given = {"tokenizer": TOKENIZER, "settings": settings | LONG, "listener": Recorder()}
+    whole = dapo.train(tiny_model(), PROMPTS, text_sum, resume=found.run_dir, **given)
+    assert whole.stopped == "all steps are done" and whole.model_path == tmp_path / "run" / "model-after"
+    given["settings"] = given["settings"] | {"run.dir": str(tmp_path / "in-one-go")}
+    assert weights_hash(dapo.train(tiny_model(), PROMPTS, text_sum, **given).model_path) == weights_hash(
+        whole.model_path
+    )
+
+
+def test_ctrl_c_in_a_script_ends_it_and_the_error_has_the_result(settings: dict[str, Any], tmp_path: Path) -> None:
+    assert not hasattr(sys, "ps1")
+    listener = Recorder(on_step=lambda step: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as found:
+        dapo.train(tiny_model(), PROMPTS, text_sum, settings | LONG, tokenizer=TOKENIZER, listener=listener)
+    assert isinstance(found.value, Interrupted) and found.value.result.summary["steps"] == 1
+
+
+def test_ctrl_c_before_training_has_nothing_to_give(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stops(Recorder):
+        def phase(self, text: str) -> None:
+            if text.startswith("evaluating"):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(KeyboardInterrupt) as found:
+        dapo.train(
+            tiny_model(), PROMPTS, text_sum, settings, tokenizer=TOKENIZER, heldout=PROMPTS[:2], listener=Stops()
+        )
+    assert not isinstance(found.value, Interrupted)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_command_line_refuses_to_go_on_with_what_only_python_has(
+    settings: dict[str, Any], tmp_path: Path, older: bool
+) -> None:
+    found, _ = interrupted(settings)
+    file = found.run_dir / "fingerprint.json"
+    recorded = json.loads(file.read_text())
+    named = recorded.pop("in_memory")
+    assert named == ["model", "tokenizer", "prompts", "reward"]
+    if older:  # before it was recorded
+        file.write_text(json.dumps(recorded))
+        named = ["prompts", "reward"]
+    done = CliRunner().invoke(app, ["train", "--resume", str(found.run_dir)])
+    assert done.exit_code == 2
+    assert f"does not hold what was passed there as {', '.join(named)}; go on in Python" in " ".join(
+        done.stderr.split()
+    )
+    assert 'dapo.train(..., resume="' in done.stderr
+
+
+def test_what_the_run_folder_names_goes_on_from_the_command_line(settings: dict[str, Any], tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(map(json_line, PROMPTS)))
+    by_name = {"model": tmp_path / "model", "tokenizer": None, "prompts": file, "reward": None}
+    open_to_all = {"reward.kind": "exact", "algorithm.filter_groups.enable": False}
+    found, listener = interrupted(settings | open_to_all, **by_name)
+    assert listener.warnings[-1].endswith(f"to go on: dapo train --resume {found.run_dir}")
+    done = CliRunner().invoke(app, ["train", "--resume", str(found.run_dir), "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert len(dapo.open_run(found.run_dir).metrics) == 3

@@ -3,23 +3,29 @@
 ``import dapo`` stays light: torch and transformers are loaded when a run starts.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "reward_function", "train"]
+__all__ = ["__version__", "evaluate", "generate", "open_run", "reward_function", "train"]
 
 if TYPE_CHECKING:
     from dapo.api import train
+    from dapo.api.inference import evaluate, generate
+    from dapo.api.run import open_run
     from dapo.reward.registry import reward_function
+
+_HOMES = {
+    **{"train": "dapo.api", "evaluate": "dapo.api.inference", "generate": "dapo.api.inference"},
+    **{"open_run": "dapo.api.run", "reward_function": "dapo.reward.registry"},
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":
-        from dapo.api import train
-
-        return train
-    if name == "reward_function":
-        from dapo.reward.registry import reward_function
-
-        return reward_function
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dapo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

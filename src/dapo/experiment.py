@@ -66,7 +66,7 @@ from dapo.prepare import Preparer
 from dapo.process import Clock, Stopping, closed_in_time, give_back_memory, in_thread, peak_memory
 from dapo.progress import Listener
 from dapo.redaction import redact
-from dapo.resume import changes_at, on_day, on_its_day
+from dapo.resume import changes_at, how_to_resume, on_day, on_its_day
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
@@ -311,7 +311,8 @@ class Experiment:
         with writing(folder.fingerprint):
             write_changes(folder.changes, changes)  # first: they are found by comparing with the settings
             settings = redact(self.config.model_dump(mode="json"))
-            write_json(folder.fingerprint, {**self.fingerprint, "settings": settings})
+            beside = {"settings": settings, "in_memory": self._inputs.in_memory}
+            write_json(folder.fingerprint, {**self.fingerprint, **beside})
         self.resources = make_recorder(folder.resources, self.config.run.resources_every_s)
         if self.resources is not None:
             self._closing.callback(self.resources.close)
@@ -414,7 +415,8 @@ class Experiment:
         except Exception as fault:
             before = f"; the last checkpoint is {self.stopping.saved}" if self.stopping.saved else ""
             return f"{done}; the state could not be saved: {fault}{before}"
-        return f"{done}; the state is in {self.stopping.saved}; to go on: dapo train --resume {self.folder.root}"
+        how = how_to_resume(self.folder.root, self._inputs.in_memory)
+        return f"{done}; the state is in {self.stopping.saved}; to go on: {how}"
 
     def _out_of_time(self) -> bool:
         """Whether a signal leaves no more time than a checkpoint takes."""

@@ -142,7 +142,8 @@ def check_fingerprint(
         if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
             listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
         return []
-    then.pop("settings", None)  # resume.py has compared them
+    for name in ("settings", "in_memory"):  # resume.py has looked at them
+        then.pop(name, None)
     of_older = "prompts" not in then
     if "prompt" in then:  # without the rows to evaluate on, which may be others
         then.pop("prompts", None)

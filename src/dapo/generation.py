@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dapo.config import Config
+from dapo.data.rows import Messages, Row
 from dapo.data.source import read_prompts
 from dapo.errors import DataError
 from dapo.evaluation.evaluate import evaluation_sampling
-from dapo.inference import Prompting, label_of, load_engine, load_prompting, settings_lines
+from dapo.inference import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
+from dapo.process import run_async
 from dapo.progress import Listener
 from dapo.records import Prompt, Sample
 from dapo.rollout.engine import Engine, Request
@@ -43,21 +44,26 @@ class Response:
 
 def generate_responses(
     config: Config,
-    texts: Sequence[str],
+    texts: Sequence[str | Messages],
     listener: Listener,
     show: Callable[[Response], None],
     top_logprobs: int = 0,
+    model: Any = None,
+    tokenizer: Any = None,
 ) -> None:
     """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of ``evaluation.data``, whose
     answers are not needed. ``show`` is called with each response as soon as all before it are there; ``top_logprobs``
-    of the most likely tokens are reported at each place.
+    of the most likely tokens are reported at each place. ``model``, ``tokenizer``: loaded ones, used in place
+    of the config's.
 
     Raises:
         UserError: something in model or data is wrong.
     """
     listener.phase("loading the tokenizer")
-    prompting = load_prompting(config)
+    prompting = load_prompting(config, model, tokenizer)
     prompts = _prompts(prompting, texts)
+    for said in doubts(prompting, prompts):
+        listener.warning(said)
     for line in settings_lines(prompting.config):
         if not line.startswith("reward"):
             listener.phase(line)
@@ -65,14 +71,15 @@ def generate_responses(
     samples = sum(map(len, prompts.values())) * config.evaluation.samples_per_prompt
     engine = load_engine(prompting, prompts, samples, listener)
     everything = [prompt for several in prompts.values() for prompt in several]
-    asyncio.run(_generate(prompting, engine, everything, show, top_logprobs))
+    run_async(lambda: _generate(prompting, engine, everything, show, top_logprobs))
 
 
-def _prompts(prompting: Prompting, texts: Sequence[str]) -> dict[str, tuple[Prompt, ...]]:
+def _prompts(prompting: Prompting, texts: Sequence[str | Messages]) -> dict[str, tuple[Prompt, ...]]:
     """By where they come from. Raises DataError if a row is bad, or the tokenizer knows nothing of a prompt."""
     found: dict[str, tuple[Prompt, ...]] = {}
     if texts:
-        found["PROMPT"] = tuple(Prompt(k, t, tuple(prompting.template.encode(t))) for k, t in enumerate(texts))
+        encode = prompting.template.encode
+        found["PROMPT"] = tuple(Prompt(k, Row(t, None).text, tuple(encode(t))) for k, t in enumerate(texts))
     for prompt in found.get("PROMPT", ()):
         if not prompt.token_ids:
             raise DataError(f"PROMPT: the tokenizer makes no tokens of {prompt.text[:60]!r}")

@@ -6,20 +6,22 @@ trainer and no float32 master weights are made: the model is loaded in ``model.c
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.checkpoints import Checkpoints
-from dapo.config import Config, load_config
+from dapo.config import Config, load_config, nested
 from dapo.config.layers import layered_config
 from dapo.config.sections import DataConfig, DataItem
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.files import holds_model
 from dapo.progress import Listener
 from dapo.redaction import require_secrets
+from dapo.terminal import visible
 
 if TYPE_CHECKING:
     from dapo.data.template import PromptTemplate
@@ -82,6 +84,8 @@ _OPEN: Mapping[str, Any] = {
     "training": {"tokens_per_micro_batch": 2**40},
 }
 """Where nobody says otherwise."""
+ONE_EACH: Mapping[str, Any] = {"evaluation": {"samples_per_prompt": 1, "data": [], "rows": None}}
+"""For prompts to answer: what a recipe says of its evaluation is not about them."""
 _FROM_RECIPE = {
     "seed": True,
     "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
@@ -116,6 +120,49 @@ def inference_config(
     config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
     require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
     return config
+
+
+def options_layer(given: Mapping[str, tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options of a command, or arguments of a function, as settings, and for messages which one each key comes from.
+
+    ``given``: by the option's name its key of the config and its value; None: not given.
+    """
+    chosen = {option: (key, value) for option, (key, value) in given.items() if value is not None}
+    return nested(dict(chosen.values())), {key: option for option, (key, _) in chosen.items()}
+
+
+def settings_for(
+    model: Any,
+    given: Mapping[str, tuple[str, Any]],
+    *layers: Mapping[str, Any],
+    recipe: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[FoundModel, Config]:
+    """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``given`` as in
+    :func:`options_layer`, and all else as for :func:`inference_config`. Raises UserError: there is no such model, or a
+    setting is wrong."""
+    from dapo.model.hub import require_at_hand
+
+    by_name = isinstance(model, str | Path)
+    found = find_model(str(model)) if by_name else FoundModel(type(model).__name__)
+    if by_name:
+        require_at_hand("model", found.path)
+    options, where = options_layer(given)
+    return found, inference_config(found, *layers, options, recipe=recipe, overrides=overrides, where=where)
+
+
+def require_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ModelError: a loaded model comes without its tokenizer."""
+    if tokenizer is None and "model.tokenizer" not in settings:
+        raise ModelError("tokenizer: a loaded model needs its own: give tokenizer=... or the setting model.tokenizer")
+
+
+def function_of(model: FoundModel) -> str | None:
+    """What to say where a model comes from a run whose reward was a Python function: its recipe does not have it."""
+    from dapo.observe.run_view import RunView
+
+    function = RunView.read(model.recipe.parent, brief=True).reward_from_python if model.recipe else None
+    return function and f"the run was trained on the Python function {function}, which its folder does not hold"
 
 
 def label_of(item: DataItem) -> str:
@@ -162,16 +209,18 @@ def settings_lines(config: Config) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """A tokenizer, the template it makes prompts with, and the config with that template in it."""
+    """A tokenizer, the template it makes prompts with, and the config with that template in it. ``model``: one that is
+    loaded already; None: that of the config."""
 
     config: Config
     tokenizer: Any
     template: PromptTemplate
+    model: Any = None
 
 
-def load_prompting(config: Config) -> Prompting:
-    """Load the tokenizer. Where neither recipe nor user names a template it is ``chat`` if the tokenizer has one, else
-    ``plain``.
+def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> Prompting:
+    """Load the tokenizer, unless it is given. Where neither recipe nor user names a template it is ``chat`` if the
+    tokenizer has one, else ``plain``. ``model``: a loaded one to use in place of the config's.
 
     Raises:
         ModelError: there is no such tokenizer.
@@ -180,12 +229,33 @@ def load_prompting(config: Config) -> Prompting:
     from dapo.data.template import PromptTemplate
     from dapo.model.loading import embedding_rows, load_tokenizer
 
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path, config.model.trust_remote_code)
+    trusted = config.model.trust_remote_code
+    tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or config.model.path, trusted)
     if "template" not in config.data.model_fields_set:
         template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
         config = config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
-    rows = embedding_rows(config.model.path, config.model.trust_remote_code)
-    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer, rows))
+    rows = embedding_rows(model or config.model.path, trusted)
+    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer, rows), model)
+
+
+def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
+    """What to warn of: samples that will all be the same, and letters that the tokenizer has no token for, so that the
+    model does not see them. ``prompts``: by the name of where they come from; of many, some are looked at."""
+    from dapo.data.template import lost_letters
+    from dapo.doctor.answers import LOOKED_AT, spread
+
+    if prompting.config.evaluation.samples_per_prompt > 1 and prompting.config.evaluation.temperature == 0:
+        yield "at temperature 0 all samples of a prompt are alike; use a temperature of 1"
+    for name, several in prompts.items():
+        some = spread(several, LOOKED_AT)
+        lost = [(p, letters) for p in some if (letters := lost_letters(p, prompting.tokenizer))]
+        if lost:
+            prompt, letters = lost[0]
+            which = f", {len(lost)} of {len(some)} looked at" if len(several) > 1 else ""
+            yield visible(
+                f"{name}, row {prompt.row + 1}{which}: the tokenizer has no token for {''.join(letters)!r}: the model "
+                "does not see these letters and answers another prompt"
+            )
 
 
 def load_engine(
@@ -209,7 +279,9 @@ def load_engine(
     device = device_of(config)
     if device.type == "cuda":
         listener.phase(f"on {torch.cuda.get_device_name(device)}")
-    model = load_model(config.model.path, dtype, config.model.trust_remote_code, device)
+    # a loaded model stays as it is: load_model changes the types of its numbers and its attention
+    source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
+    model = load_model(source, dtype, config.model.trust_remote_code, device)
     model.requires_grad_(False)
     limit = response_limit(config)
     check_positions(prompts, limit, model.config)
@@ -252,7 +324,7 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_c
     raise error(
         f"{name}, row {longest.row + 1}: {size} prompt tokens and up to {limit} response tokens are more than the "
         f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
-        f"--max-tokens {positions - size} or less"
+        f"--max-tokens {positions - size} or less (in Python: max_tokens)"
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from dapo.config import Config
 from dapo.config.processors import GENERATION_CONFIG
 from dapo.data.source import PromptSource, load_prompts, read_prompts
+from dapo.data.tables import Table
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError, first_line
 from dapo.model.adapters import find_adapter
@@ -55,13 +56,19 @@ class Inputs:
 
     model: Any = None
     tokenizer: Any = None
-    rows: Sequence[Mapping[str, Any]] | None = None
-    heldout: Sequence[Mapping[str, Any]] | None = None
+    rows: Sequence[Mapping[str, Any]] | Table | None = None
+    heldout: Sequence[Mapping[str, Any]] | Table | None = None
     reward: Callable[..., Any] | None = None
     engine: Engine | None = None
     folder: RunFolder | None = None
     lock: ExitStack | None = None
     resume: RunFolder | None = None
+
+    @property
+    def in_memory(self) -> list[str]:
+        """Arguments of ``dapo.train`` that the run folder does not hold."""
+        given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
+        return [name for name, value in (given | {"reward": self.reward}).items() if value is not None]
 
 
 def policy_model(config: Config, inputs: Inputs, device: torch.device) -> Any:

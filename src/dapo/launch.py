@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from typing import Any
 
 from dapo.config import Config
 from dapo.experiment import Experiment
 from dapo.inputs import Inputs
-from dapo.process import Stopped, Stopping, awake_for_signals
+from dapo.process import Stopped, Stopping, awake_for_signals, event_loop
 from dapo.progress import Listener
 
 
@@ -39,15 +36,13 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
         stopping.within_s = experiment.config.run.stop_within_s
         stopping.run = stopping.run or experiment.stopping.run
         experiment.stopping = stopping
-    cancel: list[Callable[[], object]] = []
 
     async def guarded(work: Coroutine[Any, Any, Any], last: bool = False) -> Any:
         """``work``, which a signal cancels; what the experiment holds is closed after the last one and after errors."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        cancel[:] = [lambda: loop.call_soon_threadsafe(task.cancel)]
         if stopping is not None:
-            stopping.ask(cancel[0])
+            stopping.ask(lambda: loop.call_soon_threadsafe(task.cancel))
         error: BaseException | None = None
         try:
             with awake_for_signals():
@@ -69,7 +64,7 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
                 if last or error is not None:
                     stopping.leave(error)
 
-    with _event_loop(cancel) as run:
+    with event_loop() as run:
         run(guarded(experiment.check()))
         try:  # not in the loop, which would hear a signal only once the model is loaded
             experiment.load()
@@ -82,42 +77,5 @@ def run_to_end(experiment: Experiment, stopping: Stopping | None = None) -> dict
 async def _close_after(experiment: Experiment, error: BaseException) -> None:
     try:
         await experiment.close()
-    except Exception as fault:  # must not stand before what went wrong first
+    except Exception as fault:  # must not hide what went wrong first
         error.add_note(f"and closing failed: {fault}")
-
-
-@contextmanager
-def _event_loop(cancel: list[Callable[[], object]]) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Runs coroutines to their end, one after the other in one loop; inside of another loop, in a thread.
-    ``cancel``: ends the one that runs there, which does not hear of a signal to this thread."""
-    if not _in_event_loop():
-        with asyncio.Runner() as runner:
-            yield runner.run
-        return
-    outer, context, runner = asyncio.current_task(), contextvars.copy_context(), asyncio.Runner()
-
-    def run(work: Coroutine[Any, Any, Any]) -> Any:
-        running = thread.submit(context.run, runner.run, work)
-        try:
-            while not wait([running], timeout=0.5).done:
-                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
-                    raise KeyboardInterrupt
-            return running.result()
-        except KeyboardInterrupt:
-            for do in cancel:
-                do()
-            raise
-
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            yield run
-        finally:
-            thread.submit(context.run, runner.close).result()
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -68,6 +68,51 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolEx
         if not work.cancelled():
             work.exception()  # taken note of: the cancellation matters more
         raise
+
+
+@contextlib.contextmanager
+def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Runs coroutines one after the other in one loop. Inside of a running loop (a notebook's) it is in a thread of its
+    own; there, too, Ctrl-C cancels the work and waits for its end."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with asyncio.Runner() as runner:
+            yield runner.run
+        return
+    outer, context, runner = asyncio.current_task(), contextvars.copy_context(), asyncio.Runner()
+    cancel: list[Callable[[], object]] = []
+
+    async def cancellable(work: Coroutine[Any, Any, Any]) -> Any:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel[:] = [partial(loop.call_soon_threadsafe, task.cancel)]
+        return await work
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        running = thread.submit(context.run, runner.run, cancellable(work))
+        try:
+            while not wait([running], timeout=0.5).done:
+                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
+                    raise KeyboardInterrupt
+            return running.result()
+        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
+            for stop in cancel:
+                stop()
+            raise
+
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            yield run
+        finally:
+            thread.submit(context.run, runner.close).result()
+
+
+def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """``asyncio.run``, but also inside of a running event loop."""
+    with event_loop() as run:
+        result: T = run(work())
+        return result
 
 
 async def closed_in_time(close: Callable[[], Awaitable[None]], limit_s: float) -> bool:

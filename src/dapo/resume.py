@@ -107,6 +107,27 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     return config
 
 
+def how_to_resume(run: Path, in_memory: Sequence[str]) -> str:
+    """What goes on with a run. ``in_memory``: arguments of ``dapo.train`` that its folder does not hold."""
+    if not in_memory:
+        return f"dapo train --resume {run}"
+    return f'dapo.train(..., resume="{run}") with the same {", ".join(in_memory)} and settings'
+
+
+def require_nothing_in_memory(run: Path) -> None:
+    """Raises ConfigError: the run was given something by ``dapo.train`` that its folder does not hold."""
+    named: list[str] = []
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # there may be no such run
+        recorded = read_json(RunFolder(run).fingerprint)
+        older = {"prompts": "prompts" in recorded["data.train"], "reward": recorded["reward"]["kind"] == "python"}
+        named = list(recorded.get("in_memory", [name for name, there in older.items() if there]))
+    if named:
+        raise ConfigError(
+            f"--resume {run}: was begun in Python, and its folder does not hold what was passed there as "
+            f"{', '.join(named)}; go on in Python: {how_to_resume(run, named)}"
+        )
+
+
 def check_resumable(folder: RunFolder, config: Config) -> None:
     """Raises ConfigError: ``folder`` is no run's, or ``config`` would make it another run, or cannot hold yet."""
     deterministic = config.runtime.deterministic

@@ -305,7 +305,7 @@ def with_and_without_the_index(monkeypatch: pytest.MonkeyPatch, *arguments: obje
     """What is shown, which must be the same without DuckDB."""
     found = read_json(*arguments)
     with monkeypatch.context() as patch:
-        patch.setattr("dapo.cli.sample_query.has_duckdb", lambda: False)
+        patch.setattr("dapo.observe.sample_query.has_duckdb", lambda: False)
         assert read_json(*arguments) == found
     return found
 
@@ -331,7 +331,7 @@ def test_the_index_finds_what_the_files_hold(
     assert found and {sample["step"] for sample in found} <= {1, 2, 3}
     counts = shown(run.root, "--steps", "1:", *options).splitlines()[-1]
     with monkeypatch.context() as patch:
-        patch.setattr("dapo.cli.sample_query.has_duckdb", lambda: False)
+        patch.setattr("dapo.observe.sample_query.has_duckdb", lambda: False)
         assert shown(run.root, "--steps", "1:", *options).splitlines()[-1] == counts
 
 

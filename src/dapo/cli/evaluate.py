@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, options_layer
+from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP
 from dapo.cli.output import require_writable
 from dapo.errors import ConfigError, UserError
 from dapo.terminal import Terminal, counted
@@ -23,25 +23,31 @@ if TYPE_CHECKING:
     from dapo.evaluation.standalone import FileResult
 
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILES] [SECTION.KEY=VALUE]", help="Further data files, and keys of the config to change."),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one."),
+]
+Benchmark = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Prompt, answer rule and sampling of gsm8k, math500, aime or amc.")
+]
+Recipe = Annotated[
+    Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
+]
+OutputPath = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
+]
+
+
 def evaluate(
     model: Model,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILES] [SECTION.KEY=VALUE]", help="Further data files, and keys of the config to change."
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one."),
-    ] = None,
-    benchmark: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Prompt, answer rule and sampling of gsm8k, math500, aime or amc."),
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
-    ] = None,
+    words: Words = None,
+    data: Data = None,
+    benchmark: Benchmark = None,
+    recipe: Recipe = None,
     samples: Annotated[int | None, typer.Option(metavar="K", help="Samples of each prompt.")] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -49,9 +55,7 @@ def evaluate(
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
     max_tokens: MaxTokens = None,
     stop: Stop = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
-    ] = None,
+    output: OutputPath = None,
     save_samples: Annotated[
         bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
     ] = False,
@@ -65,13 +69,10 @@ def evaluate(
     """
     with errors_for_people(debug):
         from dapo.evaluation.benchmarks import benchmark_named
-        from dapo.inference import find_model, inference_config
-        from dapo.model.hub import require_at_hand
+        from dapo.inference import function_of, settings_for
 
         files, overrides = _sorted_out(data, words)
         preset = benchmark_named(benchmark) if benchmark else None
-        found = find_model(model)
-        require_at_hand("model", found.path)
         given = {
             "--samples": ("evaluation.samples_per_prompt", samples),
             "--temperature": ("evaluation.temperature", temperature),
@@ -82,11 +83,10 @@ def evaluate(
             "--max-tokens": ("evaluation.max_response_length", max_tokens),
             "--data": ("evaluation.data", files or None),
         }
-        options, where = options_layer(given)
-        layers = [preset.settings, options] if preset else [options]
-        config = inference_config(found, *layers, recipe=recipe, overrides=overrides, where=where)
+        layers = [preset.settings] if preset else []
+        found, config = settings_for(model, given, *layers, recipe=recipe, overrides=overrides)
         _check_data(config)
-        places = _Output(output, save_samples)
+        places = _Output(output, save_samples, average)
         trained = recipe or found.recipe
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
 
@@ -95,16 +95,12 @@ def evaluate(
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             for line in _picked(model, found.path, about):
                 listener.phase(line)
-            if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
-                listener.warning("at temperature 0 all samples of a prompt are alike; use --temperature 1")
-            from dapo.evaluation.standalone import average_of, evaluate_files, report
+            if trained == found.recipe and preset is None and (why := function_of(found)):
+                listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
+            from dapo.evaluation.standalone import evaluate_files, report
 
             def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
-                told = report(config, results, about, sys.argv)
-                if average:
-                    told["average"] = average_of(results)
-                places.write(told, results)
-                return told
+                return places.write(report(config, results, about, sys.argv), results)
 
             results, told = evaluate_files(config, listener, write, preset.published if preset else None)
         _show(Terminal(), results, told)
@@ -139,22 +135,26 @@ class _Output:
     """Where the results go, tried before anything is computed. Raises UserError if it cannot be written to, ConfigError
     if samples have none."""
 
-    def __init__(self, output: Path | None, save_samples: bool) -> None:
+    def __init__(self, output: Path | None, save_samples: bool, average: bool) -> None:
         if save_samples and output is None:
             raise ConfigError("--save-samples: needs a place; use --output FOLDER")
         self.results: Path | None = None
-        self.save_samples = save_samples
+        self.save_samples, self.average = save_samples, average
         if output is None:
             return
         is_file = output.suffix == ".json" and not output.is_dir()
         self.results = output if is_file else output / "evaluation.json"
         require_writable("--output", output, self.results)
 
-    def write(self, report: Mapping[str, Any], results: Sequence[FileResult]) -> None:
-        """Write evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced."""
-        if self.results is None:
-            return
+    def write(self, report: dict[str, Any], results: Sequence[FileResult]) -> dict[str, Any]:
+        """Write evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced. Returns the
+        report, with the mean over the files if that is asked for."""
+        from dapo.evaluation.standalone import average_of
         from dapo.files import json_line, write_atomic, write_json
+
+        report |= {"average": average_of(results)} if self.average else {}
+        if self.results is None:
+            return report
 
         try:
             write_json(self.results, report)
@@ -163,6 +163,7 @@ class _Output:
                 write_atomic(path, map(json_line, result.evaluation.sample_lines()))
         except OSError as error:
             raise UserError(f"--output: cannot write {self.results}: {error.strerror or error}") from None
+        return report
 
 
 def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:

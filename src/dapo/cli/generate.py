@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, options_layer
+from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP
 from dapo.errors import ConfigError, DataError
 from dapo.terminal import Terminal, counted
 
@@ -32,14 +32,29 @@ class Template(enum.StrEnum):
     DAPO = "dapo"
 
 
+Prompts = Annotated[
+    list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; - reads one from standard input.")
+]
+Data = Annotated[str | None, typer.Option(metavar="FILE", help="Take the prompts from the rows of this file.")]
+TemplateName = Annotated[
+    Template, typer.Option(help="auto: the recipe's for a run of dapo, else chat if the tokenizer has one, else plain.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
+]
+Likeliest = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, max=20, help="With --json: log-probabilities of each token and of the N likeliest."
+    ),
+]
+
+
 def generate(
     model: Model,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; - reads one from standard input.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Take the prompts from the rows of this file.")
-    ] = None,
+    prompts: Prompts = None,
+    data: Data = None,
     samples: Annotated[int | None, typer.Option(metavar="N", help="Responses to each prompt.")] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -48,23 +63,12 @@ def generate(
     stop: Stop = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
-    template: Annotated[
-        Template,
-        typer.Option(help="auto: the recipe's for a run of dapo, else chat if the tokenizer has one, else plain."),
-    ] = Template.AUTO,
+    template: TemplateName = Template.AUTO,
     repetition_penalty: Refused = None,
     presence_penalty: Refused = None,
     frequency_penalty: Refused = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
-    ] = None,
-    top_logprobs: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, max=20, help="With --json: log-probabilities of each token and of the N likeliest."
-        ),
-    ] = 0,
+    settings: Settings = None,
+    top_logprobs: Likeliest = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the responses only.")] = False,
     debug: Debug = False,
@@ -74,16 +78,13 @@ def generate(
     Sampling is greedy unless a temperature is given (or the recipe of the run names one for evaluation).
     """
     with errors_for_people(debug):
-        from dapo.inference import find_model, inference_config
-        from dapo.model.hub import require_at_hand
+        from dapo.inference import ONE_EACH, settings_for
         from dapo.plan import require_files
         from dapo.progress import make_listener
 
         if top_logprobs and not as_json:
             raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
-        found = find_model(model)
-        require_at_hand("model", found.path)
         given = {
             "--samples": ("evaluation.samples_per_prompt", samples),
             "--temperature": ("evaluation.temperature", temperature),
@@ -94,17 +95,14 @@ def generate(
             "--presence-penalty": ("evaluation.presence_penalty", presence_penalty),
             "--frequency-penalty": ("evaluation.frequency_penalty", frequency_penalty),
             "--max-tokens": ("evaluation.max_response_length", max_tokens),
+            "--data": ("evaluation.data", data),
             "--seed": ("seed", seed),
             "--system": ("data.system", system),
             "--template": ("data.template", None if template is Template.AUTO else template.value),
         }
-        asked = {"evaluation": {"samples_per_prompt": 1, "data": [data] if data else [], "rows": None}}
-        options, where = options_layer(given)
-        config = inference_config(found, asked, options, overrides=settings or [], where=where)
+        _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
         require_files(config)
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            if config.evaluation.samples_per_prompt > 1 and config.evaluation.temperature == 0:
-                listener.warning("at temperature 0 all samples of a prompt are alike; use --temperature 1")
             from dapo.generation import generate_responses
 
             show = _print_json if as_json else _printer(len(texts) + (data is not None), config)

@@ -19,8 +19,8 @@ from dapo.errors import ConfigError, UserError
 from dapo.terminal import Terminal, counted, visible
 
 if TYPE_CHECKING:
-    from dapo.cli.sample_query import Steps
     from dapo.observe.run_view import RunView
+    from dapo.observe.sample_query import Steps
     from dapo.observe.samples import SampleFilter
 
 _SAMPLES = "Options for --samples"
@@ -184,8 +184,8 @@ def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json:
 
 
 def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None, limit: int, shown_as: _Shown) -> None:
-    from dapo.cli.sample_query import find
     from dapo.cli.sample_report import show, table
+    from dapo.observe.sample_query import find
 
     found = find(run, span, wanted, order, limit)
     if shown_as is _Shown.json:

@@ -172,7 +172,7 @@ def _sorted_out(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _steps(view: RunView, text: str) -> list[int]:
     """Raises UserError if there are no such samples; it says which there are."""
-    from dapo.cli.sample_query import steps_asked_for
+    from dapo.observe.sample_query import steps_asked_for
 
     return steps_asked_for(view, (0, 10**9) if text == "all" else _span(text) or (0, 0))
 

@@ -10,11 +10,11 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
-from dapo.cli.sample_query import find, ranges, rows_drawn, steps_asked_for, steps_of_row
 from dapo.cli.sample_report import one_line, verdict
 from dapo.cli.tables import columns
 from dapo.errors import ConfigError
 from dapo.observe.run_view import RunView
+from dapo.observe.sample_query import find, ranges, rows_drawn, steps_asked_for, steps_of_row
 from dapo.observe.samples import SampleFilter
 from dapo.terminal import visible
 

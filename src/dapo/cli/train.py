@@ -69,8 +69,9 @@ def _config(recipe: Path | None, overrides: list[str], resume: Path | None) -> C
     from dapo.config import load_config
 
     if resume is not None:
-        from dapo.resume import resume_config
+        from dapo.resume import require_nothing_in_memory, resume_config
 
+        require_nothing_in_memory(resume)
         return resume_config(resume, recipe, overrides)
     if recipe is None:
         raise ConfigError("a recipe is needed: dapo train RECIPE; or dapo train --resume RUN to go on with a run")

@@ -19,7 +19,7 @@ from dapo.errors import ConfigError, DataError
 CHECKED_ROWS = 10_000
 """Rows that are looked at before anything else is loaded."""
 
-DataInput = Sequence[str | DataItem] | Sequence[Mapping[str, Any]]
+DataInput = Sequence[str | DataItem] | Sequence[Mapping[str, Any]] | Table
 """Files and data sets, or rows from Python."""
 
 
@@ -47,11 +47,11 @@ def open_parts(data: DataConfig, source: DataInput, answer_required: bool) -> tu
     """
     if not source:
         raise DataError("no data files are given, and no rows")
+    if not isinstance(source, Table) and any(not isinstance(item, str | DataItem) for item in source):
+        source = PythonRows([item for item in source if not isinstance(item, str | DataItem)], "prompts")
+    if isinstance(source, Table):
+        return [Part(source, Keys(data.prompt_key, data.answer_key, answer_required), "prompts")], None
     named = [item for item in source if isinstance(item, str | DataItem)]
-    if len(named) < len(source):
-        rows = [item for item in source if not isinstance(item, str | DataItem)]
-        keys = Keys(data.prompt_key, data.answer_key, answer_required)
-        return [Part(PythonRows(rows, "prompts"), keys, "prompts")], None
     items = [DataItem(path=item) if isinstance(item, str) else item for item in named]
     parts: list[Part] = []
     faults: list[str] = []

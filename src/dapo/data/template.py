@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
@@ -206,6 +207,14 @@ class PromptTemplate:
         while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             ids = ids[1:]
         return ids
+
+
+def lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
+    """Letters of a prompt that its tokens do not hold, case and compatible forms apart."""
+    said = re.sub(r"^(system|user|assistant): ", "", prompt.text, flags=re.MULTILINE)
+    seen = tokenizer.decode(list(prompt.token_ids))
+    there, here = (set(unicodedata.normalize("NFKC", text).casefold()) for text in (said, seen))
+    return sorted(letter for letter in there - here if letter.isprintable() and not letter.isspace())[:20]
 
 
 def _with_date(template: str, today: date) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
 from dapo.data.rows import EATEN, NO_ANSWER
 from dapo.data.source import load_prompts, read_prompts
-from dapo.data.template import PromptTemplate
+from dapo.data.template import PromptTemplate, lost_letters
 from dapo.doctor.answers import LOOKED_AT, check_content, check_given_away, check_room, check_stops, spread, with_keys
 from dapo.doctor.finding import Finding
 from dapo.doctor.patient import Patient
@@ -265,7 +263,7 @@ def _odd_prompts(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Findin
             " front of the next word, so the model has not seen such an end",
             "take the space off the end of the rows",
         )
-    lost = [(p, letters) for p in prompts if (letters := _lost_letters(p, tokenizer))]
+    lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer))]
     if lost:
         prompt, letters = lost[0]
         yield _warning(
@@ -306,14 +304,6 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
             f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that",
             f'take the last message off the rows: row["{config.data.prompt_key}"].pop()',
         )
-
-
-def _lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
-    """Letters of a row that its tokens do not hold, case and compatible forms apart."""
-    said = re.sub(r"^(system|user|assistant): ", "", prompt.text, flags=re.MULTILINE)
-    seen = tokenizer.decode(list(prompt.token_ids))
-    there, here = (set(unicodedata.normalize("NFKC", text).casefold()) for text in (said, seen))
-    return sorted(letter for letter in there - here if letter.isprintable() and not letter.isspace())[:20]
 
 
 def _answer_format(patient: Patient, prompts: Sequence[Prompt]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ for the engine and the scorer, one file after the other.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import time
@@ -27,8 +26,9 @@ from dapo.escapes import eaten_in
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
-from dapo.inference import Prompting, label_of, load_engine, load_prompting, settings_lines
-from dapo.inputs import examine_rows
+from dapo.inference import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
+from dapo.inputs import Inputs, examine_rows
+from dapo.process import run_async
 from dapo.progress import Listener
 from dapo.records import Prompt
 from dapo.redaction import redact
@@ -72,6 +72,7 @@ def evaluate_files(
     listener: Listener,
     write: Callable[[Config, Sequence[FileResult]], Report],
     published: Published | None = None,
+    inputs: Inputs | None = None,
 ) -> tuple[list[FileResult], Report]:
     """Evaluate ``config.model`` on each item of ``evaluation.data``, exactly the rows given (the first
     ``evaluation.rows`` of each).
@@ -80,6 +81,8 @@ def evaluate_files(
         write: called after each item with the results so far, so that nothing that goes wrong later can spoil them,
             and with the config that has the picked template in it.
         published: how rows are read that are as the benchmark's authors publish them; others are read as ever.
+        inputs: ``model``, ``tokenizer``, ``heldout`` (rows, under the name of the only item) and ``reward`` of a Python
+            caller, in place of what the config names.
 
     Returns:
         The results in the order of the items, and what ``write`` last returned.
@@ -88,19 +91,23 @@ def evaluate_files(
         UserError: something in model, data or reward is wrong; rows that are too long are among it.
     """
     listener.phase("loading tokenizer and data")
-    prompting = load_prompting(_keys_as_published(config, published) if published else config)
+    inputs = inputs or Inputs()
+    config = _keys_as_published(config, published) if published else config
+    prompting = load_prompting(config, inputs.model, inputs.tokenizer)
     items = prompting.config.evaluation.data
-    prompts = {label_of(item): _prompts(prompting, item, listener) for item in items}
+    prompts = {label_of(item): _prompts(prompting, item, listener, inputs) for item in items}
     if published and config.reward.kind in ("math", "exact"):  # any other may want the solution
         prompts = {file: _bare_answers(file, found, published, listener) for file, found in prompts.items()}
     for line in settings_lines(prompting.config):
-        listener.phase(line)
+        if inputs.reward is None or not line.startswith("reward"):
+            listener.phase(line)
     first = next(iter(prompts.values()))[0]
     answer = "" if first.answer is None else f", whose answer is {first.answer[:60]!r}"
     listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}{answer}")
-    for said in eaten_in(prompting.config.model_dump(mode="json")):
+    eaten = eaten_in(prompting.config.model_dump(mode="json"))
+    for said in (*eaten, *doubts(prompting, prompts)):
         listener.warning(said)
-    for item in items:
+    for item in items if inputs.reward is None else ():
         for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):
             listener.warning(doubt)
     listener.phase("loading the model")
@@ -109,7 +116,7 @@ def evaluate_files(
 
     async def run() -> tuple[list[FileResult], Report]:
         results = []
-        async with _running(prompting, engine) as scorer:
+        async with _running(prompting, engine, inputs.reward) as scorer:
             for file, found in prompts.items():
                 await examine_rows(file, found, scorer, listener)
             for (file, found), name in zip(prompts.items(), short_names(list(prompts)), strict=True):
@@ -123,13 +130,13 @@ def evaluate_files(
                 written = write(prompting.config, results)
         return results, written
 
-    return asyncio.run(run())
+    return run_async(run)
 
 
 @contextlib.asynccontextmanager
-async def _running(prompting: Prompting, engine: Engine) -> AsyncIterator[Scorer]:
+async def _running(prompting: Prompting, engine: Engine, reward: Any) -> AsyncIterator[Scorer]:
     """The scorer, started; it and the engine are closed at the end, each whatever becomes of the other."""
-    scorer = make_scorer(prompting.config.reward)
+    scorer = make_scorer(prompting.config.reward, reward)
     async with contextlib.AsyncExitStack() as resources:
         resources.push_async_callback(scorer.close)
         resources.push_async_callback(engine.close)
@@ -137,15 +144,15 @@ async def _running(prompting: Prompting, engine: Engine) -> AsyncIterator[Scorer
         yield scorer
 
 
-def _prompts(prompting: Prompting, item: DataItem, listener: Listener) -> tuple[Prompt, ...]:
+def _prompts(prompting: Prompting, item: DataItem, listener: Listener, inputs: Inputs) -> tuple[Prompt, ...]:
     """Raises DataError: a row is bad, or longer than ``data.max_prompt_length``."""
     config = prompting.config
     limit = config.data.max_prompt_length
     prompts = read_prompts(
         config.data,
-        [item],
+        [item] if inputs.heldout is None else inputs.heldout,
         prompting.template,
-        answer_required=needs_answer(config.reward),
+        answer_required=inputs.reward is None and needs_answer(config.reward),
         limit=config.evaluation.rows,
         warn=lambda text: listener.warning(f"{label_of(item)}: {text}"),
     )

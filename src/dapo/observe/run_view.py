@@ -92,7 +92,7 @@ class RunView:
             recipe["reward"] = f"a Python function: {self.reward_from_python}"
         for section, key in (("data", "train"), ("evaluation", "data")):
             named, there = _section(recipe, section), _section(started_from, f"{section}.{key}")
-            if there.get("rows") and named.get(key) == []:
+            if (there.get("rows") or "prompts" in there) and named.get(key) == []:
                 recipe[section] = {**named, key: "rows passed from Python"}
         return recipe
 

@@ -1,0 +1,181 @@
+"""``dapo.train``: a model, prompts and a reward function are a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo.api.rows import Data, dotted, files_or_rows
+from dapo.api.run import Run, shown
+from dapo.config import Config, build_config, nested
+from dapo.errors import ModelError
+from dapo.files import read_json
+from dapo.inference import find_model, require_tokenizer
+from dapo.observe.metrics import read_metrics
+from dapo.progress import Listener, make_listener
+from dapo.reward.registry import named
+from dapo.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from dapo.experiment import Experiment
+    from dapo.inputs import Inputs
+
+SIZES: Mapping[str, Any] = {
+    "data.template": "plain",
+    "data.max_prompt_length": 64,
+    "rollout.prompts_per_step": 16,
+    "rollout.samples_per_prompt": 8,
+    "rollout.max_response_length": 64,
+    "rollout.max_concurrent_samples": 128,
+    "algorithm.overlong_buffer.len": 16,
+    "training.groups_per_update": 4,
+    "training.steps": 20,
+    "training.learning_rate": 1e-5,
+    "training.warmup_steps": 2,
+    "training.tokens_per_micro_batch": 8192,
+    "run.if_exists": "rename",
+}
+"""Sizes for a laptop, where the paper's (the defaults of a recipe) are for a cluster. Settings override them."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Result:
+    """What a run came to.
+
+    ``metrics``: one mapping per rollout step. ``summary``: as in summary.json. ``model_path``: the trained weights, in
+    Hugging Face layout; of an interrupted run those of its last checkpoint. ``run_dir``: everything else.
+    """
+
+    summary: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    run_dir: Path
+    model_path: Path
+
+    @property
+    def run(self) -> Run:
+        """The run folder, opened: its metrics, evaluations and samples as tables."""
+        return Run(self.run_dir)
+
+    @property
+    def stopped(self) -> str:
+        """Why training ended: ``all steps are done``, ``interrupted``, or another reason."""
+        return str(self.summary.get("stopped"))
+
+    def __repr__(self) -> str:
+        return f"Result({shown(self.summary, len(self.metrics), self.run_dir)}; {self.stopped})"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a run in order. ``result``: what it came to."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(repr(result))
+        self.result = result
+
+
+def train(
+    model: Any,
+    prompts: Data,
+    reward: Callable[..., Any] | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    tokenizer: Any = None,
+    heldout: Data | None = None,
+    listener: Listener | None = None,
+    resume: str | Path | None = None,
+) -> Result:
+    """Train ``model`` with DAPO so that its responses to ``prompts`` earn more ``reward``.
+
+    Args:
+        model: folder in Hugging Face layout, name on the hub, or a loaded ``PreTrainedModel`` (then give its
+            ``tokenizer``; the model is trained in place).
+        prompts: rows such as ``{"prompt": "2+2=", "answer": "4"}`` (further keys reach the reward function) in a list,
+            a pandas ``DataFrame``, a ``datasets.Dataset`` or a generator (read to its end first: a million rows at
+            most); or files of them.
+        reward: ``def f(prompt, response, answer, **meta)`` returning bool (correct or not), float, dict or
+            :class:`~dapo.records.Reward`, or the name under which one was declared (``dapo.reward_function``), which
+            may take batches; None: as ``settings`` say, by default mathematical equality with ``answer``.
+            A function that returns only a float has no notion of right and wrong: set
+            ``algorithm.filter_groups.metric`` to ``score``, so that groups are kept by the spread of the reward.
+        settings: dotted keys of the config, such as ``{"training.steps": 50}``, or nested; see :data:`SIZES` for what
+            differs from a recipe's defaults.
+        tokenizer: of a loaded model.
+        heldout: rows or files to evaluate on before and after, as for ``prompts``; None: as ``settings`` say.
+        listener: hears what happens; by default progress is printed.
+        resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run.
+
+    Ctrl-C ends the run with a checkpoint. In a notebook and at Python's prompt the result up to there is returned, and
+    its ``stopped`` says so; in a script :class:`Interrupted` is raised, a ``KeyboardInterrupt`` with this ``result``.
+    Before training begins there is none, and a ``KeyboardInterrupt`` as ever.
+
+    Raises:
+        UserError: a setting, row, model or reward is wrong; the message says which and what would work.
+    """
+    tree: dict[str, Any] = dict(SIZES) | {"run.dir": "runs/python"} | dict(dotted(settings or {}))
+    by_name = isinstance(model, str | Path)
+    if not by_name:
+        require_tokenizer(tokenizer, tree)
+    tree["model.path"] = str(model) if by_name else type(model).__name__
+    if resume is not None:
+        tree["run.dir"] = str(resume)
+    with closing(listener or make_listener()) as listener:
+        train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
+        heldout_files, held = ([], None) if heldout is None else files_or_rows(heldout, "heldout", listener.phase)
+        tree |= {"data.train": train_files} if train_files else {}
+        tree |= {"evaluation.data": heldout_files} if heldout_files else {}
+        config = build_config(nested(tree), "settings")
+        folder = RunFolder(Path(resume)) if resume is not None else None
+
+        from dapo.inputs import Inputs
+        from dapo.resume import check_resumable
+
+        if folder is not None:
+            check_resumable(folder, config)
+        scorer = named(reward) if isinstance(reward, str) else reward
+        attention = None if by_name else getattr(model.config, "_attn_implementation", None)
+        try:
+            return _run(
+                config, listener, Inputs(None if by_name else model, tokenizer, rows, held, scorer, resume=folder)
+            )
+        finally:
+            if attention is not None:  # so that the caller's model can be used as before
+                model.set_attn_implementation(attention)
+
+
+def _run(config: Config, listener: Listener, inputs: Inputs) -> Result:
+    from dapo.experiment import Experiment
+    from dapo.launch import run_to_end
+
+    experiment = Experiment(config, listener, inputs)
+    try:
+        summary = run_to_end(experiment)
+        listener.finished(summary)
+        return _result(summary)
+    except KeyboardInterrupt:
+        result = _interrupted(experiment)
+        if result is None:
+            raise
+        if not hasattr(sys, "ps1"):  # a script: what follows counts on a whole run, and Ctrl-C is meant for all of it
+            raise Interrupted(result) from None
+        return result
+
+
+def _result(summary: Mapping[str, Any]) -> Result:
+    """Of a run whose folder holds weights. Raises ModelError: it holds none."""
+    run_dir = Path(summary["run_dir"])
+    steps = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"]]  # 0: before training
+    return Result(summary, steps, run_dir, Path(find_model(str(run_dir)).path))
+
+
+def _interrupted(experiment: Experiment) -> Result | None:
+    """What an interrupted run came to; None: there is no checkpoint yet."""
+    try:
+        folder = experiment.folder
+        summary = read_json(folder.summary) if folder.summary.is_file() else {"stopped": "interrupted"}
+        return _result({"run_dir": str(folder.root), **summary})
+    except (AttributeError, ModelError, OSError, ValueError):  # AttributeError: there is no folder yet
+        return None
