@@ -114,6 +114,41 @@ def test_variants_are_compared_where_all_have_come_on_straight_lines_between_eva
     assert fast[5:] == ["-10.0 ± 220.1"] * 2  # 12.706 * 14.142 * sqrt(1 + 1/2)
 
 
+def test_a_table_that_is_not_cumulative_compares_with_its_first_variant_only() -> None:
+    ends = {"whole": (0.4, 0.6), "other": (0.8, 0.6), "less": (0.3, 0.3)}
+    results = {v: [result([0, 2], [0, 1], [0, 1], [0.2, end]) for end in both] for v, both in ends.items()}
+    head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in ablation.accuracies(results, False))
+    assert head[5:] == ["minus the first"]
+    # variances 200, 200 and 0 of 3 d.f.: 3.182 * sqrt(400 / 3)
+    assert [line[5:] for line in lines] == [[""], ["+20.0 ± 36.7"], ["-20.0 ± 36.7"]]
+
+
+def cut(steps: list[int], shares: list[float]) -> dict[str, Any]:
+    return {"evaluations": {"step": steps, "minutes": [step / 100 for step in steps], "truncated": shares}}
+
+
+def test_guessing_is_found_after_responses_were_cut_and_not_before_any_was() -> None:
+    at = [0, 10, 20, 30, 40]
+    assert ablation.uncut(cut(at, [0.0, 0.05, 0.1, 0.099, 0.3]), 0.1) == 3
+    assert ablation.uncut(cut(at, [0.2, 0.3, 0.1, 0.2, 0.0]), 0.1) == 4
+    assert ablation.uncut(cut(at, [0.0, 0.3, 0.1, 0.2, 0.1]), 0.1) is None  # never found
+    assert ablation.uncut(cut(at, [0.0, 0.05, 0.0, 0.0, 0.0]), 0.1) is None  # nothing to find
+
+
+def test_cells_that_do_not_find_it_are_counted_and_have_no_part_in_the_means() -> None:
+    found, never = [0.0, 0.3, 0.05, 0.0], [0.0, 0.3, 0.3, 0.3]
+    results = {
+        "whole": [cut([0, 10, 20, 30], found), cut([0, 20, 40, 60], found)],
+        "other": [cut([0, 10, 50, 60], found), cut([0, 10, 70, 80], found), cut([0, 10, 20, 30], never)],
+        "none": [cut([0, 10, 20, 30], never)],
+    }
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ablation.first_uncut(results, 0.1)[2:]]
+    # steps 20 and 40, 50 and 70: variance 200 of 2 d.f.; 4.303 * sqrt(200 / 2) = 43, * sqrt(200) = 61 for a difference
+    assert lines[0] == ["whole", "2 of 2", "30 ± 43", "", "0.30 ± 0.43", ""]
+    assert lines[1] == ["other", "2 of 3", "60 ± 43", "+30 ± 61", "0.60 ± 0.43", "+0.30 ± 0.61"]
+    assert lines[2] == ["none", "0 of 1", "", "", "", ""]
+
+
 def test_axes_count_all_that_was_drawn_and_not_the_capture_of_the_first_step(tmp_path: Path) -> None:
     step = {"groups/drawn": 6, "groups/kept": 4, "accuracy": 0.25, "groups/mixed": 4}
     lines = [
