@@ -343,6 +343,11 @@ def first_uncut(results: Results, below: float) -> list[str]:
     return lines
 
 
+def ends(values: Sequence[float | None]) -> list[float]:
+    """The last steps' values; a step in which nothing was learned has no entropy and no share clipped."""
+    return [value for value in values if value is not None][-LAST:]
+
+
 def mechanisms(results: Results) -> list[str]:
     """What the last steps were like, as means over the seeds."""
     lines = [
@@ -352,7 +357,7 @@ def mechanisms(results: Results) -> list[str]:
     ]
     for name, group in results.items():
         names = ("entropy", "length", "truncated", "mixed", "drawn", "all_wrong", "clip_low", "clip_high")
-        last = {key: fmean(fmean(r["steps"][key][-LAST:]) for r in group) for key in names}
+        last = {key: fmean(fmean(ends(r["steps"][key])) for r in group) for key in names}
         seconds = fmean(60 * r["steps"]["minutes"][-1] / len(r["steps"]["step"]) for r in group)
         steps = fmean(len(r["steps"]["step"]) for r in group)
         cut = fmean(r["evaluations"]["truncated"][-1] for r in group)
@@ -374,7 +379,8 @@ def plot(results: Results, file: Path) -> None:
     panels += [("steps", "minutes", name) for name in names]
     for panel, (part, axis, name) in zip(figure.subplots(3, 3).flat, panels, strict=True):
         for variant, group in results.items():
-            curves = [(r[part][axis], [math.nan if v is None else v for v in r[part][name]]) for r in group]
+            pairs = [zip(r[part][axis], r[part][name], strict=True) for r in group]
+            curves = [tuple(zip(*((x, y) for x, y in pair if y is not None), strict=True)) for pair in pairs]
             shared = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 60)
             panel.plot(shared, np.mean([np.interp(shared, *curve) for curve in curves], 0), linewidth=1, label=variant)
         panel.set_title(f"{'held-out ' if part == 'evaluations' else ''}{name.replace('_', ' ')}", fontsize=10)
