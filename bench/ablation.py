@@ -268,17 +268,23 @@ def half(found: tuple[float, int], *counts: int) -> float:
 
 
 def compare(options: argparse.Namespace) -> list[str]:
-    """Print what is filled as two tables, in Markdown, and draw it if asked to; the lines."""
+    """Print what is filled as tables, in Markdown, and draw it if asked to; the lines."""
     results = read_results(options)
-    lines = [*accuracies(results), "", *mechanisms(results)]
+    entry = yaml.safe_load(options.declared.read_text(encoding="utf-8"))[options.table]
+    lines = [*accuracies(results, entry.get("cumulative", False)), "", *mechanisms(results)]
+    if "cut_below" in entry:
+        lines += ["", *first_uncut(results, entry["cut_below"])]
     print("\n".join(lines))
     if options.plots:
         plot(results, options.plots / f"ablation-{options.table}.svg")
     return lines
 
 
-def accuracies(results: Results) -> list[str]:
-    """Held-out accuracy at equal time and equal samples, and at equal time the differences between variants."""
+def accuracies(results: Results, cumulative: bool = True) -> list[str]:
+    """Held-out accuracy at equal time and equal samples, and at equal time the differences between variants.
+
+    Only in a cumulative table does a variant differ from the one above it by one technique.
+    """
     ends = {axis: min(r["evaluations"][axis][-1] for group in results.values() for r in group) for axis in AXES}
     values = {
         axis: {
@@ -289,16 +295,57 @@ def accuracies(results: Results) -> list[str]:
     }
     spread = {axis: noise(values[axis].values()) for axis in AXES}
     heads = " | ".join(text.format(ends[axis]) for axis, text in AXES.items())
-    lines = [f"| variant | seeds | {heads} | minus the one above | minus the first |", "|---" * 7 + "|"]
+    differences = ["minus the one above", "minus the first"] if cumulative else ["minus the first"]
+    lines = [f"| variant | seeds | {heads} | {' | '.join(differences)} |", "|---" * (5 + len(differences)) + "|"]
     names = list(results)
     for number, name in enumerate(names):
         count = len(results[name])
         cells = [f"{fmean(values[axis][name]):.1f} ± {half(spread[axis], count):.1f}" for axis in AXES]
-        for other in (names[number - 1], names[0]) if number else ():
+        for other in (names[number - 1], names[0])[-len(differences) :] if number else ():
             difference = fmean(values["minutes"][name]) - fmean(values["minutes"][other])
             cells.append(f"{difference:+.1f} ± {half(spread['minutes'], count, len(results[other])):.1f}")
-        lines.append(f"| {name} | {count} | {' | '.join(cells + ['', ''] * (not number))} |")
+        lines.append(f"| {name} | {count} | {' | '.join(cells + [''] * len(differences) * (not number))} |")
     return lines
+
+
+def uncut(result: Mapping[str, Any], below: float) -> int | None:
+    """The first evaluation with less than that share of responses cut, after one with no less; None: there is none."""
+    shares = result["evaluations"]["truncated"]
+    rose = next((i for i, share in enumerate(shares) if share >= below), len(shares))
+    return next((i for i, share in enumerate(shares) if i > rose and share < below), None)
+
+
+def first_uncut(results: Results, below: float) -> list[str]:
+    """When the cells that get there have that first evaluation: step and minute, and how many do not get there."""
+    places = {v: [(r["evaluations"], uncut(r, below)) for r in group] for v, group in results.items()}
+    values = {
+        axis: {v: [curves[axis][i] for curves, i in found if i is not None] for v, found in places.items()}
+        for axis in ("step", "minutes")
+    }
+    spread = {axis: noise(groups.values()) for axis, groups in values.items()}
+    lines = [
+        f"| variant, first evaluation with under {below:.0%} cut | cells | step | minus the first | minute "
+        "| minus the first |",
+        "|---" * 6 + "|",
+    ]
+    first = next(iter(results))
+    for name, group in results.items():
+        cells = []
+        for (axis, groups), digits in zip(values.items(), (0, 2), strict=True):
+            own, other = groups[name], groups[first]
+            cells.append(f"{fmean(own):.{digits}f} ± {half(spread[axis], len(own)):.{digits}f}" if own else "")
+            cells.append(
+                f"{fmean(own) - fmean(other):+.{digits}f} ± {half(spread[axis], len(own), len(other)):.{digits}f}"
+                if name != first and own and other
+                else ""
+            )
+        lines.append(f"| {name} | {len(values['step'][name])} of {len(group)} | {' | '.join(cells)} |")
+    return lines
+
+
+def ends(values: Sequence[float | None]) -> list[float]:
+    """The last steps' values; a step in which nothing was learned has no entropy and no share clipped."""
+    return [value for value in values if value is not None][-LAST:]
 
 
 def mechanisms(results: Results) -> list[str]:
@@ -310,7 +357,7 @@ def mechanisms(results: Results) -> list[str]:
     ]
     for name, group in results.items():
         names = ("entropy", "length", "truncated", "mixed", "drawn", "all_wrong", "clip_low", "clip_high")
-        last = {key: fmean(fmean(r["steps"][key][-LAST:]) for r in group) for key in names}
+        last = {key: fmean(fmean(ends(r["steps"][key])) for r in group) for key in names}
         seconds = fmean(60 * r["steps"]["minutes"][-1] / len(r["steps"]["step"]) for r in group)
         steps = fmean(len(r["steps"]["step"]) for r in group)
         cut = fmean(r["evaluations"]["truncated"][-1] for r in group)
@@ -323,17 +370,19 @@ def mechanisms(results: Results) -> list[str]:
 
 
 def plot(results: Results, file: Path) -> None:
-    """The curves of all cells, a colour for each variant."""
+    """The curves as means over the seeds of a variant, as far as all of them go; a colour for each variant."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 7), layout="constrained")
+    figure = Figure(figsize=(13, 11), layout="constrained")
     panels = [("evaluations", axis, "accuracy") for axis in ("minutes", "samples_trained")]
-    panels += [("steps", "minutes", n) for n in ("entropy", "length", "truncated", "mixed", "clip_low", "clip_high")]
-    for panel, (part, axis, name) in zip(figure.subplots(2, 4).flat, panels, strict=True):
-        for number, (variant, group) in enumerate(results.items()):
-            for result in group:
-                label = {"label": variant} if result is group[0] else {}
-                panel.plot(result[part][axis], result[part][name], color=f"C{number}", linewidth=1, **label)
+    names = ("entropy", "length", "truncated", "mixed", "all_right", "clip_low", "clip_high")
+    panels += [("steps", "minutes", name) for name in names]
+    for panel, (part, axis, name) in zip(figure.subplots(3, 3).flat, panels, strict=True):
+        for variant, group in results.items():
+            pairs = [zip(r[part][axis], r[part][name], strict=True) for r in group]
+            curves = [tuple(zip(*((x, y) for x, y in pair if y is not None), strict=True)) for pair in pairs]
+            shared = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 60)
+            panel.plot(shared, np.mean([np.interp(shared, *curve) for curve in curves], 0), linewidth=1, label=variant)
         panel.set_title(f"{'held-out ' if part == 'evaluations' else ''}{name.replace('_', ' ')}", fontsize=10)
         panel.set_xlabel(axis.replace("_", " "), fontsize=8)
     figure.axes[0].legend(fontsize=7)

@@ -114,6 +114,45 @@ def test_variants_are_compared_where_all_have_come_on_straight_lines_between_eva
     assert fast[5:] == ["-10.0 ± 220.1"] * 2  # 12.706 * 14.142 * sqrt(1 + 1/2)
 
 
+def test_a_table_that_is_not_cumulative_compares_with_its_first_variant_only() -> None:
+    ends = {"whole": (0.4, 0.6), "other": (0.8, 0.6), "less": (0.3, 0.3)}
+    results = {v: [result([0, 2], [0, 1], [0, 1], [0.2, end]) for end in both] for v, both in ends.items()}
+    head, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in ablation.accuracies(results, False))
+    assert head[5:] == ["minus the first"]
+    # variances 200, 200 and 0 of 3 d.f.: 3.182 * sqrt(400 / 3)
+    assert [line[5:] for line in lines] == [[""], ["+20.0 ± 36.7"], ["-20.0 ± 36.7"]]
+
+
+def cut(steps: list[int], shares: list[float]) -> dict[str, Any]:
+    return {"evaluations": {"step": steps, "minutes": [step / 100 for step in steps], "truncated": shares}}
+
+
+def test_guessing_is_found_after_responses_were_cut_and_not_before_any_was() -> None:
+    at = [0, 10, 20, 30, 40]
+    assert ablation.uncut(cut(at, [0.0, 0.05, 0.1, 0.099, 0.3]), 0.1) == 3
+    assert ablation.uncut(cut(at, [0.2, 0.3, 0.1, 0.2, 0.0]), 0.1) == 4
+    assert ablation.uncut(cut(at, [0.0, 0.3, 0.1, 0.2, 0.1]), 0.1) is None  # never found
+    assert ablation.uncut(cut(at, [0.0, 0.05, 0.0, 0.0, 0.0]), 0.1) is None  # nothing to find
+
+
+def test_cells_that_do_not_find_it_are_counted_and_have_no_part_in_the_means() -> None:
+    found, never = [0.0, 0.3, 0.05, 0.0], [0.0, 0.3, 0.3, 0.3]
+    results = {
+        "whole": [cut([0, 10, 20, 30], found), cut([0, 20, 40, 60], found)],
+        "other": [cut([0, 10, 50, 60], found), cut([0, 10, 70, 80], found), cut([0, 10, 20, 30], never)],
+        "none": [cut([0, 10, 20, 30], never)],
+    }
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ablation.first_uncut(results, 0.1)[2:]]
+    # steps 20 and 40, 50 and 70: variance 200 of 2 d.f.; 4.303 * sqrt(200 / 2) = 43, * sqrt(200) = 61 for a difference
+    assert lines[0] == ["whole", "2 of 2", "30 ± 43", "", "0.30 ± 0.43", ""]
+    assert lines[1] == ["other", "2 of 3", "60 ± 43", "+30 ± 61", "0.60 ± 0.43", "+0.30 ± 0.61"]
+    assert lines[2] == ["none", "0 of 1", "", "", "", ""]
+
+
+def test_a_step_in_which_nothing_was_learned_is_none_of_the_last_ones() -> None:
+    assert ablation.ends([9.0, 1.0, 2.0, None, 3.0, None]) == [1.0, 2.0, 3.0]
+
+
 def test_axes_count_all_that_was_drawn_and_not_the_capture_of_the_first_step(tmp_path: Path) -> None:
     step = {"groups/drawn": 6, "groups/kept": 4, "accuracy": 0.25, "groups/mixed": 4}
     lines = [
@@ -253,12 +292,6 @@ def test_every_result_is_of_a_declared_cell_and_ran_as_declared(results: ablatio
     assert {f"{found['evaluations']['accuracy'][0]:.1%}" for found in every} == {"29.8%"} and "29.8% are right" in prose
 
 
-def test_the_page_says_how_many_cells_on_the_cpu_are_filled(prose: str) -> None:
-    filled = len(list(ablation.RESULTS.glob("arithmetic-*.json")))
-    cells = ablation.declared(ablation.DECLARED, "arithmetic")
-    assert f"**{filled} of {len(cells)} are filled**" in prose
-
-
 def test_the_tables_are_those_of_the_results(results: ablation.Results, page: str) -> None:
     assert "\n".join(ablation.accuracies(results)) in page
     assert "\n".join(ablation.mechanisms(results)) in page
@@ -344,3 +377,139 @@ def test_what_the_text_says_of_mechanisms_is_in_the_results(results: ablation.Re
     assert f"{shares[0]} of the tokens above and {shares[1]} below" in prose
     likely = [found["steps"]["clip_high_probability"][-1] for group in results.values() for found in group]
     assert f"mean probability of {min(likely):.2f} to {max(likely):.2f}" in prose
+
+
+# --- and of the cells on the CPU --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def left_out() -> ablation.Results:
+    return ablation.read_results(ablation.parse(["table", "arithmetic"]))
+
+
+def against_dapo(values: dict[str, list[float]], variant: str) -> tuple[float, float]:
+    """The difference of the means and half of its interval."""
+    own, whole = values[variant], values["dapo"]
+    return fmean(own) - fmean(whole), ablation.half(ablation.noise(values.values()), len(own), len(whole))
+
+
+def test_every_cell_on_the_cpu_ran_as_declared(left_out: ablation.Results, prose: str) -> None:
+    cells = {cell.name: cell for cell in ablation.declared(ablation.DECLARED, "arithmetic")}
+    files = {file.stem: json.loads(file.read_text()) for file in ablation.RESULTS.glob("arithmetic-*.json")}
+    assert files.keys() <= cells.keys()
+    assert f"**{len(files)} of {len(cells)} are filled**" in prose
+    for name, found in files.items():
+        assert (found["cell"], found["seed"], found["commit"]) == (name, cells[name].seed, "69257dd")
+        assert found["settings"] == dict(cells[name].settings) and found["card"]["device"] == "CPU"
+        assert found["seconds"] < cells[name].limit_s and 4.9 < found["evaluations"]["minutes"][-1] < 5.05
+        assert found["versions"]["torch"] == "2.11.0" and found["versions"]["transformers"] == "5.17.0"
+        assert found["evaluations"]["accuracy"][0] == 0.202 and "20.2% before training" in prose
+    steps = {name: len(found["steps"]["step"]) for name, found in files.items()}
+    assert f"({min(steps.values())} to {max(steps.values())} of them)" in prose
+    seconds = [found["seconds"] for found in files.values()]
+    assert f"in {min(seconds):.0f} to {max(seconds):.0f} s with start" in prose
+    first, second = (fmean(n for name, n in steps.items() if name[-1] in seeds) for seeds in ("23", "4567"))
+    assert f"{second / first:.1f} times as many steps in the same time" in prose
+
+
+def test_the_tables_of_the_cpu_are_those_of_the_results(left_out: ablation.Results, page: str) -> None:
+    for lines in (
+        ablation.accuracies(left_out, False),
+        ablation.mechanisms(left_out),
+        ablation.first_uncut(left_out, 0.1),
+    ):
+        assert "\n".join(lines) in page
+
+
+def test_what_the_text_says_of_accuracy_on_the_cpu_is_in_the_results(left_out: ablation.Results, prose: str) -> None:
+    every = [found["evaluations"] for group in left_out.values() for found in group]
+    at = {
+        axis: {v: accuracy(g, axis, min(found[axis][-1] for found in every)) for v, g in left_out.items()}
+        for axis in ablation.AXES
+    }
+    spread = {axis: ablation.noise(groups.values()) for axis, groups in at.items()}
+    deviations = [f"{deviation:.1f}" for deviation, _ in spread.values()]
+    assert (
+        f"({deviations[0]}, {deviations[1]} and {deviations[2]} points between seeds, 35 degrees of freedom)" in prose
+    )
+    assert {freedom for _, freedom in spread.values()} == {35}
+
+    axes = ("minutes", "samples_trained", "samples_drawn")
+    without = {axis: against_dapo(at[axis], "no-dynamic-sampling") for axis in axes}
+    texts = [f"{abs(d) if axis == 'minutes' else d:.1f} ± {half:.1f}" for axis, (d, half) in without.items()]
+    assert f"accuracy is {texts[0]} points lower, {texts[1]} at equal samples trained on and {texts[2]} at" in prose
+    wide = [2.80 * spread[axis][0] * (1 / 3) ** 0.5 for axis in axes[:2]]  # t of 35 degrees of freedom at 1 - 0.05 / 6
+    assert f"± {wide[0]:.1f} at equal time and ± {wide[1]:.1f} at equal samples trained on" in prose
+    for variant in left_out.keys() - {"dapo", "no-dynamic-sampling"}:  # within noise at equal time
+        difference, half = against_dapo(at["minutes"], variant)
+        assert abs(difference) < half
+    assert without["minutes"][0] < -without["minutes"][1]
+
+    ends = sorted(value for group in at["minutes"].values() for value in group)
+    usual = [value for value in ends if 53 < value < 75]
+    assert f"{len(usual)} of the {len(ends)} cells end between 53 and 75%" in prose
+    assert sum(value < 50 for value in at["minutes"]["no-dynamic-sampling"]) == 2 and ends[1] < 50 < ends[2]
+    soft, low = (dict(zip(range(2, 8), at["minutes"][v], strict=True)) for v in ("no-soft-overlong", "no-clip-higher"))
+    assert f"ended at {soft[4]:.1f} and {low[4]:.1f}%; another reached {soft[2]:.1f}%" in prose
+    assert ends[-3:] == sorted([soft[4], low[4], soft[2]])
+    better = [against_dapo(at["minutes"], v)[0] for v in ("no-soft-overlong", "no-clip-higher")]
+    assert f"({better[0]:+.1f} and {better[1]:+.1f}, within noise)" in prose
+    token, half = against_dapo(at["minutes"], "no-token-level")
+    assert f"| {token:+.1f} ± {half:.1f} points without it" in prose
+    naive, half = against_dapo(at["minutes"], "naive")
+    assert f"only {-naive:.1f} ± {half:.1f} points below" in prose
+    lost = {
+        v: fmean(100 * (max(f["evaluations"]["accuracy"]) - f["evaluations"]["accuracy"][-1]) for f in g)
+        for v, g in left_out.items()
+    }
+    rest = [value for v, value in lost.items() if v not in ("naive", "no-dynamic-sampling")]
+    numbers = f"(`naive` {lost['naive']:.1f}, all others {min(rest):.1f} to {max(rest):.1f})"
+    assert f"loses {lost['no-dynamic-sampling']:.1f} points on average {numbers}" in prose
+
+
+def first_under(group: list[dict[str, Any]], name: str, axis: str) -> list[float]:
+    places = [ablation.uncut({"evaluations": {"truncated": found["evaluations"][name]}}, 0.1) for found in group]
+    return [found["evaluations"][axis][i] for found, i in zip(group, places, strict=True) if i is not None]
+
+
+def test_what_the_text_says_of_guessing_is_in_the_results(left_out: ablation.Results, prose: str) -> None:
+    cut = {v: first_under(g, "truncated", "step") for v, g in left_out.items()}
+    assert [len(cut[v]) for v in ("no-soft-overlong", "dapo", "no-dynamic-sampling")] == [3, 5, 6]
+    later = {v: against_dapo(cut, v) for v in cut}
+    soft, drawn, filtered, naive = (
+        f"{abs(later[v][0]):.0f} ± {later[v][1]:.0f} steps"
+        for v in ("no-soft-overlong", "no-dynamic-sampling", "with-overlong-filtering", "naive")
+    )
+    minutes = {v: first_under(g, "truncated", "minutes") for v, g in left_out.items()}
+    earlier, half = against_dapo(minutes, "no-dynamic-sampling")
+    assert f"later by {soft} in three cells, never in three (`dapo`: never in one)" in prose
+    assert f"earlier by {drawn}, {-earlier:.2f} ± {half:.2f} minutes, within noise; all six get there" in prose
+    assert f"all six get there, later by {filtered}, within noise" in prose and len(cut["with-overlong-filtering"]) == 6
+    assert f"gets there last, {naive} after" in prose
+    assert {v for v, (difference, half) in later.items() if abs(difference) > half} == {"naive"}
+
+    never = [f["evaluations"] for g in left_out.values() for f in g if ablation.uncut(f, 0.1) is None]
+    shares = [100 * found["no_answer"][1] for found in never]
+    assert len(never) == 6 and f"{min(shares):.0f} to {max(shares):.0f}% of their responses at step 10" in prose
+    assert f"at most {max(found['no_answer'][-1] for found in never):.1%} at the end" in prose
+
+    other = {v: first_under(g, "no_answer", "step") for v, g in left_out.items()}
+    assert {len(values) for values in other.values()} == {6}
+    minutes = {v: first_under(g, "no_answer", "minutes") for v, g in left_out.items()}
+    earlier, half = against_dapo(minutes, "no-dynamic-sampling")
+    naive, soft = against_dapo(other, "naive"), against_dapo(other, "no-soft-overlong")
+    assert f"`naive` {naive[0]:.0f} ± {naive[1]:.0f} steps after" in prose
+    assert f"sampling {-earlier:.2f} ± {half:.2f} minutes before it" in prose
+    assert f"({soft[0]:+.0f} ± {soft[1]:.0f} steps)" in prose
+
+
+def test_what_the_text_says_of_entropy_on_the_cpu_is_in_the_results(left_out: ablation.Results, prose: str) -> None:
+    ends = {v: [fmean(ablation.ends(found["steps"]["entropy"])) for found in g] for v, g in left_out.items()}
+    difference, half = against_dapo(ends, "no-clip-higher")
+    assert f"no: {fmean(ends['no-clip-higher']):.3f} against {fmean(ends['dapo']):.3f} over the last three" in prose
+    assert f"(a difference of {difference:.3f} ± {half:.3f})" in prose
+    whole = {
+        v: fmean(fmean(x for x in found["steps"]["entropy"] if x is not None) for found in g)
+        for v, g in left_out.items()
+    }
+    assert f"{whole['no-clip-higher']:.3f} against {whole['dapo']:.3f} over all steps" in prose
