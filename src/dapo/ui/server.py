@@ -8,6 +8,7 @@ Consumes files of runs; produces JSON, server-sent events and the static page. E
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,19 +19,22 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import dapo
-from dapo.config import flat
+from dapo.config import Config, flat
+from dapo.config.reference import keys_in
 from dapo.errors import UserError
+from dapo.files import plain
 from dapo.observe.index import open_database
 from dapo.observe.metrics import METRICS
 from dapo.observe.run_view import OUTCOMES, RunView
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
 from dapo.ui import curves, playground, queries, votes
-from dapo.ui.alarm_history import alarm_history, hacking_history
+from dapo.ui.alarm_history import alarm_history, hacking_history, readable_recipe
 from dapo.ui.answering import Answerer
 from dapo.ui.guard import Guard
 from dapo.ui.live import PERIOD, Full, Live, LiveResponse
 from dapo.ui.runs import NotHere, Run, Runs
+from dapo.ui.search import search
 from dapo.ui.texts import sendable, summary_of, tokens_of
 from dapo.ui.thinned import thinned
 
@@ -149,11 +153,15 @@ def _overview(runs: Runs) -> APIRouter:
 
     @router.get("/metrics")
     def list_metrics(names: Names) -> dict[str, Any]:
-        """What the metrics are, which of them these runs have, and which to show first."""
-        entries = [entry for name in names for entry in runs.get(name).view.metrics]
-        have = curves.names_in(entries)
+        """What the metrics are, which of them these runs have, which to show first, and which runs are of one
+        experiment with other seeds."""
+        views = {name: runs.get(name).view for name in names}
+        have = curves.names_in([entry for view in views.values() for entry in view.metrics])
         known = {m.name: {"unit": m.unit, "meaning": m.meaning} for m in METRICS.values()}
-        return {"known": known, "available": have, "headlines": [n for n in curves.HEADLINES if n in have]}
+        seeds = {name: view.recipe.get("seed") for name, view in views.items()}
+        headlines = [n for n in curves.HEADLINES if n in have]
+        experiments = _experiments(views)
+        return {"known": known, "available": have, "headlines": headlines, "experiments": experiments, "seeds": seeds}
 
     @router.get("/curves")
     def list_curves(
@@ -161,13 +169,17 @@ def _overview(runs: Runs) -> APIRouter:
         metrics: Annotated[list[str], Query(alias="metric", min_length=1, max_length=120)],
         points: Points = 400,
         x: Literal["step", "time/elapsed", "tokens"] = "step",
+        together: bool = False,
     ) -> dict[str, dict[str, list[list[float]]]]:
-        """By run and metric the points of its curve."""
-        found = {}
-        for name in names:
-            entries = _with_tokens(runs.get(name).view.metrics) if x == "tokens" else runs.get(name).view.metrics
-            found[name] = curves.curves(entries, metrics, points, x)
-        return found
+        """By run and metric the points of its curve. ``together``: by the first run of each experiment, of all its
+        seeds."""
+        views = {name: runs.get(name).view for name in names}
+        entries = {name: _with_tokens(v.metrics) if x == "tokens" else v.metrics for name, v in views.items()}
+        sets = _experiments(views) if together else [[name] for name in views]
+        return {
+            first: curves.curves(entries[first], metrics, points, x, [entries[name] for name in others])
+            for first, *others in sets
+        }
 
     @router.get("/ablation")
     def ablation(names: Names) -> dict[str, Any]:
@@ -189,12 +201,14 @@ def _overview(runs: Runs) -> APIRouter:
 
     @router.get("/config")
     def config(names: Names) -> dict[str, Any]:
-        """Every key of the recipes, and which keys differ."""
-        configs = [runs.get(name).view.recipe for name in names]
+        """Every key of the recipes, which keys differ, and each run's defaults (none: of a version that cannot be read)."""
+        views = [runs.get(name).view for name in names]
+        configs = [view.recipe for view in views]
         tables = [dict(flat(one)) for one in configs]
         keys = dict.fromkeys(key for table in tables for key in table)
         values = {key: [table.get(key) for table in tables] for key in keys}
-        return {"values": values, "differing": curves.differing(configs)}
+        defaults = [_defaults(view.config) for view in views]
+        return {"values": values, "differing": curves.differing(configs), "defaults": defaults}
 
     return router
 
@@ -213,6 +227,17 @@ def _samples(runs: Runs) -> APIRouter:
             group["prompt"] = summary_of(_line(run, group))
             del group["text_offset"], group["text_length"]
         return {"total": total, "groups": found, "statuses": STATUSES, **queries.bounds(run.samples())}
+
+    @router.get("/search")
+    def find(
+        name: Name,
+        text: Annotated[str, Query(min_length=1, max_length=200)],
+        step: Whole | None = None,
+        offset: Whole = 0,
+    ) -> dict[str, Any]:
+        """Where the text occurs in the samples, newest steps first; ``step`` and ``offset``: ``next`` of the answer
+        before."""
+        return search(runs.get(name).folder.samples, text, None if step is None else (step, offset))
 
     @router.get("/group")
     def group(name: Name, step: Whole, draw: Whole) -> dict[str, Any]:
@@ -291,7 +316,7 @@ def _details(runs: Runs) -> APIRouter:
     router = APIRouter()
 
     @router.get("/time")
-    def time(name: Name, points: Points = 240) -> dict[str, Any]:
+    def seconds(name: Name, points: Points = 240) -> dict[str, Any]:
         """Where the seconds of each step went, speeds, and what each role used."""
         run = runs.get(name)
         view = run.view
@@ -307,6 +332,7 @@ def _details(runs: Runs) -> APIRouter:
         """Alarms with the steps they were on in, and what else a person should know."""
         view = runs.get(name).view
         return {
+            "readable": readable_recipe(view.config) is not None,
             "alarms": [*hacking_history(view.hacking), *alarm_history(view.config, view.metrics)],
             "warnings": view.warnings(),
             "steps": view.steps_done,
@@ -321,7 +347,8 @@ def _details(runs: Runs) -> APIRouter:
             for entry in view.metrics
             if any(key.startswith("eval/") for key in entry)
         ]
-        return {"evaluations": found, "summary": view.summary, "best": view.best, "checkpoints": view.checkpoints}
+        stopped = view.summary.get("stopped") if view.state in ("finished", "stopped") else None  # else of an earlier part
+        return {"evaluations": found, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
 
     return router
 
@@ -339,12 +366,38 @@ def _card(run: Run) -> dict[str, Any]:
             "steps": view.steps_done,
             "planned": view.steps_planned,
             "seconds": view.seconds,
+            "left": _left(run) if view.state == "running" else None,
             "before": before,
             "after": after,
             "last": {name: last.get(name) for name in _LAST},
         }
     except (UserError, OSError) as error:  # one that is spoilt, or somebody else's, hides no other
         return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
+
+
+def _left(run: Run) -> dict[str, Any] | None:
+    """As :func:`curves.time_left`, with ``since``: seconds since the last step."""
+    view = run.view
+    minutes = (view.config.get("training") or {}).get("minutes")
+    left = curves.time_left(view.metrics, view.steps_planned, minutes)
+    return left and left | {"since": max(0.0, time.time() - run.folder.metrics.stat().st_mtime)}
+
+
+def _experiments(views: Mapping[str, RunView]) -> list[list[str]]:
+    """The runs, those together whose recipes are the same but for the seed."""
+    sets: dict[str, list[str]] = {}
+    for name, view in views.items():
+        sets.setdefault(curves.experiment(view.recipe) or name, []).append(name)
+    return list(sets.values())
+
+
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What each key of a recipe has where nothing is said; required ones are left out."""
+    recipe = readable_recipe(config)
+    if recipe is None:
+        return None
+    found = {name: key.default for name, key in keys_in(recipe).items() if not key.required}
+    return dict(flat(plain(found | {"reward.kind": Config.model_fields["reward"].default.kind})))
 
 
 def _outcomes(view: RunView, stored: Sequence[queries.Row]) -> list[dict[str, Any]]:
