@@ -62,7 +62,7 @@ def curves(
     return {name: curve(entries, name, points, x, others) for name in names}
 
 
-def time_left(entries: Sequence[Entry], steps: int | None, minutes: float | None) -> dict[str, Any] | None:
+def time_left(entries: Sequence[Entry], steps: int | None, minutes: Any) -> dict[str, Any] | None:
     """Of a run that goes on, at the pace of its last ten steps: ``steps`` left of ``training.steps``, or as many as fit
     into ``training.minutes`` if ``by`` says that those end first, ``pace`` (seconds of a step, evaluations included),
     ``of`` (how many steps that is from), ``seconds`` left at the end of the last step. None: no step is done yet.
@@ -71,7 +71,7 @@ def time_left(entries: Sequence[Entry], steps: int | None, minutes: float | None
     if not done or steps is None:
         return None
     left, by, last = max(steps - done[-1]["step"], 0), "steps", done[-1]
-    if minutes is not None and (seconds := last.get("time/step")) and _is_number(used := last.get("time/training")):
+    if _is_number(minutes) and (seconds := last.get("time/step")) and _is_number(used := last.get("time/training")):
         fit = steps_that_fit(minutes, used, seconds)
         left, by = (fit, "minutes") if fit < left else (left, by)
     pace = float(np.mean([sum(_phases_of(entry)) for entry in done[-10:]]))

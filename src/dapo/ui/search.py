@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,14 @@ MOST_SECONDS, MOST_FINDS = 2.0, 50
 AROUND = 80
 """Characters before and after a find."""
 
+Place = tuple[int, int]
+"""A step, and how many lines of it to skip."""
 
-def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: float = MOST_SECONDS) -> dict[str, Any]:
-    """Where ``text`` is in prompts, responses and extracted answers, whatever the case of its letters. ``samples``: the
-    folder of a run. ``start``: ``next`` of an earlier answer, a step and lines of it to skip. ``seconds``: at most.
+
+def search(samples: Path, text: str, start: Place | None, seconds: float = MOST_SECONDS) -> dict[str, Any]:
+    """Where ``text`` is in prompts, responses and extracted answers, whatever the case of its letters.
+
+    ``samples``: the folder of a run. ``start``: ``next`` of an earlier answer. ``seconds``: at most.
 
     Returns:
         ``finds`` (a prompt once for its group); how many steps were ``searched``, from ``last`` down to ``first``;
@@ -33,35 +37,41 @@ def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: flo
         UserError: a file cannot be read.
     """
     steps = [step for step in reversed(steps_with_samples(samples)) if start is None or step <= start[0]]
-    finds: list[dict[str, Any]] = []
-    told: set[Any] = set()
-    pattern, deadline, following, place = re.compile(re.escape(text), re.IGNORECASE), time.monotonic() + seconds, None, -1
+    finds, told, deadline = list[dict[str, Any]](), set[Any](), time.monotonic() + seconds
+    pattern, first, last = (
+        re.compile(re.escape(text), re.IGNORECASE),
+        min(steps, default=None),
+        max(steps, default=None),
+    )
+    for place, number, sample in _lines(samples, steps, start):
+        finds += _finds(sample, steps[place], pattern, text.lower(), told)
+        if len(finds) >= MOST_FINDS or time.monotonic() > deadline:
+            here = {"searched": place + 1, "first": steps[place], "left": len(steps) - place}
+            return here | {"finds": finds, "last": last, "next": (steps[place], number)}
+    return {"finds": finds, "searched": len(steps), "first": first, "last": last, "left": 0, "next": None}
+
+
+def _lines(samples: Path, steps: Sequence[int], start: Place | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The samples of these steps, each with its step's place among them and the number of its line."""
     for place, step in enumerate(steps):
         path, skip = samples_path(samples, step), start[1] if start is not None and step == start[0] else 0
         try:
             for number, line in enumerate(islice(lines_of(path), skip, None), skip + 1):
-                finds += _finds(dict(parse_json(line)), step, pattern, text.lower(), told)
-                if len(finds) >= MOST_FINDS or time.monotonic() > deadline:
-                    following = (step, number)
-                    break
+                yield place, number, dict(parse_json(line))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{path}: cannot be searched: {error}") from None
-        if following:
-            break
-    said = {"searched": place + 1, "last": steps[0] if steps else None, "next": following}
-    said["first"] = steps[place] if steps else None
-    return said | {"finds": finds, "left": len(steps) - place if following else 0}
 
 
 def _finds(
     sample: Mapping[str, Any], step: int, pattern: re.Pattern[str], text: str, told: set[Any]
 ) -> Iterator[dict[str, Any]]:
+    facts = {"step": step, "draw": sample.get("draw"), "sample": sample.get("index"), "correct": sample.get("correct")}
     for where in ("prompt", "extracted", "response"):
-        value, key = str(sample.get(where) or ""), (step, sample.get("draw"), where, where == "prompt" or sample.get("index"))
+        value, group = str(sample.get(where) or ""), (step, facts["draw"])
         # a plain search first: it is many times as fast, and nearly always there is nothing
-        if text in value.lower() and key not in told and (found := pattern.search(value)):
-            told.add(key)
-            begin, end = found.span()
-            texts = {"before": value[max(0, begin - AROUND) : begin], "found": found[0], "after": value[end:][:AROUND]}
-            verdict = {"draw": sample.get("draw"), "sample": sample.get("index"), "correct": sample.get("correct")}
-            yield {"step": step, "where": where} | verdict | {name: sendable(part) for name, part in texts.items()}
+        if text not in value.lower() or (where == "prompt" and group in told) or not (found := pattern.search(value)):
+            continue
+        if where == "prompt":
+            told.add(group)
+        texts = (value[max(0, found.start() - AROUND) : found.start()], found[0], value[found.end() :][:AROUND])
+        yield facts | {"where": where} | dict(zip(("before", "found", "after"), map(sendable, texts), strict=True))

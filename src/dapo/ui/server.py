@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
@@ -33,6 +33,7 @@ from dapo.ui.alarm_history import alarm_history, hacking_history, readable_recip
 from dapo.ui.answering import Answerer
 from dapo.ui.guard import Guard
 from dapo.ui.live import PERIOD, Full, Live, LiveResponse
+from dapo.ui.queries import Whole
 from dapo.ui.runs import NotHere, Run, Runs
 from dapo.ui.search import search
 from dapo.ui.texts import sendable, summary_of, tokens_of
@@ -62,32 +63,8 @@ _SPEEDS = (*(f"tokens_per_second/{of}" for of in ("rollout", "update", "total"))
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=50)]
 Name = Annotated[str, Query(alias="run")]
+Text = Annotated[str, Query(min_length=1, max_length=200)]
 Points = Annotated[int, Query(ge=10, le=5000)]
-Whole = Annotated[int, Query(ge=0, le=2**63 - 1)]
-"""As the index stores it."""
-
-
-def _wanted(
-    first_step: Annotated[int, Query(ge=0)] = 0,
-    last_step: Annotated[int, Query(ge=0, le=queries.LAST_STEP)] = queries.LAST_STEP,
-    status: str | None = None,
-    correct: bool | None = None,
-    longer_than: Whole | None = None,
-    truncated: bool = False,
-    disagree: bool = False,
-    failed: bool = False,
-    row: Whole | None = None,
-    order: queries.Order = "newest",
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
-) -> queries.GroupFilter:
-    """The filters of the list as they stand in an address."""
-    return queries.GroupFilter(
-        first_step, last_step, status, correct, longer_than, truncated, disagree, failed, row, order, limit, offset
-    )
-
-
-Wanted = Annotated[queries.GroupFilter, Depends(_wanted)]
 
 
 def create_app(folders: Sequence[Path], token: str | None = None, period: float = PERIOD) -> FastAPI:
@@ -201,7 +178,7 @@ def _overview(runs: Runs) -> APIRouter:
 
     @router.get("/config")
     def config(names: Names) -> dict[str, Any]:
-        """Every key of the recipes, which keys differ, and each run's defaults (none: of a version that cannot be read)."""
+        """Every key of the recipes, which of them differ, and the defaults of each run (null: of another version)."""
         views = [runs.get(name).view for name in names]
         configs = [view.recipe for view in views]
         tables = [dict(flat(one)) for one in configs]
@@ -217,7 +194,7 @@ def _samples(runs: Runs) -> APIRouter:
     router = APIRouter()
 
     @router.get("/groups")
-    def groups(name: Name, wanted: Wanted) -> dict[str, Any]:
+    def groups(name: Name, wanted: Annotated[queries.GroupFilter, Query()]) -> dict[str, Any]:
         """Groups, with the end of each prompt."""
         run = runs.get(name)
         found = queries.groups(run.samples(), wanted)
@@ -229,15 +206,9 @@ def _samples(runs: Runs) -> APIRouter:
         return {"total": total, "groups": found, "statuses": STATUSES, **queries.bounds(run.samples())}
 
     @router.get("/search")
-    def find(
-        name: Name,
-        text: Annotated[str, Query(min_length=1, max_length=200)],
-        step: Whole | None = None,
-        offset: Whole = 0,
-    ) -> dict[str, Any]:
-        """Where the text occurs in the samples, newest steps first; ``step`` and ``offset``: ``next`` of the answer
-        before."""
-        return search(runs.get(name).folder.samples, text, None if step is None else (step, offset))
+    def find(name: Name, text: Text, step: Whole | None = None, skip: Whole = 0) -> dict[str, Any]:
+        """Where the text is in the samples, newest first; ``step`` and ``skip``: ``next`` of the answer before."""
+        return search(runs.get(name).folder.samples, text, None if step is None else (step, skip))
 
     @router.get("/group")
     def group(name: Name, step: Whole, draw: Whole) -> dict[str, Any]:
@@ -347,7 +318,8 @@ def _details(runs: Runs) -> APIRouter:
             for entry in view.metrics
             if any(key.startswith("eval/") for key in entry)
         ]
-        stopped = view.summary.get("stopped") if view.state in ("finished", "stopped") else None  # else of an earlier part
+        ended = view.state in ("finished", "stopped")  # else the summary is of an earlier part
+        stopped = view.summary.get("stopped") if ended else None
         return {"evaluations": found, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
 
     return router
@@ -378,8 +350,7 @@ def _card(run: Run) -> dict[str, Any]:
 def _left(run: Run) -> dict[str, Any] | None:
     """As :func:`curves.time_left`, with ``since``: seconds since the last step."""
     view = run.view
-    minutes = (view.config.get("training") or {}).get("minutes")
-    left = curves.time_left(view.metrics, view.steps_planned, minutes)
+    left = curves.time_left(view.metrics, view.steps_planned, dict(flat(view.config)).get("training.minutes"))
     return left and left | {"since": max(0.0, time.time() - run.folder.metrics.stat().st_mtime)}
 
 

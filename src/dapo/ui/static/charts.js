@@ -113,14 +113,10 @@ class Frame {
     return !this.window || (x >= this.window[0] && x <= this.window[1]);
   }
 
-  // Whether nothing lies outside of a range.
-  shows([from, to]) {
-    return this.every().every((x) => x >= from && x <= to);
-  }
-
   // What the picture leaves out, in words.
   say(...texts) {
-    fill(this.said, [this.window && `${this.xName} ${number(this.window[0])} to ${number(this.window[1])}; double click or 0 shows all`, ...texts].filter(Boolean).join(". "));
+    const [from, to] = !this.window ? [] : this.xName === "step" ? [Math.ceil(this.window[0]), Math.floor(this.window[1])] : this.window.map(number);
+    fill(this.said, [this.window && `${this.xName} ${from} to ${to}; double click or 0: all`, ...texts].filter(Boolean).join(". "));
   }
 
   // Where on the horizontal axis a place in the window is.
@@ -145,6 +141,7 @@ class Frame {
 
 // series: [{name, colour, points: [[x, mean, low, high]], band: [[x, low, high]]}]
 export class LineChart extends Frame {
+  static hasLog = true;
   series = [];
   smoothing = 0;
 
@@ -161,11 +158,6 @@ export class LineChart extends Frame {
 
   every() {
     return this.series.flatMap((one) => one.points.map(([x]) => x));
-  }
-
-  useLog(log) {
-    this.log = log;
-    this.draw();
   }
 
   // What is to be seen of each series: the part that is zoomed into and, with a log scale, what is above 0.
@@ -303,8 +295,7 @@ export function bars(title, labels, groups, format = percent1) {
   const most = Math.max(...groups.flatMap((group) => group.values), 1e-9), width = 460, height = 150, left = 38;
   const each = (width - left - 6) / labels.length, thick = Math.min(14, (each - 4) / groups.length);
   const Y = (value) => height - 22 - (value / most) * (height - 34);
-  return h("figure", { class: "chart", "data-chart": title },
-    h("figcaption", {}, h("b", {}, title)),
+  return figure(title, null,
     h("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title },
       niceTicks(0, most, 3).flatMap((y) => [h("line", { class: "grid", x1: left, x2: width, y1: Y(y), y2: Y(y) }), h("text", { x: left - 5, y: Y(y) + 3, "text-anchor": "end" }, format(y))]),
       labels.map((label, i) => h("text", { x: left + each * (i + 0.5), y: height - 7, "text-anchor": "middle" }, label)),
@@ -323,12 +314,17 @@ export function heat(title, { cells, columns, rows, shortest, longest, lowest, h
   const square = ([x, y, count]) => h("rect", { class: "cell", x: left + x * w, y: 8 + (rows - 1 - y) * t, width: w + 0.3, height: t + 0.3, "fill-opacity": 0.12 + 0.88 * Math.sqrt(count / most) },
     h("title", {}, `${xName} ${number(shortest + ((longest - shortest) * x) / columns)}…, ${yName} ${number(lowest + ((highest - lowest) * y) / rows)}…: ${number(count)} samples`));
   const marks = [[lowest, height - bottom], [highest, 16]].map(([value, y]) => h("text", { x: left - 5, y, "text-anchor": "end" }, number(value)));
-  return h("figure", { class: "chart", "data-chart": title },
-    h("figcaption", {}, h("b", {}, title), h("span", { class: "muted" }, " samples of each, darker: more")),
+  return figure(title, h("span", { class: "muted" }, " samples of each, darker: more"),
     h("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, cells.map(square), marks,
       h("line", { class: "axis", x1: left, x2: width - 6, y1: height - bottom + 1, y2: height - bottom + 1 }),
       h("text", { x: left, y: height - 14 }, number(shortest)), h("text", { x: width - 6, y: height - 14, "text-anchor": "end" }, number(longest)),
       h("text", { x: (left + width) / 2, y: height - 14, "text-anchor": "middle" }, xName)));
+}
+
+function figure(title, about, ...children) {
+  const element = h("figure", { class: "chart", "data-chart": title }, h("figcaption", {}, h("b", {}, title), about), ...children);
+  element.firstChild.append(toolsOf({ title, element }));
+  return element;
 }
 
 function nearest(xs, x) {

@@ -106,7 +106,7 @@ export function table(head, rows, properties = {}) {
 }
 
 // A long text as its beginning and its end; a click shows it whole.
-export function folded(text, most = 800) {
+export function folded(text, most = 600) {
   if (text.length <= most) return text;
   const letters = [...text], opener = h("button", { type: "button", class: "fold", onclick: () => fill(opener.parentNode, text) }, `… all ${number(text.length)} characters …`);
   return [letters.slice(0, most / 3).join(""), opener, letters.slice((-most * 2) / 3).join("")];

@@ -14,34 +14,33 @@ export function zoomTo(chart, range) {
 // A part of what is shown, or several times as much, around the cursor.
 export function zoomBy(chart, factor) {
   if (!chart.extent) return;
-  const { x0, x1 } = chart.extent, middle = chart.at ?? (x0 + x1) / 2, range = [middle - (middle - x0) * factor, middle + (x1 - middle) * factor];
-  zoomTo(chart, factor > 1 && chart.shows(range) ? null : range);
+  const { x0, x1 } = chart.extent, middle = chart.at ?? (x0 + x1) / 2, [from, to] = [x0, x1].map((x) => middle + (x - middle) * factor);
+  zoomTo(chart, chart.every().every((x) => x >= from && x <= to) ? null : [from, to]);
 }
 
 export function watchZoom(chart) {
-  const { plot } = chart;
+  const { plot } = chart, range = h("rect", { class: "range", y: 0, height: chart.height });
   let begun = null;
-  const ends = (event) => [begun.x, event.clientX].sort((a, b) => a - b), left = () => plot.getBoundingClientRect().left;
-  plot.addEventListener("pointerdown", (event) => {
+  const on = (type, act) => plot.addEventListener(type, act), forget = () => { begun = null; range.remove(); };
+  const draw = ({ clientX }) => {
+    range.setAttribute("x", Math.min(begun, clientX) - plot.getBoundingClientRect().left);
+    range.setAttribute("width", Math.abs(begun - clientX));
+  };
+  on("pointerdown", (event) => {
     if (!chart.extent || event.button) return;
-    begun = { x: event.clientX, mark: h("rect", { class: "range", y: 0, height: chart.height }) };
+    begun = event.clientX;
     plot.setPointerCapture(event.pointerId);
-    plot.querySelector("svg").append(begun.mark);
+    plot.firstChild.append(range);
   });
-  plot.addEventListener("pointermove", (event) => {
-    if (!begun) return;
-    begun.mark.setAttribute("x", ends(event)[0] - left());
-    begun.mark.setAttribute("width", ends(event)[1] - ends(event)[0]);
+  on("pointermove", (event) => begun !== null && draw(event));
+  on("pointercancel", forget);
+  on("pointerup", ({ clientX }) => {
+    const ends = [begun, clientX].sort((a, b) => a - b), meant = begun !== null && ends[1] - ends[0] >= CLICK && chart.extent;
+    forget();
+    if (meant) zoomTo(chart, ends.map((x) => chart.placeOf(x)));
   });
-  for (const type of ["pointerup", "pointercancel"]) plot.addEventListener(type, (event) => {
-    if (!begun) return;
-    const [from, to] = ends(event);
-    begun.mark.remove();
-    begun = null;
-    if (type === "pointerup" && to - from >= CLICK && chart.extent) zoomTo(chart, [from, to].map((x) => chart.placeOf(x)));
-  });
-  plot.addEventListener("dblclick", () => zoomTo(chart, null));
-  plot.addEventListener("keydown", (event) => {
+  on("dblclick", () => zoomTo(chart, null));
+  on("keydown", (event) => {
     const act = { "+": () => zoomBy(chart, 0.5), "=": () => zoomBy(chart, 0.5), "-": () => zoomBy(chart, 2), 0: () => zoomTo(chart, null) }[event.key];
     if (act && !event.ctrlKey && !event.metaKey) act(event.preventDefault());
   });

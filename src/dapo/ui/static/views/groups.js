@@ -1,7 +1,7 @@
 // Groups side by side: what was asked, what was answered, what it earned, why it was trained on or not.
 
 import { fill, folded, h, highlight, note, number, panel, percent, segmented } from "../dom.js";
-import { csv, save } from "../tools.js";
+import { save, saveCsv } from "../tools.js";
 
 const LEVELS = 8, MOST_SAVED = 10_000;
 const level = (share) => Math.max(0, Math.min(LEVELS, Math.round(share * LEVELS)));
@@ -107,7 +107,7 @@ export async function mount(element, api) {
     if (!next) [finds, searched].forEach((place) => fill(place));
     if (!text) return highlight([]);
     searched.textContent = "searching …";
-    const found = await api.get("search", { run: api.run, text, step: next?.[0], offset: next?.[1] });
+    const found = await api.get("search", { run: api.run, text, step: next?.[0], skip: next?.[1] });
     if (mine !== asked) return;
     finds.append(...found.finds.map((one) => h("a", { href: api.href("groups", { ...wanted, at: one.step, draw: one.draw }), onclick: (event) => { event.preventDefault(); told(show(one)); } },
       h("span", { class: "muted" }, `step ${one.step}, draw ${one.draw}, ${one.where === "prompt" ? "prompt" : `${one.where} ${one.sample}`}: `), one.before, h("mark", {}, one.found), one.after)));
@@ -119,7 +119,8 @@ export async function mount(element, api) {
     let all = [], found;
     do all = all.concat((found = await api.get("groups", { ...query(), limit: 200, offset: all.length })).groups);
     while (found.groups.length && all.length < Math.min(found.total, MOST_SAVED));
-    if (all.length) save(`${api.run} groups.${type}`, type === "csv" ? csv([Object.keys(all[0]), ...all.map(Object.values)]) : all.map((group) => `${JSON.stringify(group)}\n`).join(""));
+    if (type === "csv") saveCsv(`${api.run} groups`, [Object.keys(all[0] ?? {}), ...all.map(Object.values)]);
+    else save(`${api.run} groups.jsonl`, all.map((group) => `${JSON.stringify(group)}\n`).join(""), "application/jsonl");
     count.textContent = `${number(all.length)} of ${number(found.total)} groups saved`;
   }
 
@@ -172,7 +173,7 @@ function drawGroup(group, colouring, choose, more, text) {
     h("div", { class: "bar" }, h("b", {}, `Step ${group.step}, draw ${group.draw}`), h("span", { class: "muted" }, `row ${group.row}`),
       h("span", { class: `tag ${group.status === "kept" ? "good" : "warm"}` }, `${group.status.replaceAll("_", " ")}: ${group.why}`),
       h("span", {}, `${right} of ${scored} right`), h("span", {}, "answer ", h("code", {}, group.gold ?? "–"))),
-    h("pre", { class: "prompt-box" }, folded(group.prompt ?? "(the text is gone)", text ? Infinity : undefined)),
+    h("pre", { class: "prompt-box" }, folded(group.prompt ?? "(the text is gone)", text && group.prompt?.toLowerCase().includes(text.toLowerCase()) ? Infinity : undefined)),
     h("div", { class: "bar" }, segmented("colour of the tokens", offered, colouring, (id) => { paint(id); choose(id); }), scale),
     cards, reading);
 }

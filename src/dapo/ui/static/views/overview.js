@@ -2,7 +2,7 @@
 
 import { COLOURS, LineChart } from "../charts.js";
 import { fill, formatOf, h, note, number, panel, percent, remaining, seconds, segmented, table } from "../dom.js";
-import { csv, save } from "../tools.js";
+import { saveCsv } from "../tools.js";
 
 const POINTS = 400;
 
@@ -109,7 +109,7 @@ export async function mount(element, api) {
     segmented("horizontal axis", [["step", "steps"], ["time/elapsed", "time"], ["tokens", "tokens"]], chosen.x, (x) => { chosen.x = x; charts.forEach((chart) => (chart.window = null)); remember(); load(); }),
     h("label", {}, "smoothing", slider), picker,
     metrics.experiments.some((runs) => runs.length > 1) && h("label", {}, h("input", { type: "checkbox", checked: !chosen.apart, onchange: (event) => { chosen.apart = !event.target.checked; remember(); load(); drawAblation(); } }), "seeds as one curve"),
-    h("button", { type: "button", class: "quiet", onclick: () => save(`${api.runs.join(" ")}.csv`, csv([["metric", "curve", chosen.x, "mean", "lowest", "highest"], ...[...charts].flatMap(([name, chart]) => chart.rows().slice(1).map((row) => [name, ...row]))]), "text/csv") }, "save all as CSV"),
+    h("button", { type: "button", class: "quiet", onclick: () => saveCsv(api.runs.join(" "), [["metric", "curve", chosen.x, "mean", "lowest", "highest"], ...[...charts].flatMap(([name, chart]) => chart.rows().slice(1).map((row) => [name, ...row]))]) }, "save all as CSV"),
     extra.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => { extra = []; remember(); load(); } }, "fewer curves"));
   fill(element, tiles, bar, compared, grid);
   await Promise.all([load(), drawAblation()]);
