@@ -289,7 +289,7 @@ def test_a_chart_is_zoomed_by_pointer_and_keys_has_a_log_scale_and_becomes_files
         sync_api.expect(other.locator(".said")).to_be_empty()
         sync_api.expect(chart.locator("circle")).to_have_count(9)  # the log scale stays
         page.keyboard.press("+")
-        sync_api.expect(other.locator(".said")).to_contain_text("step 4 to 7")
+        sync_api.expect(other.locator(".said")).to_contain_text("step 3 to 7")
 
 
 def test_texts_are_found_marked_and_lead_to_their_group(

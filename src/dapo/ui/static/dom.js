@@ -22,8 +22,10 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
+// What is in its place already stays there, and keeps the focus.
 export function fill(element, ...children) {
-  element.replaceChildren(...there(children));
+  const wanted = there(children), now = element.childNodes;
+  if (wanted.length !== now.length || wanted.some((child, place) => child !== now[place])) element.replaceChildren(...wanted);
   return element;
 }
 
