@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from dapo.config import flat
 from dapo.observe.metrics import METRICS, PHASES
 
 Entry = Mapping[str, Any]
+Run = Sequence[Entry]
 
 HEADLINES = (
     *("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "probability/mean"),
@@ -31,9 +32,7 @@ def names_in(entries: Sequence[Entry]) -> list[str]:
     return sorted(found - {"step"}, key=lambda name: (order.get(name, len(order)), name))
 
 
-def curve(
-    entries: Sequence[Entry], name: str, points: int, x: str = "step", others: Sequence[Sequence[Entry]] = ()
-) -> list[list[float]]:
+def curve(entries: Run, name: str, points: int, x: str = "step", others: Sequence[Run] = ()) -> list[list[float]]:
     """Points ``[x, mean, lowest, highest]`` of a metric, at most ``points`` of them, each of as many steps.
 
     What was measured before training stands at 0, whatever ``x`` is. ``others``: of further runs, which become one
@@ -45,18 +44,14 @@ def curve(
     return [[_round(part[-1, :, 0].mean()), *map(_round, _spread(part[..., 1]))] for part in parts]
 
 
-def _measured(entries: Sequence[Entry], name: str, x: str) -> dict[int, tuple[float, float]]:
+def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]:
     """Place and value of a metric by step."""
     places = ((e.get("step") or 0, e.get(x) if e.get("step") else 0.0, e.get(name)) for e in entries)
-    return {step: (float(place), float(v)) for step, place, v in places if _is_number(place) and _is_number(v)}
+    return {step: (place, v) for step, place, v in places if _is_number(place) and _is_number(v)}
 
 
 def curves(
-    entries: Sequence[Entry],
-    names: Iterable[str],
-    points: int,
-    x: str = "step",
-    others: Sequence[Sequence[Entry]] = (),
+    entries: Run, names: Iterable[str], points: int, x: str = "step", others: Sequence[Run] = ()
 ) -> dict[str, list[list[float]]]:
     """The curve of each of these metrics."""
     return {name: curve(entries, name, points, x, others) for name in names}
@@ -139,5 +134,5 @@ def _round(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
