@@ -306,14 +306,14 @@ def test_texts_are_found_marked_and_lead_to_their_group(
         search.press("Enter")
         sync_api.expect(page.locator(".finds mark")).to_have_text(["<b>bold"] * 2)
         page.get_by_role("button", name="search on: 2 more steps").click()
-        sync_api.expect(page.get_by_text("3 found in steps 1 to 3.")).to_be_visible()
+        sync_api.expect(page.get_by_text("3 found in the texts of steps 1 to 3.")).to_be_visible()
         page.locator(".finds a").last.click()
         sync_api.expect(page.locator(".detail")).to_contain_text("Step 1, draw 10")
         page.wait_for_function("[...CSS.highlights.get('found')].map(String).join() === '<b>bold'")
         assert page.locator("#view b b, .finds b").count() == 0 and "text=%3CB%3Ebold" in page.url
         search.fill("nowhere")
         search.press("Enter")
-        sync_api.expect(page.get_by_text("0 found in steps 1 to 3.")).to_be_visible()
+        sync_api.expect(page.get_by_text("0 found in the texts of steps 1 to 3.")).to_be_visible()
         with page.expect_download() as download:
             page.get_by_role("button", name="save jsonl").click()
         groups = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]

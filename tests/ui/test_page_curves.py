@@ -29,9 +29,9 @@ def test_what_was_before_training_stands_at_0_on_every_axis() -> None:
 
 
 def test_seeds_become_one_curve_over_the_steps_that_all_of_them_have() -> None:
-    runs = [[{"step": s, "time/elapsed": 10.0 * s + k, "loss": s + k} for s in range(1, 4 - k % 2)] for k in (0, 1, 5)]
-    assert curves.curve(runs[0], "loss", 10, "time/elapsed", runs[1:]) == [[12, 3, 1, 6], [22, 4, 2, 7]]
-    assert curves.curve(runs[0], "loss", 1, others=runs[1:]) == [[2, 3.5, 1, 7]]
+    runs = [[{"step": s, "time/elapsed": 10.0 * s + k, "loss": s + k} for s in range(1, 4 - k % 2)] for k in (0, 1, 2)]
+    assert curves.curve(runs[0], "loss", 10, "time/elapsed", runs[1:]) == [[11, 2, 1, 3], [21, 3, 2, 4]]
+    assert curves.curve(runs[0], "loss", 1, others=runs[1:]) == [[2, 2.5, 1, 4]]
     assert curves.curve(runs[0], "loss", 10, others=[[{"step": 1}]]) == []
 
 

@@ -39,9 +39,12 @@ def curve(entries: Run, name: str, points: int, x: str = "step", others: Sequenc
     curve with the first one, over the steps that all of them have measured.
     """
     measured = [_measured(run, name, x) for run in (entries, *others)]
-    table = np.array([[run[step] for run in measured] for step in measured[0] if all(step in run for run in measured)])
+    steps = [step for step in measured[0] if all(step in run for run in measured)] if others else list(measured[0])
+    table = np.stack([np.array([run[step] for step in steps], np.float64) for run in measured], axis=1) if steps else ()
     parts = np.array_split(table, min(points, len(table))) if len(table) else ()  # [steps, runs, (x, value)]
-    return [[_round(part[-1, :, 0].mean()), *map(_round, _spread(part[..., 1]))] for part in parts]
+    return [
+        [_round(sum(part[-1, :, 0].tolist()) / len(measured)), *map(_round, _spread(part[..., 1]))] for part in parts
+    ]
 
 
 def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]:

@@ -15,19 +15,14 @@ from dapo.files import lines_of, parse_json
 from dapo.observe.samples import samples_path, steps_with_samples
 from dapo.ui.texts import sendable
 
-MOST_SECONDS, MOST_FINDS = 2.0, 50
-"""Of one answer."""
-AROUND = 80
-"""Characters before and after a find."""
-
-Place = tuple[int, int]
-"""A step, and how many lines of it to skip."""
+MOST_SECONDS, MOST_FINDS, AROUND = 2.0, 50, 80
+"""Of one answer, and characters before and after each find."""
 
 
-def search(samples: Path, text: str, start: Place | None, seconds: float = MOST_SECONDS) -> dict[str, Any]:
+def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: float = MOST_SECONDS) -> dict[str, Any]:
     """Where ``text`` is in prompts, responses and extracted answers, whatever the case of its letters.
 
-    ``samples``: the folder of a run. ``start``: ``next`` of an earlier answer. ``seconds``: at most.
+    ``samples``: the folder of a run. ``start``: ``next`` of an earlier answer, a step and lines of it to skip.
 
     Returns:
         ``finds`` (a prompt once for its group); how many steps were ``searched``, from ``last`` down to ``first``;
@@ -51,7 +46,9 @@ def search(samples: Path, text: str, start: Place | None, seconds: float = MOST_
     return {"finds": finds, "searched": len(steps), "first": first, "last": last, "left": 0, "next": None}
 
 
-def _lines(samples: Path, steps: Sequence[int], start: Place | None) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def _lines(
+    samples: Path, steps: Sequence[int], start: tuple[int, int] | None
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The samples of these steps, each with its step's place among them and the number of its line."""
     for place, step in enumerate(steps):
         path, skip = samples_path(samples, step), start[1] if start is not None and step == start[0] else 0

@@ -2,7 +2,7 @@
 
 import { bytes, fill, h, number, percent } from "./dom.js";
 import { toolsOf } from "./tools.js";
-import { watchZoom } from "./zoom.js";
+import { watchZoom, zoomBy } from "./zoom.js";
 
 const MARGIN = { right: 10, top: 8, bottom: 20 };
 export const COLOURS = Array.from({ length: 8 }, (_, place) => `s${place}`);
@@ -109,9 +109,7 @@ class Frame {
     fill(this.plot, h("p", { class: "muted centre" }, why));
   }
 
-  inside(x) {
-    return !this.window || (x >= this.window[0] && x <= this.window[1]);
-  }
+  inside(x) { return !this.window || (x >= this.window[0] && x <= this.window[1]); }
 
   // What the picture leaves out, in words.
   say(...texts) {
@@ -126,9 +124,11 @@ class Frame {
   }
 
   #key(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by || !this.extent) return;
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], zoom = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity }[event.key];
+    if (event.ctrlKey || event.metaKey || (!by && !zoom) || !(this.extent || this.window)) return;
     event.preventDefault();
+    if (zoom) return zoomBy(this, zoom);
+    if (!this.extent) return;
     const xs = this.places();
     const now = this.at === undefined || this.at === null ? (by > 0 ? -1 : xs.length) : nearest(xs, this.at);
     moveCursors(xs[Math.min(xs.length - 1, Math.max(0, now + by))]);
@@ -143,6 +143,7 @@ class Frame {
 export class LineChart extends Frame {
   static hasLog = true;
   series = [];
+  shown = [];
   smoothing = 0;
 
   set(series, smoothing = this.smoothing) {
@@ -152,13 +153,10 @@ export class LineChart extends Frame {
     return this;
   }
 
-  places() {
-    return this.shown[0].drawn.map(([x]) => x);
-  }
-
-  every() {
-    return this.series.flatMap((one) => one.points.map(([x]) => x));
-  }
+  places() { return this.shown[0].drawn.map(([x]) => x); }
+  every() { return this.series.flatMap((one) => one.points.map(([x]) => x)); }
+  // For a file: a line for each point that is to be seen.
+  rows() { return [["curve", this.xName, "mean", "lowest", "highest"], ...this.shown.flatMap((one) => one.points.map((point) => [one.name, ...point]))]; }
 
   // What is to be seen of each series: the part that is zoomed into and, with a log scale, what is above 0.
   #seen(one) {
@@ -182,11 +180,6 @@ export class LineChart extends Frame {
     [low, high] = this.log ? [low / 1.1, high * 1.1] : [low >= 0 && low < room * 3 ? 0 : low - room, high + room];
     this.scale(this.window ?? this.shown.flatMap((one) => one.points.map(([x]) => x)), low, high);
     this.show(...this.axes(), ...this.shown.flatMap((one) => this.#paths(one)));
-  }
-
-  // For a file: a line for each point that is to be seen.
-  rows() {
-    return [["curve", this.xName, "mean", "lowest", "highest"], ...this.shown.flatMap((one) => one.points.map((point) => [one.name, ...point]))];
   }
 
   #paths(one) {
@@ -224,6 +217,7 @@ export class LineChart extends Frame {
 // rows: [[x, value of each name...]]; parts: [{name, colour}]; share: each row adds up to 1
 export class StackChart extends Frame {
   all = [];
+  raw = [];
 
   set(parts, rows, share = false) {
     Object.assign(this, { parts, share, all: rows });
@@ -232,17 +226,9 @@ export class StackChart extends Frame {
     return this;
   }
 
-  places() {
-    return this.heights.map(([x]) => x);
-  }
-
-  every() {
-    return this.all.map(([x]) => x);
-  }
-
-  rows() {
-    return [[this.xName, ...this.parts.map((part) => part.name)], ...this.raw];
-  }
+  places() { return this.heights.map(([x]) => x); }
+  every() { return this.all.map(([x]) => x); }
+  rows() { return [[this.xName, ...this.parts.map((part) => part.name)], ...this.raw]; }
 
   draw() {
     if (!this.width) return;

@@ -135,3 +135,9 @@ export const note = (...text) => h("p", { class: "note" }, ...text);
 
 export const panel = (title, ...children) =>
   h("section", { class: "panel" }, title && h("h2", {}, title), ...children);
+
+// What the playground and the comparison share.
+export const labelled = (text, control) => h("label", {}, h("span", {}, text), control);
+
+export const modelChoice = (models, chosen) =>
+  h("select", {}, models.map(({ name, best }) => h("option", { value: name, selected: name === chosen }, best ? `${name} (best)` : name)));

@@ -1,7 +1,6 @@
 // Two models of a run answer one prompt, side by side, as they write. mount(element, {run}) returns {close}.
 
-import { labelled, modelChoice } from "./asking.js";
-import { fill, h, percent } from "./dom.js";
+import { fill, h, labelled, modelChoice, percent } from "./dom.js";
 import { address, ask, events } from "./server.js";
 
 export function mount(element, api) {

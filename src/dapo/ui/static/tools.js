@@ -1,7 +1,7 @@
 // What can be done with a chart besides looking at it: zoom, scale, a picture or its numbers as a file.
 
 import { h } from "./dom.js";
-import { zoomBy, zoomTo } from "./zoom.js";
+import { zoomBy } from "./zoom.js";
 
 const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "opacity", "fill-opacity", "font-size", "font-family", "text-anchor"];
 const TITLE = 24, LINE = 16;  // pixels of the title above the picture, and of a line of the legend below
@@ -44,7 +44,7 @@ async function savePng(name, { svg, width, height }) {
 // A menu for a chart of charts.js; of one that is drawn but once, only {element, title}.
 export function toolsOf(chart) {
   const name = () => `${document.title.split(" · ").at(-1)} ${chart.title}`, drawn = () => picture(chart.element, chart.title);
-  const acts = chart.draw ? [["zoom in", () => zoomBy(chart, 0.5)], ["zoom out", () => zoomBy(chart, 2)], ["show all", () => zoomTo(chart, null)], ["save CSV", () => saveCsv(name(), chart.rows())]] : [];
+  const acts = chart.draw ? [["zoom in", () => zoomBy(chart, 0.5)], ["zoom out", () => zoomBy(chart, 2)], ["show all", () => zoomBy(chart, Infinity)], ["save CSV", () => saveCsv(name(), chart.rows())]] : [];
   acts.push(["save SVG", () => save(`${name()}.svg`, drawn().svg, "image/svg+xml")], ["save PNG", () => savePng(name(), drawn())]);
   const close = () => { menu.open = false; };
   const menu = h("details", { class: "tools", onkeydown: (event) => event.key === "Escape" && close(menu.firstChild.focus()), onfocusout: (event) => menu.contains(event.relatedTarget) || close() },

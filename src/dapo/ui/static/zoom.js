@@ -11,8 +11,9 @@ export function zoomTo(chart, range) {
   chart.zoomed?.();
 }
 
-// A part of what is shown, or several times as much, around the cursor.
+// A part of what is shown, or several times as much, around the cursor; Infinity: all.
 export function zoomBy(chart, factor) {
+  if (factor === Infinity) return zoomTo(chart, null);
   if (!chart.extent) return;
   const { x0, x1 } = chart.extent, middle = chart.at ?? (x0 + x1) / 2, [from, to] = [x0, x1].map((x) => middle + (x - middle) * factor);
   zoomTo(chart, chart.every().every((x) => x >= from && x <= to) ? null : [from, to]);
@@ -40,8 +41,4 @@ export function watchZoom(chart) {
     if (meant) zoomTo(chart, ends.map((x) => chart.placeOf(x)));
   });
   on("dblclick", () => zoomTo(chart, null));
-  on("keydown", (event) => {
-    const act = { "+": () => zoomBy(chart, 0.5), "=": () => zoomBy(chart, 0.5), "-": () => zoomBy(chart, 2), 0: () => zoomTo(chart, null) }[event.key];
-    if (act && !event.ctrlKey && !event.metaKey) act(event.preventDefault());
-  });
 }

@@ -7,7 +7,7 @@ export async function mount(element, api) {
     const found = await api.get("alarms", { run: api.run });
     const raised = found.alarms.filter((alarm) => alarm.steps.length), calm = found.alarms.filter((alarm) => !alarm.steps.length);
     fill(element,
-      panel(raised.length ? `${raised.length} of ${found.alarms.length} alarms were on at some time` : null, raised.length ? raised.map((alarm) => draw(alarm, found.steps, api.running)) : note(`No alarm in ${found.steps} steps.`)),
+      panel(raised.length ? `${raised.length} of ${found.alarms.length} alarms were on at some time` : null, raised.length ? raised.map((alarm) => draw(alarm, found.steps, api.running)) : note(found.steps ? `No alarm in ${found.steps} steps.` : "No step is done.")),
       found.warnings.length > 0 && panel("To know", h("ul", {}, found.warnings.map((text) => h("li", {}, text)))),
       !found.readable && note("The recipe of this run is of another version of dapo: only signs of reward hacking are known."),
       found.readable && panel("Watched, and calm", note(calm.map((alarm) => alarm.name).join(" · ") || "none")));

@@ -107,13 +107,14 @@ export async function mount(element, api) {
     if (!next) [finds, searched].forEach((place) => fill(place));
     if (!text) return highlight([]);
     searched.textContent = "searching …";
-    const found = await api.get("search", { run: api.run, text, step: next?.[0], skip: next?.[1] });
+    const found = await api.get("search", { run: api.run, text, step: next?.[0], skip: next?.[1] }).catch((error) => ({ error }));
     if (mine !== asked) return;
+    if (found.error) return fill(searched, found.error.message);
     finds.append(...found.finds.map((one) => h("a", { href: api.href("groups", { ...wanted, at: one.step, draw: one.draw }), onclick: (event) => { event.preventDefault(); told(show(one)); } },
       h("span", { class: "muted" }, `step ${one.step}, draw ${one.draw}, ${one.where === "prompt" ? "prompt" : `${one.where} ${one.sample}`}: `), one.before, h("mark", {}, one.found), one.after)));
     last ??= found.last;
-    fill(searched, found.searched ? `${finds.childElementCount} found in steps ${found.first} to ${last}. ` : "No texts are stored. ",
-      found.next && h("button", { type: "button", onclick: () => told(find(found.next, last)) }, `search on: ${number(found.left)} more step${found.left === 1 ? "" : "s"}`));
+    fill(searched, found.searched ? `${finds.childElementCount} found in the texts of steps ${found.first} to ${last}. ` : "No texts are stored. ",
+      found.next && h("button", { type: "button", onclick: () => find(found.next, last) }, `search on: ${number(found.left)} more step${found.left === 1 ? "" : "s"}`));
   }
   async function saveGroups(type) {
     let all = [], found;
@@ -138,10 +139,10 @@ export async function mount(element, api) {
       box("truncated", "cut"), box("failed", "score failed"), box("disagree", "check disagrees"),
       choose("order", "order", [["newest", "newest"], ["hardest", "hardest"], ["easiest", "easiest"], ["longest", "longest"], ["spread", "spread of reward"], ["gap", "engine–trainer gap"]]),
       count, fresh, ["csv", "jsonl"].map((type) => h("button", { type: "button", class: "quiet", onclick: () => told(saveGroups(type)) }, `save ${type}`))),
-    h("div", { class: "bar" }, h("input", { type: "search", value: wanted.text ?? "", placeholder: "search prompts, responses, answers", "aria-label": "search texts", maxlength: 200, onchange: (event) => { wanted.text = event.target.value; keep(); told(find()); } }), searched), finds,
+    h("div", { class: "bar" }, h("input", { type: "search", value: wanted.text ?? "", placeholder: "search prompts, responses, answers", "aria-label": "search texts", maxlength: 200, onchange: (event) => { wanted.text = event.target.value; keep(); find(); } }), searched), finds,
     h("div", { class: "split" }, list, detail));
   await load();
-  told(find());
+  find();
   return {
     refresh({ type }) {
       if (type !== "samples") return;

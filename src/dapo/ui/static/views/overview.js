@@ -47,7 +47,7 @@ export async function mount(element, api) {
       });
       chartOf(name).set(series, name.startsWith("eval/") ? 0 : chosen.smoothing);
     }
-    fill(grid, names.map((name) => chartOf(name).element));
+    fill(grid, names.length ? names.map((name) => chartOf(name).element) : note("no values"));
   }
 
   async function load() {

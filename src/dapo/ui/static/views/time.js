@@ -19,7 +19,7 @@ export async function mount(element, api) {
     const { names, rows, totals: sums } = found.phases;
     phases.set(names.map((name) => ({ name: name.replaceAll("_", " "), colour: COLOUR[name] })), rows);
     const all = Object.values(sums).reduce((a, b) => a + b, 0) || 1;
-    fill(totals, table(["phase", "time", "share"], names.filter((name) => sums[name] > 0).map((name) => [
+    fill(totals, !rows.length ? note("no values") : table(["phase", "time", "share"], names.filter((name) => sums[name] > 0).map((name) => [
       h("span", {}, h("span", { class: COLOUR[name] }, "■ "), name.replaceAll("_", " ")), seconds(sums[name]), percent(sums[name] / all)])));
     speed.set([["rollout", "s0"], ["update", "s2"], ["total", "s4"]].map(([name, colour]) => ({ name, colour, points: found.speeds[`tokens_per_second/${name}`] })));
     drawUses(found);
@@ -29,7 +29,7 @@ export async function mount(element, api) {
     const roles = [...new Set(resources.map((row) => `${row.role} on ${row.host}`))];
     const series = (name) => roles.map((role, place) => ({ name: role, colour: `s${place % 8}`, points: resources.filter((row) => `${row.role} on ${row.host}` === role && row[name] !== null).map((row) => [row.seconds, row[name], row[name], row[name]]) }));
     const shown = USES.map(([name, title, unit, format]) => [name, title, unit, format, series(name)]).filter(([, , , , lines]) => lines.some((line) => line.points.length));
-    if (!shown.length && memory.length) shown.push(["memory", "Most memory until then", "", bytes, [{ name: "process", colour: "s0", points: memory }]]);
+    if (!shown.length && memory.length) shown.push(["memory", "Peak memory", "", bytes, [{ name: "process", colour: "s0", points: memory }]]);
     for (const [name, title, unit, format, lines] of shown) {
       if (!charts.has(name)) charts.set(name, new LineChart({ title, unit, format, height: 120, xName: name === "memory" ? "step" : "s" }));
       charts.get(name).named = roles.length > 1;
