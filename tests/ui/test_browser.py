@@ -322,7 +322,8 @@ def test_texts_are_found_marked_and_lead_to_their_group(
 
 def test_seeds_are_one_curve_or_several_and_settings_that_are_no_default_are_marked(page: Any, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
-        page_run(tmp_path / f"s{seed}", settings={"seed": seed})
+        with MetricsLog(page_run(tmp_path / f"s{seed}", settings={"seed": seed}).metrics) as log:
+            log.append(3, {"accuracy": 0.1 * seed})
     with served(tmp_path) as address:
         page.goto(f"{address}/#overview?run=s1&run=s2&run=s3")
         ready(page, "overview")
@@ -332,6 +333,7 @@ def test_seeds_are_one_curve_or_several_and_settings_that_are_no_default_are_mar
         )
         sync_api.expect(lines).to_have_count(1)
         sync_api.expect(legend).to_have_text("3 seeds (s1 …): mean, and lowest to highest")
+        sync_api.expect(page.locator('[data-chart="accuracy"] path.band')).to_have_count(1)
         page.get_by_label("seeds as one curve").uncheck()
         sync_api.expect(lines).to_have_count(3)
         sync_api.expect(legend).to_have_text("s1s2s3")

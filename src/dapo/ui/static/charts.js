@@ -197,7 +197,7 @@ export class LineChart extends Frame {
 
   #latest() {
     fill(this.readout, ...this.shown.slice(0, 3).map((one) => h("span", { class: this.series.length > 1 ? `ink ${one.colour}` : "" }, this.format(one.points.at(-1)[1]))));
-    fill(this.legend, ...(this.series.length > (this.named ? 1 : 8) || this.series.some((one) => one.about) ? this.series.map((one) => h("span", { class: `ink ${one.colour}`, title: one.about }, one.name)) : []));
+    fill(this.legend, ...((this.named && this.series.length > 1) || this.series.some((one) => one.about) ? this.series.map((one) => h("span", { class: `ink ${one.colour}`, title: one.about }, one.name)) : []));
   }
 
   point(x) {
