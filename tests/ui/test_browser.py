@@ -79,10 +79,12 @@ def test_curves_move_while_a_run_trains(page: Any, tmp_path: Path) -> None:
             line.wait_for(state="attached")  # a level one has no height, and would not count as visible
             before = line.get_attribute("d")
             sync_api.expect(page.locator(".run.running")).to_have_count(1)
+            sync_api.expect(page.locator("#live")).to_have_text("live")
             go_on.release(8)
             sync_api.expect(line).not_to_have_attribute("d", before)
             page.wait_for_selector(".run.finished")
             sync_api.expect(page.locator(".tiles")).to_contain_text("4 / 4")  # drawn after the list
+            sync_api.expect(page.locator("#live")).to_have_text("connected")
         finally:
             go_on.release(8)
             training.join(60)
@@ -345,25 +347,27 @@ def test_seeds_are_one_curve_or_several_and_settings_that_are_no_default_are_mar
         sync_api.expect(rows.first).to_have_text("seed2default 0")
 
 
-def test_what_is_said_stays_true_when_a_run_ends_or_is_evaluated(page: Any, tmp_path: Path) -> None:
+def test_what_is_said_stays_true_when_a_run_goes_on_or_ends_and_no_news_of_it_came(page: Any, tmp_path: Path) -> None:
     shown, beside = page_run(tmp_path / "shown"), page_run(tmp_path / "beside")
     page.clock.install()
-    with served(tmp_path) as address, contextlib.ExitStack() as held:
-        for folder in (shown, beside):
+    page.route("**/api/events*", lambda route: route.abort())
+    with served(tmp_path) as address, contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        for folder, held in ((shown, first), (beside, second)):
             lock_file(held.enter_context((folder.root / ".lock").open("w")), fcntl.LOCK_EX)
         page.goto(f"{address}/#evaluation?run=shown")
         ready(page, "evaluation")
         page.get_by_text("No evaluation yet.").wait_for()
-        page.clock.run_for(1000)
-        sync_api.expect(page.locator("#live")).to_have_text("live")
         sync_api.expect(page.locator(".run.running")).to_have_count(2)
+        second.close()
+        page.clock.run_for(16_000)
+        sync_api.expect(page.locator(".run.running")).to_have_count(1)
         with MetricsLog(shown.metrics) as log:
             log.append(3, step_metrics(3) | {"eval/accuracy": 0.5, "eval/rows": 9})
-        held.close()
-        page.clock.run_for(16_000)  # of a run that is not shown the server says nothing
-        sync_api.expect(page.locator(".run.running")).to_have_count(0)
-        sync_api.expect(page.locator("#live")).to_have_text("connected")
+        page.clock.run_for(16_000)
         page.get_by_role("heading", name="Evaluated after step 3").wait_for()
+        first.close()
+        page.clock.run_for(16_000)
+        sync_api.expect(page.locator(".run.running")).to_have_count(0)
         page.locator("#tab-overview").click()
         ready(page, "overview")
         sync_api.expect(page.locator(".tiles")).to_contain_text("alarms on at the end")
