@@ -9,6 +9,11 @@ from dapo.config import TrainingConfig
 from dapo.terminal import counted
 
 
+def steps_that_fit(minutes: float, used: float, seconds: float) -> int:
+    """How many more steps of so many seconds fit into the minutes, of which ``used`` seconds are over."""
+    return max(0, int((60 * minutes - used) // seconds))
+
+
 @dataclass(slots=True)
 class Budget:
     """``training.steps`` and ``training.minutes``, and what has been used of them.

@@ -22,6 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from dapo.budget import steps_that_fit
 from dapo.plan import MINUTES, plan_line
 from dapo.terminal import Terminal, visible, warn
 
@@ -268,7 +269,7 @@ class Pace:
         """How many more steps of so many seconds fit into the minutes."""
         if used is None or seconds <= 0 or math.isinf(self._minutes):
             return math.inf
-        return max(0, (60 * self._minutes - used) // seconds)
+        return steps_that_fit(self._minutes, used, seconds)
 
 
 class Lap:

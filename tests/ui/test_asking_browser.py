@@ -63,7 +63,10 @@ def add_page(app: FastAPI) -> None:
 
     @app.get("/view/{view}")
     def page(view: str) -> HTMLResponse:
-        text = f'<!doctype html><title>t</title><main></main><script type="module" src="/start/{view}.js"></script>'
+        style = '<link rel="stylesheet" href="/static/style.css">'
+        text = (
+            f'<!doctype html><title>t</title>{style}<main></main><script type="module" src="/start/{view}.js"></script>'
+        )
         return HTMLResponse(text, headers=headers)
 
 

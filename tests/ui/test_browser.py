@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import re
 import shutil
@@ -9,12 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from dapo.changes import Change, write_changes
+from dapo.files import lock_file
+from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import write_samples
-from page_run import RIGHT, SCRIPT, made_group, page_run, served
+from page_run import RIGHT, SCRIPT, made_group, page_run, served, step_metrics
 from run_cases import Recorder, run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -74,10 +80,12 @@ def test_curves_move_while_a_run_trains(page: Any, tmp_path: Path) -> None:
             line.wait_for(state="attached")  # a level one has no height, and would not count as visible
             before = line.get_attribute("d")
             sync_api.expect(page.locator(".run.running")).to_have_count(1)
+            sync_api.expect(page.locator("#live")).to_have_text("live")
             go_on.release(8)
             sync_api.expect(line).not_to_have_attribute("d", before)
             page.wait_for_selector(".run.finished")
             sync_api.expect(page.locator(".tiles")).to_contain_text("4 / 4")  # drawn after the list
+            sync_api.expect(page.locator("#live")).to_have_text("connected")
         finally:
             go_on.release(8)
             training.join(60)
@@ -254,3 +262,129 @@ def test_a_changed_setting_is_a_line_with_its_words(page: Any, tmp_path: Path) -
         places = [float(one.get_attribute(name) or 0) for one, name in ((first, "cx"), (line, "x1"), (last, "cx"))]
         assert places[1] == pytest.approx((places[0] + places[2]) / 2)  # step 2 of 3
         assert page.evaluate("element => getComputedStyle(element).stroke", line.element_handle()) != "none"
+
+
+def test_a_chart_is_zoomed_by_pointer_and_keys_has_a_log_scale_and_becomes_files(page: Any, tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=9)
+    with MetricsLog(folder.metrics) as log:
+        log.append(10, step_metrics(10) | {"accuracy": 0.0})
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#overview?run=r")
+        ready(page, "overview")
+        chart, other = page.locator('[data-chart="accuracy"]'), page.locator('[data-chart="entropy"]')
+        sync_api.expect(chart.locator("circle")).to_have_count(10)
+        box = chart.locator(".plot").bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 60)
+        page.mouse.up()
+        for one in (chart, other):  # they go together
+            sync_api.expect(one.locator(".said")).to_have_text(re.compile("^step [56] to 10; double click"))
+            sync_api.expect(one.locator("path.line")).to_be_attached()
+        assert chart.locator("circle").count() < 7
+        tools = chart.locator(".tools")
+        tools.locator("summary").focus()
+        page.keyboard.press("Enter")
+        tools.get_by_label("log scale").press("Space")
+        sync_api.expect(chart.locator(".said")).to_contain_text("Log scale: 1 point at or below 0 not drawn")
+        saved = {}
+        for kind in ("CSV", "SVG", "PNG"):
+            if not tools.locator("div").is_visible():
+                tools.locator("summary").click()
+            with page.expect_download() as download:
+                tools.get_by_text(f"save {kind}").click()
+            saved[kind] = Path(download.value.path()).read_bytes()
+        assert saved["CSV"].splitlines()[0] == b"curve,step,mean,lowest,highest" and saved["CSV"].endswith(
+            b"r,9,0.9,0.9,0.9\r\n"
+        )
+        drawn = ElementTree.fromstring(saved["SVG"])
+        assert "accuracy" in "".join(drawn.itertext()) and saved["PNG"].startswith(b"\x89PNG")
+        lines = [
+            e.get("stroke") for e in drawn.iter("{http://www.w3.org/2000/svg}path") if "line" in e.get("class", "")
+        ]
+        assert lines == ["rgb(47, 91, 211)"]
+        chart.locator(".plot").focus()
+        page.keyboard.press("0")
+        sync_api.expect(other.locator(".said")).to_be_empty()
+        sync_api.expect(chart.locator("circle")).to_have_count(9)  # the log scale stays
+        page.keyboard.press("+")
+        sync_api.expect(other.locator(".said")).to_contain_text("step 3 to 7")
+
+
+def test_texts_are_found_marked_and_lead_to_their_group(
+    page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dapo.ui.search.MOST_FINDS", 2)
+    folder = page_run(tmp_path / "r", steps=3)
+    shutil.rmtree(folder.model_before)
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#groups?run=r")
+        ready(page, "groups")
+        search = page.get_by_label("search texts")
+        search.fill("<B>bold")
+        search.press("Enter")
+        sync_api.expect(page.locator(".finds mark")).to_have_text(["<b>bold"] * 2)
+        page.get_by_role("button", name="search on: 2 more steps").click()
+        sync_api.expect(page.get_by_text("3 found in the texts of steps 1 to 3.")).to_be_visible()
+        page.locator(".finds a").last.click()
+        sync_api.expect(page.locator(".detail")).to_contain_text("Step 1, draw 10")
+        page.wait_for_function("[...CSS.highlights.get('found')].map(String).join() === '<b>bold'")
+        assert page.locator("#view b b, .finds b").count() == 0 and "text=%3CB%3Ebold" in page.url
+        search.fill("nowhere")
+        search.press("Enter")
+        sync_api.expect(page.get_by_text("0 found in the texts of steps 1 to 3.")).to_be_visible()
+        with page.expect_download() as download:
+            page.get_by_role("button", name="save jsonl").click()
+        groups = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
+        assert [group["draw"] for group in groups] == [30, 31, 32, 20, 21, 22, 10, 11, 12]
+
+
+def test_seeds_are_one_curve_or_several_and_settings_that_are_no_default_are_marked(page: Any, tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        with MetricsLog(page_run(tmp_path / f"s{seed}", settings={"seed": seed}).metrics) as log:
+            log.append(3, {"accuracy": 0.1 * seed})
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#overview?run=s1&run=s2&run=s3")
+        ready(page, "overview")
+        lines, legend = (
+            page.locator('[data-chart="accuracy"] path.line'),
+            page.locator('[data-chart="accuracy"] .legend'),
+        )
+        sync_api.expect(lines).to_have_count(1)
+        sync_api.expect(legend).to_have_text("3 seeds (s1 …): mean, and lowest to highest")
+        sync_api.expect(page.locator('[data-chart="accuracy"] path.band')).to_have_count(1)
+        page.get_by_label("seeds as one curve").uncheck()
+        sync_api.expect(lines).to_have_count(3)
+        sync_api.expect(legend).to_have_text("s1s2s3")
+        page.goto(f"{address}/#config?run=s2")
+        ready(page, "config")
+        page.get_by_label("not the default").check()
+        rows = page.locator("tbody tr")
+        sync_api.expect(rows).to_have_count(5)  # seed, model.path, reward.kind, training.steps, run.dir
+        sync_api.expect(rows.first).to_have_text("seed2default 0")
+
+
+def test_what_is_said_stays_true_when_a_run_goes_on_or_ends_and_no_news_of_it_came(page: Any, tmp_path: Path) -> None:
+    shown, beside = page_run(tmp_path / "shown"), page_run(tmp_path / "beside")
+    page.clock.install()
+    page.route("**/api/events*", lambda route: route.abort())
+    with served(tmp_path) as address, contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        for folder, held in ((shown, first), (beside, second)):
+            lock_file(held.enter_context((folder.root / ".lock").open("w")), fcntl.LOCK_EX)
+        page.goto(f"{address}/#evaluation?run=shown")
+        ready(page, "evaluation")
+        page.get_by_text("No evaluation yet.").wait_for()
+        sync_api.expect(page.locator(".run.running")).to_have_count(2)
+        second.close()
+        page.clock.run_for(16_000)
+        sync_api.expect(page.locator(".run.running")).to_have_count(1)
+        with MetricsLog(shown.metrics) as log:
+            log.append(3, step_metrics(3) | {"eval/accuracy": 0.5, "eval/rows": 9})
+        page.clock.run_for(16_000)
+        page.get_by_role("heading", name="Evaluated after step 3").wait_for()
+        first.close()
+        page.clock.run_for(16_000)
+        sync_api.expect(page.locator(".run.running")).to_have_count(0)
+        page.locator("#tab-overview").click()
+        ready(page, "overview")
+        sync_api.expect(page.locator(".tiles")).to_contain_text("alarms on at the end")

@@ -28,6 +28,35 @@ def test_what_was_before_training_stands_at_0_on_every_axis() -> None:
     assert [point[:2] for point in curves.curve(entries, "eval/accuracy", 9, "time/elapsed")] == [[0, 0.1], [9, 0.3]]
 
 
+def test_seeds_become_one_curve_over_the_steps_that_all_of_them_have() -> None:
+    runs = [[{"step": s, "time/elapsed": 10.0 * s + k, "loss": s + k} for s in range(1, 4 - k % 2)] for k in (0, 1, 2)]
+    assert curves.curve(runs[0], "loss", 10, "time/elapsed", runs[1:]) == [[11, 2, 1, 3], [21, 3, 2, 4]]
+    assert curves.curve(runs[0], "loss", 1, others=runs[1:]) == [[2, 2.5, 1, 4]]
+    assert curves.curve(runs[0], "loss", 10, others=[[{"step": 1}]]) == []
+
+
+def test_runs_of_one_experiment_differ_in_seed_and_folder_alone() -> None:
+    one = {"seed": 1, "run": {"dir": "a"}, "training": {"steps": 5, "lr": 1e-3}}
+    same = {"seed": 2, "run": {"dir": "b"}, "training": {"lr": 1e-3, "steps": 5, "new": None}}
+    assert curves.experiment(one) == curves.experiment(same) != ""
+    assert curves.experiment(one) != curves.experiment({**same, "training": {"steps": 5, "lr": 2e-3}})
+    assert curves.experiment({"seed": 1}) == ""
+
+
+def test_time_left_is_of_the_steps_or_of_the_minutes_if_they_end_first() -> None:
+    """Ten steps of 20 s after five of 100 s; a step counts 15 s of the minutes."""
+    entries = [{"step": 0, "eval/accuracy": 0.1}] + [
+        {"step": step, "time/wall": 100.0 if step <= 5 else 20.0, "time/step": 15.0, "time/training": 15.0 * step}
+        for step in range(1, 16)
+    ]
+    left = {"pace": 20.0, "of": 10}
+    assert curves.time_left(entries, 40, None) == left | {"steps": 25, "by": "steps", "seconds": 500.0}
+    assert curves.time_left(entries, 40, 60) == left | {"steps": 25, "by": "steps", "seconds": 500.0}
+    assert curves.time_left(entries, 40, 5) == left | {"steps": 5, "by": "minutes", "seconds": 100.0}
+    assert curves.time_left(entries, 15, 5) == left | {"steps": 0, "by": "steps", "seconds": 0.0}
+    assert curves.time_left(entries[:1], 40, 5) is None
+
+
 def test_phases_add_up_to_the_step() -> None:
     found = curves.phases([{"step": step} | step_metrics(step) for step in (1, 2, 3)], points=10)
     row = dict(zip(found["names"], found["rows"][0][1:], strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,9 +65,9 @@ def test_a_filter_admits_what_it_says(runs: Runs, wanted: GroupFilter, found: li
 
 def test_every_order_can_be_asked_for_with_every_filter(runs: Runs) -> None:
     for order in queries._ORDER:
-        full = GroupFilter(0, 9, "kept", True, 1, False, False, False, 10, order)
+        full = GroupFilter(last_step=9, status="kept", correct=True, longer_than=1, row=10, order=order)
         assert draws(runs, full) == [10]
-        assert draws(runs, replace(full, truncated=True, failed=True, disagree=True)) == []
+        assert draws(runs, full.model_copy(update={"truncated": True, "failed": True, "disagree": True})) == []
 
 
 def test_a_group_knows_where_its_samples_are_in_their_step(runs: Runs) -> None:

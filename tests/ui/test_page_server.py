@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import http.client
 import json
 import os
@@ -24,7 +25,9 @@ from typer.testing import CliRunner
 
 from dapo.changes import Change, write_changes
 from dapo.cli import app as program
+from dapo.config import ExactReward, TrainingConfig
 from dapo.errors import UserError
+from dapo.files import lock_file
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import write_samples
@@ -40,7 +43,7 @@ HUGE = 10**200
 VIEWS = (
     "runs", "metrics?run=r", "curves?run=r&metric=accuracy", "ablation?run=r", "config?run=r", "groups?run=r",
     "group?run=r&step=1&draw=10", "sample?run=r&step=1&draw=10&sample=1", "sampling?run=r", "hacking?run=r",
-    "time?run=r", "alarms?run=r", "evaluation?run=r",
+    "time?run=r", "alarms?run=r", "evaluation?run=r", "search?run=r&text=what",
 )  # fmt: skip
 
 
@@ -97,6 +100,50 @@ def test_runs_are_set_against_what_is_different_in_them(page: str) -> None:
     assert [row["config"]["training.steps"] for row in found["rows"]] == [9, 7]
 
 
+def test_each_key_has_the_default_of_the_config_tree_and_of_its_kind(page: str) -> None:
+    found = get(f"{page}/api/config?run=r&run=other")[1]
+    mine, other = found["defaults"]
+    changed = [key for key, (value, _) in found["values"].items() if key not in mine or mine[key] != value]
+    assert changed == ["model.path", "reward.kind", "training.steps", "run.dir"]
+    assert "model.path" not in mine  # it must be given
+    assert mine == other == mine | {"seed": 0, "reward.kind": "math", "reward.after": ExactReward(kind="exact").after}
+    assert mine["training.steps"] == TrainingConfig().steps and mine["data.train"] == []
+
+
+def test_the_defaults_of_another_version_are_not_known(tmp_path: Path) -> None:
+    page_run(tmp_path / "r").config.write_text("of: another version\n")
+    with served(tmp_path) as address:
+        assert get(f"{address}/api/config?run=r")[1] == {
+            "values": {"of": ["another version"]}, "differing": [], "defaults": [None]
+        }  # fmt: skip
+        assert get(f"{address}/api/alarms?run=r")[1]["readable"] is False
+
+
+def test_runs_with_other_seeds_are_told_and_drawn_as_one(tmp_path: Path) -> None:
+    for name, settings in {"a": {"seed": 1}, "b": {"seed": 2}, "c": {"training.steps": 7}}.items():
+        page_run(tmp_path / name, steps=3 if name == "b" else 2, settings=settings)
+    with served(tmp_path) as address:
+        names = "run=a&run=c&run=b"
+        found = get(f"{address}/api/metrics?{names}")[1]
+        assert found["experiments"] == [["a", "b"], ["c"]] and found["seeds"] == {"a": 1, "b": 2, "c": 0}
+        together = get(f"{address}/api/curves?{names}&metric=accuracy&together=true")[1]
+        assert {name: len(one["accuracy"]) for name, one in together.items()} == {"a": 2, "c": 2}
+        assert list(get(f"{address}/api/curves?{names}&metric=accuracy")[1]) == ["a", "c", "b"]
+
+
+def test_time_left_is_told_of_a_run_that_goes_on_and_the_end_of_an_earlier_part_is_not(tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r")
+    folder.write_summary({"steps": 2, "stopped": "all steps are done"})
+    with served(tmp_path) as address:
+        assert get(f"{address}/api/runs")[1][0]["left"] is None
+        assert get(f"{address}/api/evaluation?run=r")[1]["stopped"] == "all steps are done"
+        with (folder.root / ".lock").open("w") as lock:
+            assert lock_file(lock, fcntl.LOCK_EX) is None
+            left = get(f"{address}/api/runs")[1][0]["left"]
+            assert (left["steps"], left["pace"], left["seconds"]) == (7, 3.0, 21.0) and left["since"] >= 0
+            assert get(f"{address}/api/evaluation?run=r")[1]["stopped"] is None
+
+
 def test_what_was_passed_from_python_is_said_in_place_of_the_recipe(tmp_path: Path) -> None:
     folder = page_run(tmp_path / "r")
     started_from = {"reward": {"kind": "python", "function": "my_reward"}, "data.train": {"rows": 5, "hash": "x"}}
@@ -145,6 +192,9 @@ def test_a_sign_of_reward_hacking_is_named(tmp_path: Path) -> None:
         ("api/groups?run=r&limit=100000", 422),
         ("api/groups?run=r&order=1%3B%20DROP", 422),
         ("api/curves?run=r&metric=a&points=1", 422),
+        ("api/search?run=r&text=", 422),
+        (f"api/search?run=r&text={'a' * 300}", 422),
+        (f"api/search?run=r&text=a&step={HUGE}", 422),
         ("static/../server.py", 404),
         ("static/%2e%2e/server.py", 404),
         ("nothing", 404),

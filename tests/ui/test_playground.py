@@ -301,6 +301,9 @@ def test_a_space_that_a_decoder_takes_from_the_first_token_is_not_lost_later() -
 
 
 def test_the_page_puts_text_in_as_text() -> None:
-    scripts = [Path(dapo.ui.__file__).parent / "static" / f"{name}.js" for name in ("asking", "playground", "votes")]
+    scripts = [
+        Path(dapo.ui.__file__).parent / "static" / f"{name}.js"
+        for name in ("dom", "tools", "zoom", "charts", "playground", "votes", "views/groups")
+    ]
     for script in scripts:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", script.read_text())

@@ -17,8 +17,6 @@ from dapo.cli.output import print_json
 from dapo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from dapo.config import Config
     from dapo.config.reference import Key
 
@@ -44,12 +42,14 @@ def config(
 
     What is printed is itself a recipe. Without RECIPE: the defaults, to start a recipe from.
     """
+    from dapo.config.reference import keys_in
+
     with errors_for_people(debug):
         resolved, open_keys = _resolve(recipe, overrides or [])
         values = _values(resolved, open_keys)
         if key is not None:
             values = _restricted(values, key, resolved)
-        reference = _reference(resolved)
+        reference = keys_in(resolved)
         if as_json:
             print_json(_as_json(values, reference, docs))
         else:
@@ -93,22 +93,6 @@ def _restricted(values: Mapping[str, Any], key: str, config: Config) -> dict[str
         found = {part: found}
     branch: dict[str, Any] = found
     return branch
-
-
-def _reference(config: BaseModel, prefix: str = "") -> dict[str, Key]:
-    """What there is to know of the keys of this very tree."""
-    from pydantic import BaseModel
-
-    from dapo.config.reference import key_of
-
-    found: dict[str, Key] = {}
-    for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
-        if isinstance(value, BaseModel):
-            found |= _reference(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = key_of(prefix + name, info)
-    return found
 
 
 def _document(values: Mapping[str, Any], reference: Mapping[str, Key], docs: bool, prefix: str = "") -> Iterator[str]:

@@ -71,6 +71,18 @@ def key_of(name: str, info: FieldInfo) -> Key:
     )
 
 
+def keys_in(section: BaseModel, prefix: str = "") -> dict[str, Key]:
+    """The keys of this very tree, by name: of a section that is one of several kinds those of its kind."""
+    found: dict[str, Key] = {}
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found |= keys_in(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = key_of(prefix + name, info)
+    return found
+
+
 def all_values() -> dict[str, list[Key]]:
     """Every key that holds a value, by name; several where kinds of a section share a name."""
     found: dict[str, list[Key]] = {}

@@ -13,7 +13,7 @@ from dapo.observe.run_view import HACKING
 
 def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
-    recipe = _recipe(config)
+    recipe = readable_recipe(config)
     found: dict[str, dict[str, Any]] = {
         rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
         for rule in RULES
@@ -43,7 +43,7 @@ def hacking_history(steps: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
     ]
 
 
-def _recipe(config: Mapping[str, Any]) -> Config | None:
+def readable_recipe(config: Mapping[str, Any]) -> Config | None:
     """None: it is of a version with other keys."""
     try:
         return build_config(dict(config))

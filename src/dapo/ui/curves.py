@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
+from dapo.budget import steps_that_fit
 from dapo.changes import Change
 from dapo.config import flat
 from dapo.observe.metrics import METRICS, PHASES
 
 Entry = Mapping[str, Any]
+Run = Sequence[Entry]
 
 HEADLINES = (
     *("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "probability/mean"),
@@ -29,25 +33,48 @@ def names_in(entries: Sequence[Entry]) -> list[str]:
     return sorted(found - {"step"}, key=lambda name: (order.get(name, len(order)), name))
 
 
-def curve(entries: Sequence[Entry], name: str, points: int, x: str = "step") -> list[list[float]]:
+def curve(entries: Run, name: str, points: int, x: str = "step", others: Sequence[Run] = ()) -> list[list[float]]:
     """Points ``[x, mean, lowest, highest]`` of a metric, at most ``points`` of them, each of as many steps.
 
-    What was measured before training stands at 0, whatever ``x`` is.
+    What was measured before training stands at 0, whatever ``x`` is. ``others``: of further runs, which become one
+    curve with the first one, over the steps that all of them have measured.
     """
-    places = [(0.0 if not entry.get("step") else entry.get(x), entry.get(name)) for entry in entries]
-    pairs = [pair for pair in places if all(map(_is_number, pair))]
-    if not pairs:
-        return []
-    array = np.array(pairs, np.float64)
-    parts = np.array_split(array, min(points, len(array)))
-    return [[_round(part[-1, 0]), *map(_round, _spread(part[:, 1]))] for part in parts]
+    measured = [_measured(run, name, x) for run in (entries, *others)]
+    steps = [step for step in measured[0] if all(step in run for run in measured)] if others else list(measured[0])
+    table = np.stack([np.array([run[step] for step in steps], np.float64) for run in measured], axis=1) if steps else ()
+    parts = np.array_split(table, min(points, len(table))) if len(table) else ()  # [steps, runs, (x, value)]
+    return [
+        [_round(sum(part[-1, :, 0].tolist()) / len(measured)), *map(_round, _spread(part[..., 1]))] for part in parts
+    ]
+
+
+def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]:
+    """Place and value of a metric by step."""
+    places = ((e.get("step") or 0, e.get(x) if e.get("step") else 0.0, e.get(name)) for e in entries)
+    return {step: (place, v) for step, place, v in places if _is_number(place) and _is_number(v)}
 
 
 def curves(
-    entries: Sequence[Entry], names: Iterable[str], points: int, x: str = "step"
+    entries: Run, names: Iterable[str], points: int, x: str = "step", others: Sequence[Run] = ()
 ) -> dict[str, list[list[float]]]:
     """The curve of each of these metrics."""
-    return {name: curve(entries, name, points, x) for name in names}
+    return {name: curve(entries, name, points, x, others) for name in names}
+
+
+def time_left(entries: Sequence[Entry], steps: int | None, minutes: Any) -> dict[str, Any] | None:
+    """Of a run that goes on, at the pace of its last ten steps: ``steps`` left of ``training.steps``, or as many as fit
+    into ``training.minutes`` if ``by`` says that those end first, ``pace`` (seconds of a step, evaluations included),
+    ``of`` (how many steps that is from), ``seconds`` left at the end of the last step. None: no step is done yet.
+    """
+    done = [entry for entry in entries if entry.get("step")]
+    if not done or steps is None:
+        return None
+    left, by, last = max(steps - done[-1]["step"], 0), "steps", done[-1]
+    if _is_number(minutes) and (seconds := last.get("time/step")) and _is_number(used := last.get("time/training")):
+        fit = steps_that_fit(minutes, used, seconds)
+        left, by = (fit, "minutes") if fit < left else (left, by)
+    pace = float(np.mean([sum(_phases_of(entry)) for entry in done[-10:]]))
+    return {"steps": left, "by": by, "pace": pace, "of": len(done[-10:]), "seconds": left * pace}
 
 
 def marks(entries: Sequence[Entry], changes: Sequence[Change], x: str = "step") -> list[list[Any]]:
@@ -85,6 +112,12 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)]
 
 
+def experiment(recipe: Mapping[str, Any]) -> str:
+    """What stands for a recipe without its seed: the same for runs that repeat one experiment. Empty: there is none."""
+    values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(_OF_THE_RUN)}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest() if values else ""
+
+
 def ablation_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys that make these runs different experiments."""
     return [key for key in differing(configs) if not key.startswith(_OF_THE_RUN)]
@@ -114,5 +147,5 @@ def _round(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

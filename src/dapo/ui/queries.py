@@ -7,9 +7,10 @@ own (``connection.cursor()`` where threads share one) and returns plain rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -23,24 +24,27 @@ DIFFICULTY_BINS = 10
 """The first one holds groups that are all wrong, the last one those that are all right."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFilter:
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""As the index stores it."""
+
+
+class GroupFilter(BaseModel, frozen=True):
     """Which groups to list. None: no matter. A filter on samples admits a group that has one such sample."""
 
-    first_step: int = 0
-    last_step: int = LAST_STEP
+    first_step: Whole = 0
+    last_step: int = Field(LAST_STEP, ge=0, le=LAST_STEP)
     status: str | None = None
     correct: bool | None = None
-    longer_than: int | None = None
+    longer_than: Whole | None = None
     truncated: bool = False
     disagree: bool = False
     """The held-out check says otherwise than the reward."""
     failed: bool = False
-    row: int | None = None
+    row: Whole | None = None
     order: Order = "newest"
     """``hardest``: fewest right; ``spread``: of the reward; ``gap``: between engine and trainer."""
-    limit: int = 50
-    offset: int = 0
+    limit: int = Field(50, ge=1, le=200)
+    offset: int = Field(0, ge=0, le=10**9)
 
 
 _CHOSEN = """
@@ -85,7 +89,7 @@ _ORDER: Mapping[Order, str] = {
 
 def groups(connection: DuckDBPyConnection, wanted: GroupFilter) -> list[Row]:
     """Groups with what is known of their samples together; ``total``: how many there are without the limit."""
-    given = {name: value for name, value in asdict(wanted).items() if value is not None and value is not False}
+    given = {name: value for name, value in wanted.model_dump().items() if value is not None and value is not False}
     if wanted.correct is not None:
         given["correct"] = wanted.correct  # false is a value here
     having = " AND ".join(term for name, term in _HAVING.items() if name in given)

@@ -8,29 +8,34 @@ Consumes files of runs; produces JSON, server-sent events and the static page. E
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import dapo
-from dapo.config import flat
+from dapo.config import Config, flat
+from dapo.config.reference import keys_in
 from dapo.errors import UserError
+from dapo.files import plain
 from dapo.observe.index import open_database
 from dapo.observe.metrics import METRICS
 from dapo.observe.run_view import OUTCOMES, RunView
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
 from dapo.ui import curves, playground, queries, votes
-from dapo.ui.alarm_history import alarm_history, hacking_history
+from dapo.ui.alarm_history import alarm_history, hacking_history, readable_recipe
 from dapo.ui.answering import Answerer
 from dapo.ui.guard import Guard
 from dapo.ui.live import PERIOD, Full, Live, LiveResponse
+from dapo.ui.queries import Whole
 from dapo.ui.runs import NotHere, Run, Runs
+from dapo.ui.search import search
 from dapo.ui.texts import sendable, summary_of, tokens_of
 from dapo.ui.thinned import thinned
 
@@ -58,32 +63,8 @@ _SPEEDS = (*(f"tokens_per_second/{of}" for of in ("rollout", "update", "total"))
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=50)]
 Name = Annotated[str, Query(alias="run")]
+Text = Annotated[str, Query(min_length=1, max_length=200)]
 Points = Annotated[int, Query(ge=10, le=5000)]
-Whole = Annotated[int, Query(ge=0, le=2**63 - 1)]
-"""As the index stores it."""
-
-
-def _wanted(
-    first_step: Annotated[int, Query(ge=0)] = 0,
-    last_step: Annotated[int, Query(ge=0, le=queries.LAST_STEP)] = queries.LAST_STEP,
-    status: str | None = None,
-    correct: bool | None = None,
-    longer_than: Whole | None = None,
-    truncated: bool = False,
-    disagree: bool = False,
-    failed: bool = False,
-    row: Whole | None = None,
-    order: queries.Order = "newest",
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
-) -> queries.GroupFilter:
-    """The filters of the list as they stand in an address."""
-    return queries.GroupFilter(
-        first_step, last_step, status, correct, longer_than, truncated, disagree, failed, row, order, limit, offset
-    )
-
-
-Wanted = Annotated[queries.GroupFilter, Depends(_wanted)]
 
 
 def create_app(folders: Sequence[Path], token: str | None = None, period: float = PERIOD) -> FastAPI:
@@ -149,11 +130,15 @@ def _overview(runs: Runs) -> APIRouter:
 
     @router.get("/metrics")
     def list_metrics(names: Names) -> dict[str, Any]:
-        """What the metrics are, which of them these runs have, and which to show first."""
-        entries = [entry for name in names for entry in runs.get(name).view.metrics]
-        have = curves.names_in(entries)
+        """What the metrics are, which of them these runs have, which to show first, and which runs are of one
+        experiment with other seeds."""
+        views = {name: runs.get(name).view for name in names}
+        have = curves.names_in([entry for view in views.values() for entry in view.metrics])
         known = {m.name: {"unit": m.unit, "meaning": m.meaning} for m in METRICS.values()}
-        return {"known": known, "available": have, "headlines": [n for n in curves.HEADLINES if n in have]}
+        seeds = {name: view.recipe.get("seed") for name, view in views.items()}
+        headlines = [n for n in curves.HEADLINES if n in have]
+        experiments = _experiments(views)
+        return {"known": known, "available": have, "headlines": headlines, "experiments": experiments, "seeds": seeds}
 
     @router.get("/curves")
     def list_curves(
@@ -161,14 +146,17 @@ def _overview(runs: Runs) -> APIRouter:
         metrics: Annotated[list[str], Query(alias="metric", min_length=1, max_length=120)],
         points: Points = 400,
         x: Literal["step", "time/elapsed", "tokens"] = "step",
+        together: bool = False,
     ) -> dict[str, dict[str, list[list[Any]]]]:
-        """By run and metric the points of its curve; under ``changes`` where settings were changed."""
-        found = {}
-        for name in names:
-            view = runs.get(name).view
-            entries = _with_tokens(view.metrics) if x == "tokens" else view.metrics
-            found[name] = curves.curves(entries, metrics, points, x)
-            found[name]["changes"] = curves.marks(entries, view.changes, x)
+        """By run and metric the points of its curve; under ``changes`` where settings were changed.
+        ``together``: by the first run of each experiment, of all its seeds."""
+        views = {name: runs.get(name).view for name in names}
+        entries = {name: _with_tokens(v.metrics) if x == "tokens" else v.metrics for name, v in views.items()}
+        sets = _experiments(views) if together else [[name] for name in views]
+        found: dict[str, dict[str, list[list[Any]]]] = {}
+        for first, *others in sets:
+            drawn = curves.curves(entries[first], metrics, points, x, [entries[name] for name in others])
+            found[first] = drawn | {"changes": curves.marks(entries[first], views[first].changes, x)}
         return found
 
     @router.get("/ablation")
@@ -191,12 +179,14 @@ def _overview(runs: Runs) -> APIRouter:
 
     @router.get("/config")
     def config(names: Names) -> dict[str, Any]:
-        """Every key of the recipes, and which keys differ."""
-        configs = [runs.get(name).view.recipe for name in names]
+        """Every key of the recipes, which of them differ, and the defaults of each run (null: of another version)."""
+        views = [runs.get(name).view for name in names]
+        configs = [view.recipe for view in views]
         tables = [dict(flat(one)) for one in configs]
         keys = dict.fromkeys(key for table in tables for key in table)
         values = {key: [table.get(key) for table in tables] for key in keys}
-        return {"values": values, "differing": curves.differing(configs)}
+        defaults = [_defaults(view.config) for view in views]
+        return {"values": values, "differing": curves.differing(configs), "defaults": defaults}
 
     return router
 
@@ -205,7 +195,7 @@ def _samples(runs: Runs) -> APIRouter:
     router = APIRouter()
 
     @router.get("/groups")
-    def groups(name: Name, wanted: Wanted) -> dict[str, Any]:
+    def groups(name: Name, wanted: Annotated[queries.GroupFilter, Query()]) -> dict[str, Any]:
         """Groups, with the end of each prompt."""
         run = runs.get(name)
         found = queries.groups(run.samples(), wanted)
@@ -215,6 +205,11 @@ def _samples(runs: Runs) -> APIRouter:
             group["prompt"] = summary_of(_line(run, group))
             del group["text_offset"], group["text_length"]
         return {"total": total, "groups": found, "statuses": STATUSES, **queries.bounds(run.samples())}
+
+    @router.get("/search")
+    def find(name: Name, text: Text, step: Whole | None = None, skip: Whole = 0) -> dict[str, Any]:
+        """Where the text is in the samples, newest first; ``step`` and ``skip``: ``next`` of the answer before."""
+        return search(runs.get(name).folder.samples, text, None if step is None else (step, skip))
 
     @router.get("/group")
     def group(name: Name, step: Whole, draw: Whole) -> dict[str, Any]:
@@ -293,7 +288,7 @@ def _details(runs: Runs) -> APIRouter:
     router = APIRouter()
 
     @router.get("/time")
-    def time(name: Name, points: Points = 240) -> dict[str, Any]:
+    def seconds(name: Name, points: Points = 240) -> dict[str, Any]:
         """Where the seconds of each step went, speeds, and what each role used."""
         run = runs.get(name)
         view = run.view
@@ -309,6 +304,7 @@ def _details(runs: Runs) -> APIRouter:
         """Alarms with the steps they were on in, and what else a person should know."""
         view = runs.get(name).view
         return {
+            "readable": readable_recipe(view.config) is not None,
             "alarms": [*hacking_history(view.hacking), *alarm_history(view.config, view.metrics)],
             "warnings": view.warnings(),
             "steps": view.steps_done,
@@ -323,7 +319,9 @@ def _details(runs: Runs) -> APIRouter:
             for entry in view.metrics
             if any(key.startswith("eval/") for key in entry)
         ]
-        return {"evaluations": found, "summary": view.summary, "best": view.best, "checkpoints": view.checkpoints}
+        ended = view.state in ("finished", "stopped")  # else the summary is of an earlier part
+        stopped = view.summary.get("stopped") if ended else None
+        return {"evaluations": found, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
 
     return router
 
@@ -341,12 +339,37 @@ def _card(run: Run) -> dict[str, Any]:
             "steps": view.steps_done,
             "planned": view.steps_planned,
             "seconds": view.seconds,
+            "left": _left(run) if view.state == "running" else None,
             "before": before,
             "after": after,
             "last": {name: last.get(name) for name in _LAST},
         }
     except (UserError, OSError) as error:  # one that is spoilt, or somebody else's, hides no other
         return {"name": run.name, "path": str(run.folder.root), "state": "unreadable", "status": str(error)}
+
+
+def _left(run: Run) -> dict[str, Any] | None:
+    """As :func:`curves.time_left`, with ``since``: seconds since the last step."""
+    view = run.view
+    left = curves.time_left(view.metrics, view.steps_planned, dict(flat(view.config)).get("training.minutes"))
+    return left and left | {"since": max(0.0, time.time() - run.folder.metrics.stat().st_mtime)}
+
+
+def _experiments(views: Mapping[str, RunView]) -> list[list[str]]:
+    """The runs, those together whose recipes are the same but for the seed."""
+    sets: dict[str, list[str]] = {}
+    for name, view in views.items():
+        sets.setdefault(curves.experiment(view.recipe) or name, []).append(name)
+    return list(sets.values())
+
+
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What each key of a recipe has where nothing is said; required ones are left out."""
+    recipe = readable_recipe(config)
+    if recipe is None:
+        return None
+    found = {name: key.default for name, key in keys_in(recipe).items() if not key.required}
+    return dict(flat(plain(found | {"reward.kind": Config.model_fields["reward"].default.kind})))
 
 
 def _outcomes(view: RunView, stored: Sequence[queries.Row]) -> list[dict[str, Any]]:

@@ -85,7 +85,9 @@ def sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def summary_of(line: Mapping[str, Any], characters: int = 160) -> str:
-    """The end of a prompt, which is what tells prompts with one beginning apart."""
+def summary_of(line: Mapping[str, Any], characters: int = 110) -> str:
+    """The beginning of a prompt and its end, where the question is mostly, which tells prompts with one beginning
+    apart."""
     prompt = str(line.get("prompt") or "")
-    return prompt if len(prompt) <= characters else "…" + prompt[-characters:]
+    end = characters * 2 // 3
+    return prompt if len(prompt) <= characters else f"{prompt[: characters - end]} … {prompt[-end:]}"

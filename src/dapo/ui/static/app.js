@@ -1,6 +1,6 @@
 // The frame: which runs and which view, the address, the connection for what is new. Views are in views/.
 
-import { fill, h, note, percent, roving } from "./dom.js";
+import { fill, h, note, percent, remaining, roving } from "./dom.js";
 import { address, ask } from "./server.js";
 
 const TABS = [
@@ -27,6 +27,8 @@ const api = {
   get params() { return state.params; },
   get tab() { return state.tab; },
   info: (name) => state.list.find((run) => run.name === name),
+  get running() { return api.info(api.run)?.state === "running"; },
+  href: (tab, params) => hash(tab, params),
   go: (tab, params = {}) => { location.hash = hash(tab, params); },
   keep: (params) => {  // in the address, without a new entry in the history
     state.params = params;
@@ -86,12 +88,13 @@ function drawRuns() {
     return h("label", { class: `run ${run.state} ${here ? "chosen" : ""}`, title: `${run.path}\n${run.status}\nClick: this one alone. Box: beside the others.`, onclick: only },
       h("input", { type: "checkbox", checked: here, disabled: run.state === "unreadable", "aria-label": `show ${run.name}`, onchange: toggle }),
       h("span", { class: "name" }, run.name),
-      h("span", { class: "facts" }, run.state === "unreadable" ? "cannot be read" : `${run.state} · ${run.steps}${run.planned ? `/${run.planned}` : ""}${gain}`));
+      h("span", { class: "facts" }, run.state === "unreadable" ? "cannot be read" : `${run.state} · ${run.steps}${run.planned ? `/${run.planned}` : ""}${gain}${run.left ? ` · ${remaining(run.left)[0]} left` : ""}`));
   });
   const focused = document.activeElement?.getAttribute?.("aria-label");
   fill(byId("runs"), h("h2", {}, `${state.list.length} run${state.list.length === 1 ? "" : "s"}`), rows);
   if (focused) document.querySelector(`#runs [aria-label="${CSS.escape(focused)}"]`)?.focus();
   byId("chosen").textContent = state.runs.length ? state.runs.join(", ") : "no run yet";
+  if (byId("live").className === "on") byId("live").textContent = state.runs.some((name) => api.info(name).state === "running") ? "live" : "connected";
 }
 
 let turn = 0;
@@ -121,14 +124,16 @@ async function drawView() {
 
 let waiting = null;
 const news = new Map();
+const progress = () => JSON.stringify(state.runs.map((name) => [api.info(name)?.state, api.info(name)?.steps]));
 
 function heard(type, event) {
   news.set(type, { type, ...JSON.parse(event.data) });
   waiting ??= setTimeout(async () => {
-    const events = [...news.values()];
+    const events = [...news.values()], before = progress();
     news.clear();
     waiting = null;
     await loadRuns();
+    if (events.some((one) => one.type === "look") && progress() !== before) events.push({ type: "metrics" }, { type: "samples" }, { type: "state" });
     if (state.runs.some((name) => !state.problem && !api.info(name))) {  // deleted: say so, and not by another run
       api.keep(state.params);
       return start();
@@ -150,8 +155,8 @@ function listen() {
   const source = (state.events = new EventSource(address("events", { run: state.asked })));
   const say = (text, kind) => { byId("live").textContent = text; byId("live").className = kind; };
   source.addEventListener("hello", () => {
-    say("live", "on");
-    if (!state.runs.length || state.runs.length < state.asked.length) heard("runs", { data: "{}" });  // it may have come before
+    say("connected", "on");
+    heard(!state.runs.length || state.runs.length < state.asked.length ? "runs" : "look", { data: "{}" });  // for what came before
   });
   source.onerror = () => {
     say("not connected", "off");  // a browser tries again by itself, unless it was refused: too many pages listen
@@ -199,5 +204,6 @@ narrow.onchange = fold;
 fold();
 themeButton();
 await loadRuns();
+setInterval(() => state.list.some((run) => run.state === "running") && heard("look", { data: "{}" }), 15_000);  // others end, too, and time passes
 addEventListener("hashchange", start);
 await start();

@@ -2,12 +2,15 @@
 
 import { bytes, fill, h, number, percent } from "./dom.js";
 import { marks } from "./marks.js";
+import { toolsOf } from "./tools.js";
+import { watchZoom, zoomBy } from "./zoom.js";
 
 const MARGIN = { right: 10, top: 8, bottom: 20 };
 export const COLOURS = Array.from({ length: 8 }, (_, place) => `s${place}`);
 
-const cursors = new Set();
-const moveCursors = (x, from) => cursors.forEach((chart) => chart.element.isConnected ? chart.point(x, from === chart) : cursors.delete(chart));
+const charts = new Set();
+export const eachChart = (act) => charts.forEach((chart) => (chart.element.isConnected ? act(chart) : charts.delete(chart)));
+const moveCursors = (x) => eachChart((chart) => chart.point(x));
 
 const resized = new ResizeObserver((entries) => entries.forEach((entry) => {
   const width = Math.round(entry.contentRect.width);
@@ -23,6 +26,12 @@ export function niceTicks(low, high, count) {
   const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
   const first = Math.ceil(low / step - 1e-9);
   return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, i) => (first + i) * step);
+}
+
+// Powers of ten, or round numbers where there are not two of them.
+function logTicks(low, high) {
+  const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)], every = Math.ceil((last - first + 1) / 5);
+  return last > first ? Array.from({ length: Math.floor((last - first) / every) + 1 }, (_, i) => 10 ** (first + i * every)) : niceTicks(low, high, 3).filter((tick) => tick > 0);
 }
 
 // No more decimals than it takes to tell the ticks apart.
@@ -46,19 +55,21 @@ export function smooth(points, weight) {
 
 class Frame {
   constructor({ title, unit = "", meaning = "", height = 150, format = number, xName = "step" }) {
-    Object.assign(this, { title, unit, meaning, height, format, xName, width: 0, left: 40, extent: null, nothing: "nothing yet" });
+    Object.assign(this, { title, unit, meaning, height, format, xName, width: 0, left: 40, extent: null, window: null, log: false, nothing: "no values" });
     this.readout = h("output", { class: "readout" });
-    this.plot = h("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${title}: arrow keys read the values` });
+    this.plot = h("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${title}: arrow keys read the values, plus and minus zoom, 0 shows all` });
     this.legend = h("div", { class: "legend" });
+    this.said = h("p", { class: "said", role: "status" });
     this.element = h("figure", { class: "chart", "data-chart": title },
-      h("figcaption", { title: meaning }, h("b", {}, title), unit && format !== percent && !title.startsWith(unit) && h("span", { class: "muted" }, ` ${unit}`), this.readout), this.plot, this.legend);
+      h("figcaption", { title: meaning }, h("b", {}, title), unit && format !== percent && !title.startsWith(unit) && h("span", { class: "muted" }, ` ${unit}`), this.readout, toolsOf(this)), this.plot, this.legend, this.said);
     this.plot.chart = this;
     resized.observe(this.plot);
-    this.plot.addEventListener("pointermove", (event) => this.#hover(event));
-    this.plot.addEventListener("pointerleave", () => moveCursors(null, this));
+    this.plot.addEventListener("pointermove", (event) => this.extent && moveCursors(this.placeOf(event.clientX)));
+    this.plot.addEventListener("pointerleave", () => moveCursors(null));
     this.plot.addEventListener("keydown", (event) => this.#key(event));
-    this.plot.addEventListener("blur", () => moveCursors(null, this));
-    cursors.add(this);
+    this.plot.addEventListener("blur", () => moveCursors(null));
+    watchZoom(this);
+    charts.add(this);
   }
 
   scale(xs, low, high) {
@@ -66,11 +77,12 @@ class Frame {
     const right = this.width - MARGIN.right, bottom = this.height - MARGIN.bottom;
     this.extent = { x0, x1, low, high };
     const unit = this.format === bytes ? 1024 ** Math.floor(Math.log(Math.max(high, 1)) / Math.log(1024)) : 1;
-    this.ticks = low === high ? [low] : niceTicks(low / unit, high / unit, 3).map((tick) => tick * unit);
+    this.ticks = low === high ? [low] : this.log ? logTicks(low, high) : niceTicks(low / unit, high / unit, 3).map((tick) => tick * unit);
     this.labels = tickLabels(this.ticks, this.format);
     this.left = 12 + 5.9 * Math.max(3, ...this.labels.map((label) => label.length));
     this.X = (x) => this.left + ((x - x0) / (x1 - x0 || 1)) * (right - this.left);
-    this.Y = (y) => bottom - ((y - low) / (high - low || 1)) * (bottom - MARGIN.top);
+    const share = this.log ? (y) => Math.log(Math.max(y, low) / low) / Math.log(high / low) : (y) => (y - low) / (high - low || 1);
+    this.Y = (y) => bottom - share(y) * (bottom - MARGIN.top);
   }
 
   axes() {
@@ -93,25 +105,34 @@ class Frame {
     fill(this.plot, h("svg", { width: this.width, height: this.height, viewBox: `0 0 ${this.width} ${this.height}`, "aria-hidden": "true" }, ...children, this.cursor));
   }
 
-  empty() {
+  empty(why = this.nothing) {
     this.extent = null;
-    fill(this.plot, h("p", { class: "muted centre" }, this.nothing));
+    fill(this.plot, h("p", { class: "muted centre" }, why));
   }
 
-  #hover(event) {
-    if (!this.extent) return;
-    const { x0, x1 } = this.extent;
-    const share = (event.offsetX - this.left) / (this.width - this.left - MARGIN.right);
-    moveCursors(x0 + Math.min(1, Math.max(0, share)) * (x1 - x0), this);
+  inside(x) { return !this.window || (x >= this.window[0] && x <= this.window[1]); }
+
+  // What the picture leaves out, in words.
+  say(...texts) {
+    const [from, to] = !this.window ? [] : this.xName === "step" ? [Math.ceil(this.window[0]), Math.floor(this.window[1])] : this.window.map(number);
+    fill(this.said, [this.window && `${this.xName} ${from} to ${to}; double click or 0: all`, ...texts].filter(Boolean).join(". "));
+  }
+
+  // Where on the horizontal axis a place in the window is.
+  placeOf(clientX) {
+    const { x0, x1 } = this.extent, share = (clientX - this.plot.getBoundingClientRect().left - this.left) / (this.width - this.left - MARGIN.right);
+    return x0 + Math.min(1, Math.max(0, share)) * (x1 - x0);
   }
 
   #key(event) {
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by || !this.extent) return;
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], zoom = { "+": 0.5, "=": 0.5, "-": 2, 0: Infinity }[event.key];
+    if (event.ctrlKey || event.metaKey || (!by && !zoom) || !(this.extent || this.window)) return;
     event.preventDefault();
+    if (zoom) return zoomBy(this, zoom);
+    if (!this.extent) return;
     const xs = this.places();
     const now = this.at === undefined || this.at === null ? (by > 0 ? -1 : xs.length) : nearest(xs, this.at);
-    moveCursors(xs[Math.min(xs.length - 1, Math.max(0, now + by))], this);
+    moveCursors(xs[Math.min(xs.length - 1, Math.max(0, now + by))]);
   }
 
   line(x) {
@@ -121,7 +142,9 @@ class Frame {
 
 // series: [{name, colour, points: [[x, mean, low, high]], band: [[x, low, high]]}]
 export class LineChart extends Frame {
+  static hasLog = true;
   series = [];
+  shown = [];
   smoothing = 0;
 
   set(series, smoothing = this.smoothing) {
@@ -131,26 +154,36 @@ export class LineChart extends Frame {
     return this;
   }
 
-  places() {
-    return this.series[0].points.map(([x]) => x);
+  places() { return this.shown[0].drawn.map(([x]) => x); }
+  every() { return this.series.flatMap((one) => one.points.map(([x]) => x)); }
+  // For a file: a line for each point that is to be seen.
+  rows() { return [["curve", this.xName, "mean", "lowest", "highest"], ...this.shown.flatMap((one) => one.points.map((point) => [one.name, ...point]))]; }
+
+  // What is to be seen of each series: the part that is zoomed into and, with a log scale, what is above 0.
+  #seen(one) {
+    const smoothed = smooth(one.points, this.smoothing), there = one.points.map((_, i) => i).filter((i) => this.inside(one.points[i][0]));
+    const kept = this.log ? there.filter((i) => smoothed[i][1] > 0) : there;
+    return { ...one, left: there.length - kept.length, points: kept.map((i) => one.points[i]), drawn: kept.map((i) => smoothed[i]), band: one.band?.filter(([x]) => this.inside(x)) };
   }
 
   draw() {
     if (!this.width) return;
+    const seen = this.series.map((one) => this.#seen(one)), left = seen.reduce((sum, one) => sum + one.left, 0);
+    this.shown = seen.filter((one) => one.points.length);
     this.#latest();
-    if (!this.series.length) return this.empty();
-    this.drawn = this.series.map((one) => smooth(one.points, this.smoothing));
-    const values = this.series.flatMap((one, place) => [
-      ...this.drawn[place].map(([, y]) => y), ...one.points.flatMap((p) => (this.smoothing ? [p[1]] : p.slice(1))), ...(one.band ?? []).flatMap((p) => p.slice(1)),
-    ]);
+    this.say(left > 0 && `Log scale: ${left} point${left > 1 ? "s" : ""} at or below 0 not drawn`);
+    if (!this.shown.length) return this.empty(!this.series.length ? this.nothing : left ? "no value above 0" : "no point here");
+    const values = this.shown.flatMap((one) => [
+      ...one.drawn.map(([, y]) => y), ...one.points.flatMap((p) => (this.smoothing ? [p[1]] : p.slice(1))), ...(one.band ?? []).flatMap((p) => p.slice(1)),
+    ]).filter((value) => !this.log || value > 0);
     let low = Math.min(...values), high = Math.max(...values);
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1;
-    [low, high] = [low >= 0 && low < room * 3 ? 0 : low - room, high + room];
-    this.scale(this.series.flatMap((one) => one.points.map(([x]) => x)), low, high);
-    this.show(...this.axes(), ...marks(this, this.series), ...this.series.flatMap((one, place) => this.#paths(one, place)));
+    [low, high] = this.log ? [low / 1.1, high * 1.1] : [low >= 0 && low < room * 3 ? 0 : low - room, high + room];
+    this.scale(this.window ?? this.shown.flatMap((one) => one.points.map(([x]) => x)), low, high);
+    this.show(...this.axes(), ...marks(this, this.shown), ...this.shown.flatMap((one) => this.#paths(one)));
   }
 
-  #paths(one, place) {
+  #paths(one) {
     const raw = one.points, path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${this.X(x).toFixed(1)} ${this.Y(y).toFixed(1)}`).join("");
     const area = (points) => `${path(points.map(([x, , , b]) => [x, b]))}${path([...points].reverse().map(([x, , a]) => [x, a])).replace("M", "L")}Z`;
     const band = one.band ? one.band.map(([x, a, b]) => [x, 0, a, b]) : raw;
@@ -158,15 +191,14 @@ export class LineChart extends Frame {
     return [
       spread && h("path", { class: `band ${one.colour}`, d: area(band) }),
       this.smoothing && h("path", { class: `raw ${one.colour}`, d: path(raw) }),
-      h("path", { class: `line ${one.colour} ${one.dashed ? "dashed" : ""}`, d: path(this.drawn[place]) }),
-      ...(raw.length < 13 ? this.drawn[place].map(([x, y]) => h("circle", { class: one.colour, cx: this.X(x), cy: this.Y(y), r: 2.2 })) : []),
+      h("path", { class: `line ${one.colour} ${one.dashed ? "dashed" : ""}`, d: path(one.drawn) }),
+      ...(raw.length < 13 ? one.drawn.map(([x, y]) => h("circle", { class: one.colour, cx: this.X(x), cy: this.Y(y), r: 2.2 })) : []),
     ].filter(Boolean);
   }
 
   #latest() {
-    const last = this.series.map((one) => one.points.at(-1)[1]);
-    fill(this.readout, ...last.slice(0, 3).map((value, place) => h("span", { class: this.series.length > 1 ? `ink ${this.series[place].colour}` : "" }, this.format(value))));
-    fill(this.legend, ...(this.named && this.series.length > 1 ? this.series.map((one) => h("span", { class: `ink ${one.colour}` }, one.name)) : []));
+    fill(this.readout, ...this.shown.slice(0, 3).map((one) => h("span", { class: this.series.length > 1 ? `ink ${one.colour}` : "" }, this.format(one.points.at(-1)[1]))));
+    fill(this.legend, ...((this.named && this.series.length > 1) || this.series.some((one) => one.about) ? this.series.map((one) => h("span", { class: `ink ${one.colour}`, title: one.about }, one.name)) : []));
   }
 
   point(x) {
@@ -176,42 +208,45 @@ export class LineChart extends Frame {
       fill(this.cursor);
       return this.#latest();
     }
-    const found = this.drawn.map((points) => points[nearest(points.map((p) => p[0]), x)]);
-    fill(this.cursor, this.line(found[0][0]), ...found.map(([px, py], place) => h("circle", { class: this.series[place].colour, cx: this.X(px), cy: this.Y(py), r: 3 })));
+    const found = this.shown.map(({ drawn }) => drawn[nearest(drawn.map((p) => p[0]), x)]);
+    fill(this.cursor, this.line(found[0][0]), ...found.map(([px, py], place) => h("circle", { class: this.shown[place].colour, cx: this.X(px), cy: this.Y(py), r: 3 })));
     fill(this.readout, h("span", { class: "muted" }, `${this.xName} ${number(found[0][0])}`), ...found.slice(0, 4).map(([, y], place) =>
-      h("span", { class: this.series.length > 1 ? `ink ${this.series[place].colour}` : "" }, this.format(y))));
+      h("span", { class: this.series.length > 1 ? `ink ${this.shown[place].colour}` : "" }, this.format(y))));
   }
 }
 
 // rows: [[x, value of each name...]]; parts: [{name, colour}]; share: each row adds up to 1
 export class StackChart extends Frame {
-  rows = [];
+  all = [];
+  raw = [];
 
   set(parts, rows, share = false) {
-    Object.assign(this, { parts, share, raw: rows });
-    this.rows = rows.map(([x, ...values]) => {
-      const sum = share ? values.reduce((a, b) => a + b, 0) || 1 : 1;
-      return [x, ...values.map((value) => value / sum)];
-    });
+    Object.assign(this, { parts, share, all: rows });
     fill(this.legend, parts.map((part) => h("span", { class: `swatch ${part.colour}` }, part.name)));
     this.draw();
     return this;
   }
 
-  places() {
-    return this.rows.map(([x]) => x);
-  }
+  places() { return this.heights.map(([x]) => x); }
+  every() { return this.all.map(([x]) => x); }
+  rows() { return [[this.xName, ...this.parts.map((part) => part.name)], ...this.raw]; }
 
   draw() {
     if (!this.width) return;
-    if (!this.rows.length) return this.empty();
-    const sums = this.rows.map(([, ...values]) => values.reduce((a, b) => a + b, 0));
+    this.raw = this.all.filter(([x]) => this.inside(x));
+    this.heights = this.raw.map(([x, ...values]) => {
+      const sum = this.share ? values.reduce((a, b) => a + b, 0) || 1 : 1;
+      return [x, ...values.map((value) => value / sum)];
+    });
+    this.say();
+    if (!this.raw.length) return this.empty(this.all.length ? "no step here" : this.nothing);
+    const sums = this.heights.map(([, ...values]) => values.reduce((a, b) => a + b, 0));
     const at = this.places(), half = (from, to) => (at[to] - at[from]) / 2 || 0.5;
     this.edges = [at[0] - half(0, Math.min(1, at.length - 1)), at.at(-1) + half(Math.max(at.length - 2, 0), at.length - 1)];
     this.scale(this.edges, 0, this.share ? 1 : Math.max(...sums) * 1.04 || 1);
-    const base = this.rows.map(() => 0), areas = [];
+    const base = this.heights.map(() => 0), areas = [];
     this.parts.forEach((part, place) => {
-      const top = this.rows.map((row, i) => base[i] + row[place + 1]);
+      const top = this.heights.map((row, i) => base[i] + row[place + 1]);
       areas.push(h("path", { class: `stack ${part.colour}`, d: this.#area(top, base) }));
       top.forEach((value, i) => (base[i] = value));
     });
@@ -236,7 +271,7 @@ export class StackChart extends Frame {
       fill(this.readout);
       return;
     }
-    const place = nearest(this.places(), x), row = this.rows[place];
+    const place = nearest(this.places(), x), row = this.heights[place];
     fill(this.cursor, this.line(row[0]));
     fill(this.readout, h("span", { class: "muted" }, `${this.xName} ${number(row[0])}`), ...this.parts.map((part, i) => row[i + 1] > 0 && h("span", {}, `${part.name} ${this.format(this.raw[place][i + 1])}`)).filter(Boolean));
   }
@@ -247,8 +282,7 @@ export function bars(title, labels, groups, format = percent1) {
   const most = Math.max(...groups.flatMap((group) => group.values), 1e-9), width = 460, height = 150, left = 38;
   const each = (width - left - 6) / labels.length, thick = Math.min(14, (each - 4) / groups.length);
   const Y = (value) => height - 22 - (value / most) * (height - 34);
-  return h("figure", { class: "chart", "data-chart": title },
-    h("figcaption", {}, h("b", {}, title)),
+  return figure(title, null,
     h("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title },
       niceTicks(0, most, 3).flatMap((y) => [h("line", { class: "grid", x1: left, x2: width, y1: Y(y), y2: Y(y) }), h("text", { x: left - 5, y: Y(y) + 3, "text-anchor": "end" }, format(y))]),
       labels.map((label, i) => h("text", { x: left + each * (i + 0.5), y: height - 7, "text-anchor": "middle" }, label)),
@@ -267,12 +301,17 @@ export function heat(title, { cells, columns, rows, shortest, longest, lowest, h
   const square = ([x, y, count]) => h("rect", { class: "cell", x: left + x * w, y: 8 + (rows - 1 - y) * t, width: w + 0.3, height: t + 0.3, "fill-opacity": 0.12 + 0.88 * Math.sqrt(count / most) },
     h("title", {}, `${xName} ${number(shortest + ((longest - shortest) * x) / columns)}…, ${yName} ${number(lowest + ((highest - lowest) * y) / rows)}…: ${number(count)} samples`));
   const marks = [[lowest, height - bottom], [highest, 16]].map(([value, y]) => h("text", { x: left - 5, y, "text-anchor": "end" }, number(value)));
-  return h("figure", { class: "chart", "data-chart": title },
-    h("figcaption", {}, h("b", {}, title), h("span", { class: "muted" }, " samples of each, darker: more")),
+  return figure(title, h("span", { class: "muted" }, " samples of each, darker: more"),
     h("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, cells.map(square), marks,
       h("line", { class: "axis", x1: left, x2: width - 6, y1: height - bottom + 1, y2: height - bottom + 1 }),
       h("text", { x: left, y: height - 14 }, number(shortest)), h("text", { x: width - 6, y: height - 14, "text-anchor": "end" }, number(longest)),
       h("text", { x: (left + width) / 2, y: height - 14, "text-anchor": "middle" }, xName)));
+}
+
+function figure(title, about, ...children) {
+  const element = h("figure", { class: "chart", "data-chart": title }, h("figcaption", {}, h("b", {}, title), about), ...children);
+  element.firstChild.append(toolsOf({ title, element }));
+  return element;
 }
 
 function nearest(xs, x) {

@@ -22,8 +22,10 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
+// What is in its place already stays there, and keeps the focus.
 export function fill(element, ...children) {
-  element.replaceChildren(...there(children));
+  const wanted = there(children), now = element.childNodes;
+  if (wanted.length !== now.length || wanted.some((child, place) => child !== now[place])) element.replaceChildren(...wanted);
   return element;
 }
 
@@ -49,6 +51,13 @@ export function seconds(value) {
   if (value < 120) return `${value.toFixed(1)} s`;
   if (value < 7200) return `${(value / 60).toFixed(1)} min`;
   return value < 172800 ? `${(value / 3600).toFixed(1)} h` : `${(value / 86400).toFixed(1)} d`;
+}
+
+// Time left of a run that goes on, and how it is known.
+export function remaining({ seconds: left, since, steps, pace, of, by }) {
+  const late = since > Math.max(3 * pace, 60);
+  const how = `${steps} more step${steps === 1 ? "" : "s"}${by === "minutes" ? " fit into training.minutes" : ""}, ${seconds(pace)} each in the last ${of}`;
+  return [!steps ? "nothing" : late ? "?" : seconds(Math.max(0, left - since)), late ? `${how}; none for ${seconds(since)}` : how];
 }
 
 export function bytes(value) {
@@ -98,7 +107,37 @@ export function table(head, rows, properties = {}) {
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => (cell instanceof HTMLTableCellElement ? cell : h("td", {}, cell ?? "–"))))))));
 }
 
+// A long text as its beginning and its end; a click shows it whole.
+export function folded(text, most = 600) {
+  if (text.length <= most) return text;
+  const letters = [...text], opener = h("button", { type: "button", class: "fold", onclick: () => fill(opener.parentNode, text) }, `… all ${number(text.length)} characters …`);
+  return [letters.slice(0, most / 3).join(""), opener, letters.slice((-most * 2) / 3).join("")];
+}
+
+// Mark a text, in lower case, wherever it stands in some elements, which stay what they are. The first place of it.
+export function highlight(elements, text) {
+  const ranges = [];
+  for (const element of text ? elements : []) {
+    const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT), nodes = [], all = element.textContent.toLowerCase();
+    for (let start = 0; walker.nextNode(); start += walker.currentNode.length) nodes.push([walker.currentNode, start]);
+    const place = (at) => { const [node, start] = nodes.findLast(([, from]) => from <= at); return [node, at - start]; };
+    for (let at = all.indexOf(text); at >= 0 && ranges.length < 500; at = all.indexOf(text, at + text.length)) {
+      ranges.push(new Range());
+      ranges.at(-1).setStart(...place(at));
+      ranges.at(-1).setEnd(...place(at + text.length));
+    }
+  }
+  globalThis.CSS.highlights?.set("found", new Highlight(...ranges));
+  return ranges[0]?.startContainer.parentElement;
+}
+
 export const note = (...text) => h("p", { class: "note" }, ...text);
 
 export const panel = (title, ...children) =>
   h("section", { class: "panel" }, title && h("h2", {}, title), ...children);
+
+// What the playground and the comparison share.
+export const labelled = (text, control) => h("label", {}, h("span", {}, text), control);
+
+export const modelChoice = (models, chosen) =>
+  h("select", {}, models.map(({ name, best }) => h("option", { value: name, selected: name === chosen }, best ? `${name} (best)` : name)));

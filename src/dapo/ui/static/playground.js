@@ -1,11 +1,9 @@
 // Two models of a run answer one prompt, side by side, as they write. mount(element, {run}) returns {close}.
 
-import { labelled, modelChoice, useStyle } from "./asking.js";
-import { fill, h, percent } from "./dom.js";
+import { fill, h, labelled, modelChoice, percent } from "./dom.js";
 import { address, ask, events } from "./server.js";
 
 export function mount(element, api) {
-  useStyle();
   const ended = new AbortController();
   const root = h("div", { class: "asking" }, h("p", { class: "dim" }, "looking at the models ..."));
   element.replaceChildren(root);

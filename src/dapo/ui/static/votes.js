@@ -1,8 +1,7 @@
 // Blind comparison: which of two answers is better, without knowing whose they are. mount(element, {run}) returns
 // {close}.
 
-import { labelled, modelChoice, useStyle } from "./asking.js";
-import { fill, h, percent, table } from "./dom.js";
+import { fill, h, labelled, modelChoice, percent, table } from "./dom.js";
 import { address, ask } from "./server.js";
 
 const CHOICES = [
@@ -13,7 +12,6 @@ const CHOICES = [
 ];
 
 export function mount(element, api) {
-  useStyle();
   const ended = new AbortController();
   const root = h("div", { class: "asking" }, h("p", { class: "dim" }, "looking at the models ..."));
   element.replaceChildren(root);

@@ -8,18 +8,19 @@ const SHARES = /accuracy|pass@|maj@|truncated|no_answer|lenient|errors/;
 export async function mount(element, api) {
   const chart = new LineChart({ title: "Accuracy on the held-out rows", unit: "95% interval", height: 200, format: percent });
   const head = h("div"), all = h("div");
-  fill(element, head, panel(null, chart.element), all);
 
   async function load() {
-    const { evaluations, summary, best } = await api.get("evaluation", { run: api.run });
-    if (!evaluations.length) return fill(element, note("No evaluation yet. A run is evaluated on the rows that evaluation.data of its recipe names."));
+    const { evaluations, stopped, best } = await api.get("evaluation", { run: api.run });
+    if (!evaluations.length) return fill(element, note(api.running ? "No evaluation yet." : "This run was not evaluated.", " A run is evaluated on the rows that evaluation.data of its recipe names."));
+    if (!head.isConnected) fill(element, head, panel(null, chart.element), all);
     const points = evaluations.filter((one) => one["eval/accuracy"] !== undefined && one["eval/accuracy"] !== null);
     chart.set([{ name: "accuracy", colour: "s0", points: points.map((one) => [one.step, one["eval/accuracy"], one["eval/accuracy"], one["eval/accuracy"]]), band: points.filter((one) => one["eval/accuracy_low"] !== undefined).map((one) => [one.step, one["eval/accuracy_low"], one["eval/accuracy_high"]]) }]);
     const names = [...new Set(evaluations.flatMap((one) => Object.keys(one)))].filter((name) => name !== "step" && !/_low$|_high$/.test(name)).sort((a, b) => rank(a) - rank(b));
     const form = (name, value) => (SHARES.test(name) ? percent(value) : number(value));
     const range = (one, name) => (one[`${name}_low`] !== undefined ? h("span", { class: "muted nowrap" }, `  ${percent(one[`${name}_low`])} – ${percent(one[`${name}_high`])}`) : null);
     const [first, last] = [evaluations[0], evaluations.at(-1)];
-    fill(head, panel(`${last === first ? "Before training" : `Before training and after step ${last.step}`}${summary.stopped ? ` (${summary.stopped})` : ""}`, table(["", "before", "now", "change"], names.filter((name) => name !== "eval/rows").map((name) => [
+    const when = ({ step }) => (step ? `after step ${step}` : "before training");
+    fill(head, panel(`Evaluated ${last === first ? when(first) : `${when(first)} and ${when(last)}`}${stopped ? ` (${stopped})` : ""}`, table(["", when(first), when(last), "change"], names.filter((name) => name !== "eval/rows").map((name) => [
       titled(name), h("td", {}, form(name, first[name]), range(first, name)), h("td", { class: "best" }, form(name, last[name]), range(last, name)),
       first[name] === undefined || last[name] === undefined || first[name] === null || last[name] === null ? "–" : change(name, last[name] - first[name])])),
       note(`${number(last["eval/rows"])} held-out rows.${best.step !== undefined ? ` The best evaluation was ${best.step ? `after step ${best.step}` : "the one before training"}.` : ""}`)));

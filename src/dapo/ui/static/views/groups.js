@@ -1,8 +1,9 @@
 // Groups side by side: what was asked, what was answered, what it earned, why it was trained on or not.
 
-import { fill, h, note, number, panel, percent, segmented } from "../dom.js";
+import { fill, folded, h, highlight, note, number, panel, percent, segmented } from "../dom.js";
+import { save, saveCsv } from "../tools.js";
 
-const LEVELS = 8;
+const LEVELS = 8, MOST_SAVED = 10_000;
 const level = (share) => Math.max(0, Math.min(LEVELS, Math.round(share * LEVELS)));
 const COLOURINGS = {
   none: { name: "plain", class: () => "" },
@@ -23,7 +24,7 @@ export async function mount(element, api) {
 
   const keep = () => api.keep({ ...wanted, ...(open ? { at: open.split("/")[0], draw: open.split("/")[1] } : {}), colour: colouring });
   const query = () => {
-    const { step, at, colour, draw, correct, longer_than, ...rest } = wanted;
+    const { step, at, colour, draw, correct, longer_than, text, ...rest } = wanted;
     return { ...rest, run: api.run, correct, longer_than, first_step: step, last_step: step };
   };
   const change = (name, value) => {
@@ -49,7 +50,7 @@ export async function mount(element, api) {
     const first = groups.find((group) => key(group) === open) ?? (open ? null : groups[0]);
     if (first && !offset) await show(first);
     else if (open && !offset) await show({ step: open.split("/")[0], draw: open.split("/")[1] });
-    else if (!groups.length) fill(detail, note(found.samples ? "No group is like this. Take a filter away." : "No group yet."));
+    else if (!groups.length) fill(detail, note(found.samples ? "No group is like this. Take a filter away." : api.running ? "No group yet." : "This run has stored no samples."));
   }
 
   function drawList() {
@@ -83,7 +84,11 @@ export async function mount(element, api) {
     keep();
     const found = await api.get("group", { run: api.run, step: group.step, draw: group.draw });
     if (mine !== turn) return;
-    const draw = () => fill(detail, drawGroup(found, colouring, (name) => { colouring = name; keep(); }, more));
+    const light = () => highlight(detail.querySelectorAll(".prompt-box, .tokens"), wanted.text?.toLowerCase())?.scrollIntoView({ block: "nearest" });
+    const draw = () => {
+      fill(detail, drawGroup(found, colouring, (name) => { colouring = name; keep(); light(); }, more, wanted.text));
+      light();
+    };
     const more = async (sample) => {  // of a group that is too large to come whole
       try {
         Object.assign(sample, await api.get("sample", { run: api.run, step: found.step, draw: found.draw, sample: sample.sample }), { whole: true });
@@ -93,6 +98,31 @@ export async function mount(element, api) {
       if (mine === turn) draw();
     };
     draw();
+  }
+
+  const finds = h("div", { class: "finds" }), searched = h("div", { class: "muted", role: "status" });
+  let asked = 0;
+  async function find(next, last) {
+    const mine = ++asked, { text } = wanted;
+    if (!next) [finds, searched].forEach((place) => fill(place));
+    if (!text) return highlight([]);
+    searched.textContent = "searching …";
+    const found = await api.get("search", { run: api.run, text, step: next?.[0], skip: next?.[1] }).catch((error) => ({ error }));
+    if (mine !== asked) return;
+    if (found.error) return fill(searched, found.error.message);
+    finds.append(...found.finds.map((one) => h("a", { href: api.href("groups", { ...wanted, at: one.step, draw: one.draw }), onclick: (event) => { event.preventDefault(); told(show(one)); } },
+      h("span", { class: "muted" }, `step ${one.step}, draw ${one.draw}, ${one.where === "prompt" ? "prompt" : `${one.where} ${one.sample}`}: `), one.before, h("mark", {}, one.found), one.after)));
+    last ??= found.last;
+    fill(searched, found.searched ? `${finds.childElementCount} found in the texts of steps ${found.first} to ${last}. ` : "No texts are stored. ",
+      found.next && h("button", { type: "button", onclick: () => find(found.next, last) }, `search on: ${number(found.left)} more step${found.left === 1 ? "" : "s"}`));
+  }
+  async function saveGroups(type) {
+    let all = [], found;
+    do all = all.concat((found = await api.get("groups", { ...query(), limit: 200, offset: all.length })).groups);
+    while (found.groups.length && all.length < Math.min(found.total, MOST_SAVED));
+    if (type === "csv") saveCsv(`${api.run} groups`, [Object.keys(all[0] ?? {}), ...all.map(Object.values)]);
+    else save(`${api.run} groups.jsonl`, all.map((group) => `${JSON.stringify(group)}\n`).join(""), "application/jsonl");
+    count.textContent = `${number(all.length)} of ${number(found.total)} groups saved`;
   }
 
   const control = (name, input) => h("label", {}, name, input);
@@ -108,22 +138,24 @@ export async function mount(element, api) {
       integer("longer_than", "longer than", "tokens"), integer("row", "row", "any"),
       box("truncated", "cut"), box("failed", "score failed"), box("disagree", "check disagrees"),
       choose("order", "order", [["newest", "newest"], ["hardest", "hardest"], ["easiest", "easiest"], ["longest", "longest"], ["spread", "spread of reward"], ["gap", "engine–trainer gap"]]),
-      count, fresh),
+      count, fresh, ["csv", "jsonl"].map((type) => h("button", { type: "button", class: "quiet", onclick: () => told(saveGroups(type)) }, `save ${type}`))),
+    h("div", { class: "bar" }, h("input", { type: "search", value: wanted.text ?? "", placeholder: "search prompts, responses, answers", "aria-label": "search texts", maxlength: 200, onchange: (event) => { wanted.text = event.target.value; keep(); find(); } }), searched), finds,
     h("div", { class: "split" }, list, detail));
   await load();
+  find();
   return {
-    refresh({ type, steps }) {
+    refresh({ type }) {
       if (type !== "samples") return;
       if (!groups.length) return load();
       fresh.hidden = false;
-      fresh.textContent = `step ${steps} is there: show`;
+      fresh.textContent = "there are new samples: show";
     },
   };
 }
 
 const key = (group) => `${group.step}/${group.draw}`;
 
-function drawGroup(group, colouring, choose, more) {
+function drawGroup(group, colouring, choose, more, text) {
   const reading = h("div", { class: "reading muted", role: "status" }, "Point at a token, or focus a text and use the arrow keys.");
   const scale = h("span", { class: "scale" }), cards = h("div", { class: "cards" });
   const has = (name) => group.samples.some((sample) => sample.tokens[name]?.some((value) => value !== null));
@@ -142,7 +174,7 @@ function drawGroup(group, colouring, choose, more) {
     h("div", { class: "bar" }, h("b", {}, `Step ${group.step}, draw ${group.draw}`), h("span", { class: "muted" }, `row ${group.row}`),
       h("span", { class: `tag ${group.status === "kept" ? "good" : "warm"}` }, `${group.status.replaceAll("_", " ")}: ${group.why}`),
       h("span", {}, `${right} of ${scored} right`), h("span", {}, "answer ", h("code", {}, group.gold ?? "–"))),
-    h("pre", { class: "prompt-box" }, group.prompt ?? "(the text is gone)"),
+    h("pre", { class: "prompt-box" }, folded(group.prompt ?? "(the text is gone)", text && group.prompt?.toLowerCase().includes(text.toLowerCase()) ? Infinity : undefined)),
     h("div", { class: "bar" }, segmented("colour of the tokens", offered, colouring, (id) => { paint(id); choose(id); }), scale),
     cards, reading);
 }

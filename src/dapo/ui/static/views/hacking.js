@@ -19,7 +19,7 @@ export async function mount(element, api) {
     both.set([{ name: "trained reward", colour: "s0", points: checked ? curves["monitor/reward"] : curves["reward/mean"] }, { name: "held-out check", colour: "s1", points: curves["monitor/check"] }]);
     wrong.set([{ name: "false right", colour: "s1", points: curves["monitor/false_right"] }]);
     length.set([{ name: "correlation", colour: "s0", points: curves["monitor/length_correlation"] }]);
-    fill(map, found.lengths.cells.length ? heat("Reward against length", found.lengths, "tokens", "reward") : note("no rewarded sample yet"));
+    fill(map, found.lengths.cells.length ? heat("Reward against length", found.lengths, "tokens", "reward") : note("no rewarded sample"));
     fill(samples, found.disagreements.length > 0 && panel(`Where they disagree most: ${number(found.disagreements.length)} of ${number(found.disagree)} samples`, table(["reward", "check", "step", "tokens", "prompt and response", "answer", "gold"], found.disagreements.map((row) => [
       h("span", { class: row.correct ? "good nowrap" : "warm nowrap" }, `${row.correct ? "✓ right" : "✗ wrong"} ${number(row.reward)}`), h("span", { class: "nowrap" }, row.check_correct ? "right" : "wrong"),
       h("a", { href: "#", onclick: (event) => { event.preventDefault(); api.go("groups", { at: row.step, draw: row.draw }); } }, row.step), row.length,

@@ -1,17 +1,18 @@
 // Curves of one run or several, and what the runs came to against what is different in them.
 
 import { COLOURS, LineChart } from "../charts.js";
-import { fill, formatOf, h, note, number, panel, percent, seconds, segmented, table } from "../dom.js";
+import { fill, formatOf, h, note, number, panel, percent, remaining, seconds, segmented, table } from "../dom.js";
+import { saveCsv } from "../tools.js";
 
 const POINTS = 400;
 
 export async function mount(element, api) {
   const metrics = await api.get("metrics", { run: api.runs });
-  const chosen = { smoothing: Number(api.params.smoothing ?? 0), x: api.params.x ?? "step" };
+  const chosen = { smoothing: Number(api.params.smoothing ?? 0), x: api.params.x ?? "step", apart: api.params.apart === "true" };
   let extra = (api.params.more ?? "").split(",").filter((name) => metrics.available.includes(name));
   const charts = new Map();
   const tiles = h("div", { class: "panel tiles" }), grid = h("div", { class: "grid" }), compared = h("div");
-  const remember = () => api.keep({ smoothing: chosen.smoothing || "", x: chosen.x === "step" ? "" : chosen.x, more: extra.join(",") });
+  const remember = () => api.keep({ smoothing: chosen.smoothing || "", x: chosen.x === "step" ? "" : chosen.x, apart: chosen.apart, more: extra.join(",") });
   let data = {};
 
   const about = (name) => metrics.known[name] ?? Object.entries(metrics.known).find(([pattern]) => pattern.includes("{}") && name.startsWith(pattern.split("{}")[0]))?.[1] ?? {};
@@ -20,7 +21,8 @@ export async function mount(element, api) {
     if (!charts.has(name)) {
       const { unit = "", meaning = "" } = about(name);
       const chart = new LineChart({ title: name, unit, meaning, format: formatOf(unit) });
-      chart.named = api.runs.length > 1;
+      chart.named = true;
+      [chart.window, chart.zoomed] = [[...charts.values()][0]?.window ?? null, () => load()];
       charts.set(name, chart);
     }
     const chart = charts.get(name);
@@ -28,22 +30,31 @@ export async function mount(element, api) {
     return chart;
   }
 
+  const sets = () => (chosen.apart ? api.runs.map((run) => [run]) : metrics.experiments);
+  const titleOf = (runs) => {
+    const seeds = new Set(runs.map((run) => metrics.seeds[run])).size;
+    return runs.length < 2 ? runs[0] : `${seeds < runs.length ? `${runs.length} runs, ` : ""}${seeds} seed${seeds > 1 ? "s" : ""} (${runs[0]} …): mean, and lowest to highest`;
+  };
+
   function draw() {
     const names = [...metrics.headlines, ...extra.filter((name) => !metrics.headlines.includes(name))];
     for (const name of names) {
-      const series = api.runs.map((run, place) => {
-        const curves = data[run] ?? {};
-        const band = name === "eval/accuracy" ? interval(curves) : undefined;
-        return { name: run, colour: COLOURS[place % COLOURS.length], points: curves[name] ?? [], band, marks: curves.changes };
+      const series = sets().map((runs, place) => {
+        const curves = data[runs[0]] ?? {}, points = curves[name] ?? [], together = runs.length > 1;
+        const band = together ? points.map(([x, , low, high]) => [x, low, high]) : name === "eval/accuracy" ? interval(curves) : undefined;
+        const about = together && `${runs.join(", ")}; of the steps that all of them have`;
+        return { name: titleOf(runs), about, colour: COLOURS[place % COLOURS.length], points, band, marks: curves.changes };
       });
       chartOf(name).set(series, name.startsWith("eval/") ? 0 : chosen.smoothing);
     }
-    fill(grid, names.map((name) => chartOf(name).element));
+    fill(grid, names.length ? names.map((name) => chartOf(name).element) : note("no values"));
   }
 
   async function load() {
     const wanted = [...new Set([...metrics.headlines, ...extra, "eval/accuracy_low", "eval/accuracy_high"])];
-    data = await api.get("curves", { run: api.runs, metric: wanted, points: POINTS, x: chosen.x });
+    const zoomed = [...charts.values()].find((chart) => chart.window && chart.series.length), xs = zoomed?.every();
+    const part = zoomed ? (zoomed.window[1] - zoomed.window[0]) / (Math.max(...xs) - Math.min(...xs)) : 1;  // so that it is not coarse
+    data = await api.get("curves", { run: api.runs, metric: wanted, points: Math.min(5000, Math.ceil(POINTS / part)), x: chosen.x, together: !chosen.apart });
     draw();
     drawTiles();
   }
@@ -52,17 +63,19 @@ export async function mount(element, api) {
     const run = api.info(api.run);
     if (!run) return;
     const last = run.last ?? {}, alarms = (last["alarms/count"] ?? 0) + (last["monitor/alarms"] ?? 0);
+    const [left, how] = run.left ? remaining(run.left) : ["–", "known after the first step"], ended = run.state !== "running";
     const tile = (value, name, kind = "") => h("div", { class: "tile" }, h("b", { class: kind }, value), h("span", {}, name));
     const speed = last["tokens_per_second/total"];
     fill(tiles,
-      tile(`${run.steps}${run.planned ? ` / ${run.planned}` : ""}`, `step, ${run.state}`),
-      run.after !== null && tile(`${percent(run.before)} → ${percent(run.after)}`, "held-out accuracy, then and now"),
+      tile(`${run.steps}${run.planned ? ` / ${run.planned}` : ""}`, `${api.runs.length > 1 ? `${run.name}: ` : ""}step, ${run.state}`),
+      !ended && tile(left, `left: ${how}`),
+      run.after !== null && tile(`${percent(run.before)} → ${percent(run.after)}`, "held-out accuracy, first and last"),
       tile(number(last["reward/mean"]), "mean reward"),
       tile(number(last["response_length/mean"]), "tokens per response"),
       tile(number(last.entropy), "entropy, nats"),
       tile(number(speed), "tokens per second"),
-      tile(seconds(run.seconds), "so far"),
-      h("div", { class: "tile" }, h("b", {}, alarms ? h("a", { class: "warm", href: "#", onclick: (event) => { event.preventDefault(); api.go("alarms"); } }, String(alarms)) : "0"), h("span", {}, alarms === 1 ? "alarm on" : "alarms on")));
+      tile(seconds(run.seconds), ended ? "in all" : "so far"),
+      h("div", { class: "tile" }, h("b", {}, alarms ? h("a", { class: "warm", href: "#", onclick: (event) => { event.preventDefault(); api.go("alarms"); } }, String(alarms)) : "0"), h("span", {}, `${alarms === 1 ? "alarm on" : "alarms on"}${ended ? " at the end" : ""}`)));
   }
 
   async function drawAblation() {
@@ -72,10 +85,10 @@ export async function mount(element, api) {
     const widest = (key) => Math.max(...found.rows.map((row) => shown(row.config[key]).length));
     const keys = [...found.keys].sort((a, b) => widest(a) - widest(b));  // numbers and names before paths
     const higher = new Set(["eval/accuracy", "accuracy", "reward/mean"]);
-    fill(compared, panel("What it came to, against what is different", table(
+    fill(compared, panel(`What it came to${api.runs.some((name) => api.info(name)?.state === "running") ? " so far" : ""}, against what is different`, table(
       ["run", "steps", ...found.metrics, ...keys],
-      found.rows.map((row, place) => [
-        h("span", { class: `nowrap` }, h("span", { class: COLOURS[place % COLOURS.length] }, "■ "), row.run), row.steps,
+      found.rows.map((row) => [
+        h("span", { class: `nowrap` }, h("span", { class: COLOURS[sets().findIndex((runs) => runs.includes(row.run)) % COLOURS.length] }, "■ "), row.run), row.steps,
         ...found.metrics.map((metric) => h("td", { class: higher.has(metric) && row.final[metric] === best[metric] ? "best" : "" }, formatOf(about(metric).unit)(row.final[metric]))),
         ...keys.map((key) => h("td", { class: "value short", title: shown(row.config[key]) }, shown(row.config[key]))),
       ])), note("Means of the last ten steps; of evaluations and time the last value.")));
@@ -93,17 +106,19 @@ export async function mount(element, api) {
     draw();
   } });
   const bar = h("div", { class: "bar" },
-    segmented("horizontal axis", [["step", "steps"], ["time/elapsed", "time"], ["tokens", "tokens"]], chosen.x, (x) => { chosen.x = x; remember(); load(); }),
+    segmented("horizontal axis", [["step", "steps"], ["time/elapsed", "time"], ["tokens", "tokens"]], chosen.x, (x) => { chosen.x = x; charts.forEach((chart) => (chart.window = null)); remember(); load(); }),
     h("label", {}, "smoothing", slider), picker,
+    metrics.experiments.some((runs) => runs.length > 1) && h("label", {}, h("input", { type: "checkbox", checked: !chosen.apart, onchange: (event) => { chosen.apart = !event.target.checked; remember(); load(); drawAblation(); } }), "seeds as one curve"),
+    h("button", { type: "button", class: "quiet", onclick: () => saveCsv(api.runs.join(" "), [["metric", "curve", chosen.x, "mean", "lowest", "highest"], ...[...charts].flatMap(([name, chart]) => chart.rows().slice(1).map((row) => [name, ...row]))]) }, "save all as CSV"),
     extra.length > 0 && h("button", { type: "button", class: "quiet", onclick: () => { extra = []; remember(); load(); } }, "fewer curves"));
   fill(element, tiles, bar, compared, grid);
   await Promise.all([load(), drawAblation()]);
   return {
     async refresh({ type }) {
-      if (type === "state") drawTiles();
+      if (type === "state" || type === "look") drawTiles();
       if (type !== "metrics") return;
-      if (!metrics.headlines.length || metrics.headlines.length < 6) Object.assign(metrics, await api.get("metrics", { run: api.runs }));
-      await load();
+      Object.assign(metrics, await api.get("metrics", { run: api.runs }));  // some come later than others
+      await Promise.all([load(), drawAblation()]);
     },
   };
 }

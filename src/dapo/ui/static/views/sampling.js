@@ -31,6 +31,7 @@ export async function mount(element, api) {
     tokens.set([{ name: "generated", colour: "s0", points: curves["tokens/generated"] }, { name: "filtered: nothing to learn from", colour: "s4", points: curves["tokens/filtered"] }, { name: "wasted: surplus, stale, cancelled", colour: "s1", points: curves["tokens/wasted"] }]);
     const share = (values) => { const sum = values.reduce((a, b) => a + b, 0) || 1; return values.map((value) => value / sum); };
     const span = found.tenth > 1 ? `${found.tenth} steps` : "step";
+    if (!found.statuses.length) return [difficulty, statuses].forEach((place) => fill(place, note("No group was drawn.")));
     fill(difficulty, bars("How many samples of a group were right", LABELS,
       [{ name: `first ${span}`, colour: "s4", values: share(found.difficulty.first) }, { name: `last ${span}`, colour: "s0", values: share(found.difficulty.last) }]));
     fill(statuses, table(["status", "groups", "of those drawn", "samples", "tokens", ""], found.statuses.map((row) => [

@@ -12,14 +12,14 @@ export async function mount(element, api) {
   speed.named = true;
   const totals = h("div"), used = h("div", { class: "grid" });
   const charts = new Map();
-  fill(element, panel(null, phases.element), h("div", { class: "columns" }, panel("Over the whole run", totals), panel(null, speed.element)), h("div", { class: "panel" }, h("h2", {}, "Resources"), used));
+  fill(element, panel(null, phases.element), h("div", { class: "columns" }, panel("All steps together", totals), panel(null, speed.element)), h("div", { class: "panel" }, h("h2", {}, "Resources"), used));
 
   async function load() {
     const found = await api.get("time", { run: api.run });
     const { names, rows, totals: sums } = found.phases;
     phases.set(names.map((name) => ({ name: name.replaceAll("_", " "), colour: COLOUR[name] })), rows);
     const all = Object.values(sums).reduce((a, b) => a + b, 0) || 1;
-    fill(totals, table(["phase", "time", "share"], names.filter((name) => sums[name] > 0).map((name) => [
+    fill(totals, !rows.length ? note("no values") : table(["phase", "time", "share"], names.filter((name) => sums[name] > 0).map((name) => [
       h("span", {}, h("span", { class: COLOUR[name] }, "■ "), name.replaceAll("_", " ")), seconds(sums[name]), percent(sums[name] / all)])));
     speed.set([["rollout", "s0"], ["update", "s2"], ["total", "s4"]].map(([name, colour]) => ({ name, colour, points: found.speeds[`tokens_per_second/${name}`] })));
     drawUses(found);
@@ -29,13 +29,13 @@ export async function mount(element, api) {
     const roles = [...new Set(resources.map((row) => `${row.role} on ${row.host}`))];
     const series = (name) => roles.map((role, place) => ({ name: role, colour: `s${place % 8}`, points: resources.filter((row) => `${row.role} on ${row.host}` === role && row[name] !== null).map((row) => [row.seconds, row[name], row[name], row[name]]) }));
     const shown = USES.map(([name, title, unit, format]) => [name, title, unit, format, series(name)]).filter(([, , , , lines]) => lines.some((line) => line.points.length));
-    if (!shown.length && memory.length) shown.push(["memory", "Most memory so far", "", bytes, [{ name: "process", colour: "s0", points: memory }]]);
+    if (!shown.length && memory.length) shown.push(["memory", "Peak memory", "", bytes, [{ name: "process", colour: "s0", points: memory }]]);
     for (const [name, title, unit, format, lines] of shown) {
       if (!charts.has(name)) charts.set(name, new LineChart({ title, unit, format, height: 120, xName: name === "memory" ? "step" : "s" }));
       charts.get(name).named = roles.length > 1;
       charts.get(name).set(lines);
     }
-    fill(used, shown.length ? shown.map(([name]) => charts.get(name).element) : note("No use of the machine was recorded (yet)."));
+    fill(used, shown.length ? shown.map(([name]) => charts.get(name).element) : note("No use of the machine was recorded."));
   }
   await load();
   return { refresh: ({ type }) => (type === "metrics" ? load() : undefined) };
