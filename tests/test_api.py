@@ -77,11 +77,14 @@ def test_the_sizes_for_a_laptop_are_a_valid_recipe() -> None:
     assert config.updates_per_step == 4
 
 
+TWICE = pandas.DataFrame([["1=", "1", "2"]], columns=["prompt", "answer", "answer"])
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "expected"),
     [
         ({"settings": {"training.stepz": 1}}, ConfigError, "did you mean training.steps"),
-        ({"prompts": []}, DataError, "prompts: there are none"),
+        ({"prompts": []}, DataError, "prompts: there are no rows in the list"),
         ({"prompts": [PROMPTS[0], "rows.jsonl"]}, DataError, "prompts: 1 files and 1 rows together"),
         ({"prompts": PROMPTS[0]}, DataError, "prompts: expected a list of rows or files, got a single row"),
         ({"prompts": [3]}, DataError, r"prompts\[0\]: expected an object"),
@@ -101,6 +104,17 @@ def test_the_sizes_for_a_laptop_are_a_valid_recipe() -> None:
             r"holds the splits train; .*\['train'\]",
         ),
         ({"tokenizer": None}, ModelError, "a loaded model needs its own: give tokenizer="),
+        ({"tokenizer": "m"}, ModelError, "expected a loaded one, got str 'm'; the name of one goes into the setting"),
+        ({"model": 5}, ModelError, "a loaded PreTrainedModel, got int"),
+        ({"model": tiny_model().to("meta")}, ModelError, "on the meta device"),
+        ({"prompts": ["2+2=", "3+3="]}, DataError, "'2\\+2=' is none; rows are dicts, such as"),
+        ({"prompts": TWICE}, DataError, "got a DataFrame with two columns answer"),
+        ({"prompts": TWICE["prompt"]}, DataError, "got a Series"),
+        (
+            {"reward": lambda response: response[5] == "a"},
+            RewardError,
+            "the reward function fails, on the first reference",
+        ),
         ({"reward": 3}, RewardError, "expected a function, got int 3"),
         ({"reward": lambda answer, nothing: 1.0}, RewardError, "it demands the parameter 'nothing'"),
         ({"reward": lambda response: None}, RewardError, "is a `return` missing"),
@@ -118,6 +132,16 @@ def test_what_is_wrong_is_named(
     given["settings"] = settings | given.get("settings", {})
     with pytest.raises(kind, match=expected):
         dapo.train(**given, listener=Recorder())
+
+
+def test_a_second_run_does_not_take_the_folder_of_the_first(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    del settings["run.dir"]
+    given = {"tokenizer": TOKENIZER, "settings": settings | {"training.steps": 1}, "listener": Recorder()}
+    first, second = (dapo.train(tiny_model(), PROMPTS, text_sum, **given) for _ in range(2))
+    assert [str(found.run_dir) for found in (first, second)] == ["runs/python", "runs/python-2"]
 
 
 def test_a_listener_of_the_callers_hears_the_end(settings: dict[str, Any]) -> None:

@@ -138,6 +138,8 @@ def test_letters_that_the_tokenizer_does_not_know_are_told(model: Path, tmp_path
     [
         ("generate", {"prompts": []}, DataError, "prompts: there are none"),
         ("generate", {"prompts": ["1=", 3]}, DataError, r"prompts\[1\]: 'prompt' must be text or a list of chat"),
+        ("generate", {"prompts": pandas.DataFrame(PROMPTS)}, DataError, "got DataFrame; a data frame's rows"),
+        ("generate", {"prompts": 5}, DataError, "a text, a chat, a row or a list of these, got int"),
         ("generate", {"prompts": ""}, DataError, r"prompts\[0\]: 'prompt' is empty"),
         ("generate", {"model": "./gone"}, ModelError, "no such folder"),
         ("generate", {"temperature": -1}, ConfigError, "temperature: evaluation.temperature"),
@@ -145,7 +147,7 @@ def test_letters_that_the_tokenizer_does_not_know_are_told(model: Path, tmp_path
         ("evaluate", {"data": ["a.jsonl", "b.jsonl"]}, DataError, "2 files; evaluate one at a time"),
         ("evaluate", {"data": "gone.jsonl"}, UserError, "gone.jsonl"),
         ("evaluate", {"data": [{"prompt": "1="}]}, DataError, r"data\[0\]: no key 'answer'"),
-        ("evaluate", {"data": []}, DataError, "no data files are given, and no rows"),
+        ("evaluate", {"data": []}, DataError, "data: there are no rows in the list"),
         ("evaluate", {"model": tiny_model()}, ModelError, "a loaded model needs its own: give tokenizer="),
     ],
 )

@@ -151,8 +151,17 @@ def settings_for(
     return found, inference_config(found, *layers, options, recipe=recipe, overrides=overrides, where=where)
 
 
-def require_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ModelError: a loaded model comes without its tokenizer."""
+def require_loaded(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ModelError: a loaded model is none, has no weights, or comes without its tokenizer."""
+    if not hasattr(model, "config") or not hasattr(model, "parameters"):
+        raise ModelError(f"model: expected a folder, a name or a loaded PreTrainedModel, got {type(model).__name__}")
+    if any(weights.is_meta for weights in model.parameters()):
+        raise ModelError("model: its weights are on the meta device, so there are none; load them first")
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise ModelError(
+            f"tokenizer: expected a loaded one, got {type(tokenizer).__name__} {str(tokenizer)[:60]!r}; the name of "
+            "one goes into the setting model.tokenizer"
+        )
     if tokenizer is None and "model.tokenizer" not in settings:
         raise ModelError("tokenizer: a loaded model needs its own: give tokenizer=... or the setting model.tokenizer")
 

@@ -198,6 +198,8 @@ async def try_reward(
     if tried[0].error is not None:
         listener.warning(f"a trial of the reward, with the reference answer as response, failed: {tried[0].error}")
     known = [reward for reward in tried if reward.error is None]
+    if not known and (inputs.reward is not None or config.reward.kind == "function"):
+        raise RewardError(f"the reward function fails, on the first reference answer, too: {tried[0].error}")
     if filters.enable and filters.metric == "acc" and None in (reward.correct for reward in known):
         which = "n empty" if known[0].correct is not None else ""
         raise RewardError(

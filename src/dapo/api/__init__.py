@@ -15,7 +15,7 @@ from dapo.api.run import Run, shown
 from dapo.config import Config, build_config, nested
 from dapo.errors import ModelError
 from dapo.files import read_json
-from dapo.inference import find_model, require_tokenizer, with_template
+from dapo.inference import find_model, require_loaded, with_template
 from dapo.observe.metrics import read_metrics
 from dapo.progress import Listener, make_listener
 from dapo.reward.registry import named
@@ -119,7 +119,7 @@ def train(
     tree: dict[str, Any] = dict(dotted(settings or {}))
     by_name = isinstance(model, str | Path)
     if not by_name:
-        require_tokenizer(tokenizer, tree)
+        require_loaded(model, tokenizer, tree)
     tree["model.path"] = str(model) if by_name else type(model).__name__
     with closing(listener or make_listener()) as listener:
         train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
@@ -149,7 +149,7 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
         changes = [f"{key}={json.dumps(value, default=str)}" for key, value in tree.items() if key != "run.dir"]
         return resume_config(folder.root, None, changes)
-    config = build_config(nested(dict(SIZES) | {"run.dir": "runs/python"} | dict(tree)), "settings")
+    config = build_config(nested(dict(SIZES) | {"run.dir": _free_folder()} | dict(tree)), "settings")
     if "template" in config.data.model_fields_set:
         return config
 
@@ -157,6 +157,12 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
     named = config.model.tokenizer or config.model.path
     return with_template(config, tokenizer or load_tokenizer(named, config.model.trust_remote_code))
+
+
+def _free_folder() -> str:
+    """Of a run that names none: so the result of an earlier one stays what it was."""
+    names = (f"runs/python{number}" for number in ("", *(f"-{k}" for k in range(2, 10_000))))
+    return next(name for name in names if not Path(name).exists())
 
 
 def _run(config: Config, listener: Listener, inputs: Inputs) -> Result:

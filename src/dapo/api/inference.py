@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dapo.api.rows import Data, dotted, files_or_rows
 from dapo.config import Config, nested
 from dapo.errors import ConfigError, DataError
-from dapo.inference import ONE_EACH, FoundModel, function_of, require_tokenizer, settings_for
+from dapo.inference import ONE_EACH, FoundModel, function_of, require_loaded, settings_for
 from dapo.plan import require_files
 from dapo.progress import Listener, make_listener
 from dapo.reward.registry import named
@@ -143,7 +143,7 @@ def _settings(
 ) -> tuple[FoundModel, Config]:
     changes = dict(dotted(settings or {}))
     if _loaded(model) is not None:
-        require_tokenizer(tokenizer, changes)
+        require_loaded(model, tokenizer, changes)
     options = {name: (_KEYS[name], value) for name, value in given.items()}
     return settings_for(model, options, layer, nested(changes))
 
@@ -156,7 +156,16 @@ def _texts(prompts: Any, config: Config) -> list[str | Messages]:
     """Raises DataError: there are none, or one is neither a text nor a chat nor a row with one."""
     from dapo.data.rows import BadRow, Keys, check_row
 
-    several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    several: list[Any]
+    if isinstance(prompts, str | Mapping):
+        several = [prompts]
+    elif hasattr(prompts, "iloc") or isinstance(prompts, Path) or not isinstance(prompts, Iterable):
+        raise DataError(
+            f"prompts: expected a text, a chat, a row or a list of these, got {type(prompts).__name__}; a data frame's "
+            'rows: frame.to_dict("records")'
+        )
+    else:
+        several = list(prompts)
     if several and isinstance(several[0], Mapping) and "role" in several[0]:  # one chat
         several = [several]
     if not several:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,14 +44,30 @@ def files_or_rows(data: Any, name: str, tell: Callable[[str], None]) -> tuple[li
 
         return [], ArrowTable(name, data, PythonRows(data, name).content())
     if hasattr(data, "iloc"):  # a DataFrame; pandas has several values for "missing", rows have None
+        if not hasattr(data, "columns") or not data.columns.is_unique:
+            raise DataError(f"{name}: expected a data frame whose columns have different names, got a {_kind(data)}")
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     if not isinstance(data, Iterable):
-        raise DataError(f"{name}: expected rows or files, got {type(data).__name__} {str(data)[:60]}")
+        raise DataError(f"{name}: expected rows or files, got {_kind(data)} {str(data)[:60]}")
     items = data if isinstance(data, Sequence) else _all_of(data, name, tell)
+    if not items:
+        raise DataError(f"{name}: there are no rows in the {_kind(data)}")
     files = [str(item) for item in items if isinstance(item, str | Path)]
     if files and len(files) < len(items):
         raise DataError(f"{name}: {len(files)} files and {len(items) - len(files)} rows together; give one kind")
+    if len(files) > 1 and not any("." in name or os.path.exists(name) for name in files):  # noqa: PTH110
+        raise DataError(
+            f"{name}: a list of texts is a list of files, and {files[0]!r} is none; rows are dicts, such as "
+            '{"prompt": "2+2=", "answer": "4"}'
+        )
     return (files, None) if files else ([], PythonRows(items, name))
+
+
+def _kind(data: Any) -> str:
+    """The name of its type; of a data frame with repeated columns these, too."""
+    columns = getattr(data, "columns", None)
+    twice = [] if columns is None else sorted({str(name) for name in columns[columns.duplicated()]})
+    return type(data).__name__ + (f" with two columns {', '.join(twice)}" if twice else "")
 
 
 def _all_of(data: Iterable[Any], name: str, tell: Callable[[str], None]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,10 @@ class Run:
         Raises:
             UserError: there are no samples of these steps, or a file of them is damaged.
         """
-        steps = steps_asked_for(self._view, (step, step) if isinstance(step, int) else step)
+        span = step if step is None or isinstance(step, tuple) else (step, step)
+        if span is not None and not (len(span) == 2 and all(isinstance(one, Integral) for one in span)):
+            raise UserError(f"step: expected a number, or the first and the last one, got {step!r}")
+        steps = steps_asked_for(self._view, span and (int(span[0]), int(span[1])))
         folder = self._view.folder.samples
         return _table({"step": k, **sample} for k in steps for sample in read_samples(samples_path(folder, k)))
 

@@ -122,6 +122,7 @@ ELSEWHERE = {
     "beta": "algorithm.kl.coef",
     "epsilon": "algorithm.clip_ratio_low",
     "epsilon_high": "algorithm.clip_ratio_high",
+    "lr": "training.learning_rate",
     "loss_type": "algorithm.loss_agg_mode",
     "lr_scheduler_type": "training.final_learning_rate",
     "max_completion_length": "rollout.max_response_length",

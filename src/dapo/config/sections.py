@@ -53,7 +53,7 @@ class DataItem(Section):
 
 
 def _one_item_is_a_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict | DataItem) else value
+    return [value] if isinstance(value, str | dict | DataItem) else [] if value is None else value
 
 
 Files = Annotated[list[DataItem], BeforeValidator(_one_item_is_a_list)]

@@ -62,7 +62,8 @@ def _lines(
 def _finds(
     sample: Mapping[str, Any], step: int, pattern: re.Pattern[str], text: str, told: set[Any]
 ) -> Iterator[dict[str, Any]]:
-    facts = {"step": step, "draw": sample.get("draw"), "sample": sample.get("index"), "correct": sample.get("correct")}
+    names = {"draw": "draw", "sample": "index", "correct": "correct"}  # of a file that somebody may have edited
+    facts = {"step": step} | {k: v if isinstance(v := sample.get(n), int) else None for k, n in names.items()}
     for where in ("prompt", "extracted", "response"):
         value, group = str(sample.get(where) or ""), (step, facts["draw"])
         # a plain search first: it is many times as fast, and nearly always there is nothing

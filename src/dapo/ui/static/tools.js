@@ -12,7 +12,11 @@ export function save(name, content, type) {
   setTimeout(() => URL.revokeObjectURL(address), 10_000);
 }
 
-const cell = (value) => (/[",\r\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value ?? "");
+// a text that a spreadsheet would take for a formula gets a quote in front, as these programs do themselves
+const cell = (value) => {
+  const text = typeof value === "string" && /^[=+@\t-]/.test(value) ? `'${value}` : String(value ?? "");
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+};
 export const saveCsv = (name, rows) => save(`${name}.csv`, rows.map((row) => `${row.map(cell).join(",")}\r\n`).join(""), "text/csv;charset=utf-8");
 
 // The picture in a figure by itself, with the colours as they are now, a title and the legend: {svg, width, height}.
