@@ -653,11 +653,22 @@ def test_a_float_reward_with_a_filter_by_accuracy_is_refused_with_what_to_set(tm
 
 
 def test_a_reward_that_raises_too_often_stops_the_run_with_its_reason(tmp_path: Path) -> None:
-    def broken(response: str) -> float:
-        raise KeyError("no such table")
+    def broken(response: str, answer: str) -> bool:
+        if response not in ("", answer):
+            raise KeyError("no such table")
+        return True
 
     with pytest.raises(RewardError, match=r"scores failed.*no such table"):
         run(tmp_path / "run", reward=broken)
+
+
+def test_a_reward_that_always_raises_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    def broken(response: str) -> bool:
+        raise KeyError("no such table")
+
+    with pytest.raises(RewardError, match=r"the reward function fails, on the first reference .*no such table"):
+        run(tmp_path / "run", reward=broken)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
