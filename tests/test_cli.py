@@ -109,7 +109,7 @@ def test_a_recipe_that_comes_with_dapo_goes_by_its_name(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     by_name, by_file = run("config", "cpu-demo"), run("config", str(recipe_path("cpu-demo")))
     assert by_name.exit_code == 0 and by_name.stdout == by_file.stdout
-    assert f"see the comment at the top of {recipe_path('cpu-demo')}" in run("train", "cpu-demo").stderr
+    assert "`dapo demo` makes what this recipe trains on" in run("train", "cpu-demo").stderr
     (tmp_path / "cpu-demo").write_text("seed: 77\nmodel: {path: m}\n")  # a file of that name goes first
     assert "seed: 77" in run("config", "cpu-demo").stdout
 

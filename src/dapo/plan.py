@@ -12,6 +12,7 @@ from dapo.config import Config
 from dapo.config.sections import DataItem
 from dapo.data.files import names_a_data_set
 from dapo.errors import DataError
+from dapo.recipes import demo_of
 from dapo.terminal import counted
 
 MINUTES = "minutes of steps, at most"
@@ -89,7 +90,9 @@ def require_files(config: Config, recipe: Path | None = None) -> None:
 
 
 def remedy(recipe: Path) -> str:
-    """Where a recipe says how its files are made, if it begins with a comment; empty: it does not."""
+    """How the files of a recipe are made, or where it says so, if it begins with a comment; empty: it does not."""
+    if command := demo_of(recipe):
+        return f"`{command}` makes what this recipe trains on, and runs it"
     with recipe.open("rb") as file:
         return f"see the comment at the top of {recipe}" if file.read(1) == b"#" else ""
 

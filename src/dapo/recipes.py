@@ -23,6 +23,12 @@ def existing_recipe(recipe: str | Path) -> Path:
     return Path(recipe) if exists else known.get(str(recipe), Path(recipe))
 
 
+def demo_of(recipe: Path) -> str | None:
+    """The command that makes model and data of a shipped recipe; None for a recipe of the user's."""
+    commands = {"cpu-demo": "dapo demo", "cpu-smollm2": "dapo demo word-problems"}
+    return commands.get(recipe.stem) if recipe.resolve() in (path.resolve() for path in shipped_recipes()) else None
+
+
 def recipe_path(name: str) -> Path:
     """The file of a shipped recipe, such as ``cpu-demo``.
 

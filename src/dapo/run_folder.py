@@ -286,7 +286,7 @@ def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | Non
     if if_exists == "fail":
         raise UserError(
             f"run.dir: the folder {root} exists; set run.dir to another folder, or run.if_exists=rename to keep the "
-            "old one under another name"
+            f"old one under another name; dapo train --resume {root} goes on with it"
         )
     if not (root / "config.yaml").is_file() or root.resolve() == Path.cwd():
         raise UserError(f"run.dir: {root} holds files that are not a run's and is not renamed; set run.dir to another")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.doctor.finding import Area, Finding, area_of
-from dapo.doctor.patient import NotAtHand, Patient, demo_of
+from dapo.doctor.patient import NotAtHand, Patient
 from dapo.errors import ConfigError, UserError
 from dapo.plan import remedy
-from dapo.recipes import existing_recipe
+from dapo.recipes import demo_of, existing_recipe
 
 if TYPE_CHECKING:
     from dapo.config import Config

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dapo.files import holds_model
 from dapo.model.hub import is_name
-from dapo.recipes import shipped_recipes
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -65,12 +64,6 @@ class Patient:
         if thing is None:
             raise NotAtHand(what)
         return thing
-
-
-def demo_of(recipe: Path) -> str | None:
-    """The command that makes model and data of a shipped recipe; None for a recipe of the user's."""
-    commands = {"cpu-demo": "dapo demo", "cpu-smollm2": "dapo demo word-problems"}
-    return commands.get(recipe.stem) if recipe.resolve() in (path.resolve() for path in shipped_recipes()) else None
 
 
 def config_at_hand(name: str) -> bool:
