@@ -45,12 +45,13 @@ def ui(
     """Show runs in the browser: curves, samples, alarms, time, live while they train. Ctrl-C ends it."""
     with errors_for_people(debug):
         require_ui("dapo ui")
+        from dapo.hosts import listening_socket
         from dapo.ui.runs import check_folders
-        from dapo.ui.serving import address_of, listening_socket, open_browser, serve, token_for
+        from dapo.ui.serving import PORTS, address_of, open_browser, serve, token_for
 
         check_folders(folders)
         wanted = token_for(host, token)
-        listening = listening_socket(host, port)
+        listening = listening_socket(host, PORTS if port is None else [port])
         address = address_of(listening, wanted)
         print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)
         if not no_browser and wanted is None:  # other accounts see a browser's command line, and the token in it
