@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Of each tracker: the package that it needs, which is also the name of dapo's extra."""
+_PROMETHEUS = ("prometheus_client", "starlette", "uvicorn")
 CLOSE_SECONDS = 30.0
 """That the trackers of a run are waited for, all together."""
 
@@ -114,6 +115,11 @@ def close_all(trackers: Sequence[Tracker]) -> None:
 
 def check_trackers(config: Config) -> None:
     """Raises ConfigError if a package that the trackers need is missing; costs nothing."""
+    if config.run.prometheus_port is not None:
+        missing = [name for name in _PROMETHEUS if importlib.util.find_spec(name) is None]
+        if missing:
+            needs = f"needs {', '.join(missing)}, which is not installed"
+            raise ConfigError(f"run.prometheus_port: {needs}: {install('prometheus')}, or leave it out")
     for name in config.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
