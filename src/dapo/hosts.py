@@ -36,14 +36,19 @@ def listening_socket(host: str, ports: Sequence[int]) -> socket.socket:
     raise ConfigError(f"cannot listen on {host}, port {shown}: {problem and problem.strerror}; try --port 0")
 
 
+def wrong_name(host: str, or_else: str) -> str | None:
+    """What to answer to a request without a token that comes by another name (its header ``Host``) than those of this
+    machine: a page elsewhere can reach 127.0.0.1 through a name of its own. None: it is one of them."""
+    return None if is_loopback(host) else f"no such name here: {host[:100]}; use 127.0.0.1, or {or_else}"
+
+
 def url(host: str, port: int) -> str:
     """``http://host:port``, with an address of IPv6 in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the header ``Host`` of a request, is of this machine: a page elsewhere that reaches
-    127.0.0.1 through a name of its own brings that name. An address in digits is nobody's name."""
+    """Whether an address, or the header ``Host`` of a request, is of this machine."""
     name, colon, port = host.rpartition(":")
     if not colon or host.endswith("]") or (":" in name.strip("[]") and not name.endswith("]")):
         name, port = host, "0"  # there is none; all colons belong to an address of IPv6
