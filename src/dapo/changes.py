@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo.config import Config, build_config
-from dapo.errors import UserError
+from dapo.errors import UserError, shortened
 from dapo.files import json_line, lines_of, parse_json, write_atomic
 
 _LEARNED = ("algorithm.", "rollout.", "training.")
@@ -93,5 +93,4 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 200 else text[:197] + "..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), 200)

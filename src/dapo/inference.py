@@ -170,11 +170,6 @@ def label_of(item: DataItem) -> str:
     return ":".join(part for part in (item.path, item.name, item.split) if part)
 
 
-def response_limit(config: Config) -> int:
-    """Longest response in tokens."""
-    return config.evaluation.max_response_length or config.rollout.max_response_length
-
-
 def stop_texts(config: Config) -> list[str]:
     """Texts that end a response of an evaluation."""
     return config.rollout.stop if config.evaluation.stop is None else config.evaluation.stop
@@ -202,7 +197,7 @@ def settings_lines(config: Config) -> list[str]:
         f"model {config.model.path} in {config.model.compute_dtype}",
         f"prompts: {prompt}",
         f"reward: {reward.kind}{said}",
-        f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {response_limit(config)} tokens, "
+        f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {config.evaluated_length} tokens, "
         f"seed {config.seed}",
     ]
 
@@ -283,7 +278,7 @@ def load_engine(
     source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
     model = load_model(source, dtype, config.model.trust_remote_code, device)
     model.requires_grad_(False)
-    limit = response_limit(config)
+    limit = config.evaluated_length
     check_positions(prompts, limit, model.config)
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)

@@ -313,11 +313,7 @@ def _smaller_step(config: Config, prompts: int) -> str:
 def longest_sequence(config: Config, heldout: Sequence[Prompt]) -> int:
     """Tokens of prompt and response together, over training and evaluation, whose prompts may be longer."""
     training = config.data.max_prompt_length + longest_response(config)
-    return max(training, max((len(p.token_ids) for p in heldout), default=0) + _evaluation_response(config))
-
-
-def _evaluation_response(config: Config) -> int:
-    return config.evaluation.max_response_length or config.rollout.max_response_length
+    return max(training, max((len(p.token_ids) for p in heldout), default=0) + config.evaluated_length)
 
 
 def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] = ()) -> None:
@@ -330,11 +326,11 @@ def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] =
     limit = context_limit(model_config)
     prompt, response = config.data.max_prompt_length, longest_response(config)
     longest = max(heldout, key=lambda p: len(p.token_ids), default=None)
-    if limit is not None and longest is not None and len(longest.token_ids) + _evaluation_response(config) > limit:
+    if limit is not None and longest is not None and len(longest.token_ids) + config.evaluated_length > limit:
         size, room = len(longest.token_ids), limit - len(longest.token_ids)
         advice = f"use evaluation.max_response_length={room} or leave it out" if room > 0 else "leave it out"
         raise DataError(
-            f"evaluation.data: row {longest.row + 1}: {size} prompt tokens + {_evaluation_response(config)} response "
+            f"evaluation.data: row {longest.row + 1}: {size} prompt tokens + {config.evaluated_length} response "
             f"tokens, but the model was made for {limit} positions ({POSITIONS_STATED}), and an evaluation skips no "
             f"row; {advice}"
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NoReturn
 
+from dapo.errors import shortened
 from dapo.escapes import eaten_in
 
 SHOWN_FAULTS = 20
@@ -218,8 +219,7 @@ def _text_of(value: str | int | float | Decimal, key: str) -> str:
 def _names(row: Mapping[Any, Any]) -> str:
     """The keys of a row, on one line and not too long."""
     shown = [key if isinstance(key, str) and key.isprintable() else repr(key) for key in row]
-    text = ", ".join(shown) or "none"
-    return text if len(text) <= 200 else f"{text[:196]} ..."
+    return shortened(", ".join(shown) or "none", 200, " ...")
 
 
 def _from_array(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.errors import UserError
+from dapo.errors import UserError, shortened
 from dapo.observe.samples import STATUSES
 
 
@@ -125,5 +125,4 @@ def _refuse(wrong: list[str], place: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shortened(json.dumps(value, ensure_ascii=False), 40)

@@ -30,7 +30,7 @@ from dapo.config.sections import DataItem
 from dapo.data.files import open_table
 from dapo.data.rows import BadRow, Keys, check_row, listed, plain_value
 from dapo.data.tables import Table
-from dapo.errors import DataError, RewardError
+from dapo.errors import DataError, RewardError, shortened
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
@@ -184,8 +184,7 @@ def _prompt(raw: Mapping[str, Any], place: str, number: int, answer_required: bo
 
 
 def _shown(value: Any) -> str:
-    text = repr(plain_value(value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(plain_value(value)), 60)
 
 
 _EXAMPLE = '{"gold": "4", "response": "\\\\boxed{4}", "expected": true}'

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import DataError
-from dapo.inference import FoundModel, Prompting, inference_config, load_engine, load_prompting, response_limit
+from dapo.inference import FoundModel, Prompting, inference_config, load_engine, load_prompting
 from dapo.progress import QuietListener
 from dapo.records import Prompt
 from dapo.ui.questions import Question
@@ -100,7 +100,7 @@ def load(path: Path) -> Loaded:
     # on the CPU: the run may need a GPU for itself
     bounds: dict[str, Any] = {"runtime": {"device": "cpu"}, "rollout": {"max_concurrent_samples": MOST_SAMPLES * HELD}}
     config = inference_config(found, bounds)
-    limit = min(response_limit(config), MOST_TOKENS)
+    limit = min(config.evaluated_length, MOST_TOKENS)
     config = inference_config(found, bounds, {"evaluation": {"max_response_length": limit}})
     prompting = load_prompting(config)
     adapter = find_adapter(path)

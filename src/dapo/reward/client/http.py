@@ -17,7 +17,7 @@ from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.connections import HttpConnections
-from dapo.reward.client.faults import BadReply, Fault, Refusal, shortened
+from dapo.reward.client.faults import BadReply, Fault, Refusal, one_line
 from dapo.reward.client.mapping import fill, from_json, pick, to_json, to_verdict, to_verdicts, unfillable
 from dapo.reward.client.pauses import requested_pause
 from dapo.reward.client.scorer import Call, RemoteScorer
@@ -128,7 +128,7 @@ class ServerScorer(_JsonScorer):
             kept = {key: line.get(key) for key in ("correct", "value", "parts", "extracted", "error")}
             return place, to_verdict(kept, place, "", self._name)
         if isinstance(line, dict) and "error" in line:
-            raise RewardError(f"{self._name}: {shortened(str(line['error']))}")
+            raise RewardError(f"{self._name}: {one_line(str(line['error']))}")
         raise BadReply("a line of the reply is no result")
 
 
@@ -195,11 +195,11 @@ def _error_text(body: bytes) -> tuple[str, bool | None]:
     try:
         data = from_json(body)
     except BadReply:
-        return shortened(body.decode("utf-8", "replace")), None
+        return one_line(body.decode("utf-8", "replace")), None
     if not isinstance(data, dict):
-        return shortened(str(data)), None
+        return one_line(str(data)), None
     retry = data.get("retry")
-    return shortened(str(data.get("error") or data.get("detail") or data)), retry if isinstance(retry, bool) else None
+    return one_line(str(data.get("error") or data.get("detail") or data)), retry if isinstance(retry, bool) else None
 
 
 def _advice(code: int, headers: Mapping[str, str]) -> str:

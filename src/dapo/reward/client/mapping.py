@@ -14,7 +14,7 @@ from typing import Any
 from dapo.config.reward import FIELD, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.faults import BadReply, shortened
+from dapo.reward.client.faults import BadReply, one_line
 from dapo.reward.client.scorer import Call
 from dapo.reward.contract import Doubt
 from dapo.reward.convert import to_reward
@@ -146,7 +146,7 @@ def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadRe
     """The verdict that ``result`` holds, or what is wrong with it."""
     try:
         if isinstance(result, dict) and result.get("error"):  # the server's own word that it has no verdict
-            return Reward(None, 0.0, error=f"{name}: {shortened(as_text(result['error']))}")
+            return Reward(None, 0.0, error=f"{name}: {one_line(as_text(result['error']))}")
         picked = pick(result, value, "reward.value")
         if isinstance(picked, dict):
             picked = {key: part for key, part in picked.items() if key != "error"}
@@ -158,4 +158,4 @@ def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadRe
 
 
 def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {shortened(repr(value))[:80]}"
+    return f"{type(value).__name__} {one_line(repr(value))[:80]}"
