@@ -322,6 +322,8 @@ SAID = "step 3: training.learning_rate 0.003 -> 0.001"
 
 
 def test_a_dry_run_inspect_report_and_page_tell_of_it(two: Path) -> None:
+    record = RunFolder(two).fingerprint  # as of a run whose model, rows and reward lie in files
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"in_memory": []}))
     dry = ["train", "--resume", str(two), "--dry-run", "training.steps=3", "training.learning_rate=1e-3"]
     result = CliRunner().invoke(app, dry)  # the model is not there, which it says last
     assert f"; {SAID}" in result.output and "# changes: step 3: " in result.output and changes_of(two) == []

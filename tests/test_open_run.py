@@ -61,7 +61,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_without_pandas_the_extra_is_named(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
-    with pytest.raises(UserError, match=r"need pandas: pip install 'dapo\[data\]'"):
+    with pytest.raises(UserError, match=r"need pandas: pip install 'dapo-rl\[data\]'"):
         dapo.open_run(stored).metrics  # noqa: B018
     assert dapo.open_run(stored).config["model"]["path"] == "some/model"
 
