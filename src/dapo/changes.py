@@ -56,10 +56,7 @@ def write_changes(file: Path, changes: Sequence[Change]) -> None:
 
 def config_of_step(config: Config, changes: Sequence[Change], step: int) -> Config:
     """``config``, the newest of a run, with what algorithm, rollout and training had in ``step`` (from 1).
-
-    Raises:
-        ConfigError: a recorded value is none that its key can have.
-    """
+    Raises ConfigError: a recorded value is none that its key can have."""
     later = [change for change in changes if change.step > step and change.key.startswith(_LEARNED)]
     tree = config.model_dump(mode="json")
     for change in reversed(later):

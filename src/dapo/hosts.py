@@ -13,10 +13,7 @@ LOCAL = "127.0.0.1"
 
 def listening_socket(host: str, ports: Sequence[int]) -> socket.socket:
     """A socket that listens on the first of ``ports`` that is free; 0: any.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-    """
+    Raises ConfigError: the address cannot be listened on."""
     problem: OSError | None = None
     for port in ports:
         try:

@@ -298,11 +298,8 @@ def load_engine(
 
 
 def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:
-    """
-    Raises:
-        DataError: the longest prompt and its response do not fit into the model's positions.
-        ConfigError: no response of that length does, whatever the prompt.
-    """
+    """Raises DataError: the longest prompt and its response do not fit into the model's positions; ConfigError: no
+    response of that length does, whatever the prompt."""
     from dapo.model.loading import POSITIONS_STATED, context_limit
 
     positions = context_limit(model_config)

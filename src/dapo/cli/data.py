@@ -134,10 +134,7 @@ def _is_setting(word: str) -> bool:
 def _files(
     config: Config, recipe: Path | None, words: Sequence[str], against: Sequence[str]
 ) -> tuple[list[DataItem], list[DataItem]]:
-    """
-    Raises:
-        ConfigError: there is nothing to check.
-    """
+    """Raises ConfigError: there is nothing to check."""
     from dapo.config.sections import DataItem
 
     named = [DataItem(path=word) for word in words if not _is_setting(word)]

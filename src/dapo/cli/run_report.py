@@ -137,10 +137,7 @@ def _spread(entries: Sequence[Any], most: int) -> list[Any]:
 
 def chosen(patterns: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The metrics that a list of names and patterns, such as ``accuracy,clip/*``, stands for, in its order.
-
-    Raises:
-        ConfigError: a name is not registered, or nothing that is registered fits a pattern.
-    """
+    Raises ConfigError: a name is not registered, or nothing that is registered fits a pattern."""
     names: list[str] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         found = _present(entries, pattern)

@@ -133,10 +133,7 @@ def check_data(
     progress: Progress = lambda what, done, total: None,
 ) -> CheckReport:
     """Read all rows of all files. ``answer_required``: whether a row without an answer is bad; None: not known.
-
-    Raises:
-        DataError: a file cannot be read at all.
-    """
+    Raises DataError: a file cannot be read at all."""
     scans: list[_Scan] = []
     faults: list[str] = []
     template = _Once(measure.load)

@@ -16,10 +16,7 @@ _FILE = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", *_COMPRESSED)
 
 def open_table(item: DataItem) -> Table:
     """The rows of one item. What reads Parquet and data sets is loaded only for those.
-
-    Raises:
-        DataError: it cannot be read, or has no rows.
-    """
+    Raises DataError: it cannot be read, or has no rows."""
     path, name = Path(item.path), item.path
     if names_a_data_set(item):
         from dapo.data.arrow import open_dataset

@@ -94,11 +94,7 @@ class _Number(str):
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that ``data`` holds.
-
-    Raises:
-        BadRow: it is not JSON in UTF-8.
-    """
+    """The value that ``data`` holds. Raises BadRow: it is not JSON in UTF-8."""
     try:
         return json.loads(data.decode("utf-8"), parse_int=_Number, parse_float=_Number, parse_constant=_refuse)
     except UnicodeDecodeError as error:
@@ -116,11 +112,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def check_row(row: Any, keys: Keys, place: str) -> Row:
-    """A raw row as a :class:`Row`.
-
-    Raises:
-        BadRow: a key is missing, or holds what it must not.
-    """
+    """A raw row as a :class:`Row`. Raises BadRow: a key is missing, or holds what it must not."""
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object such as {{{json.dumps(keys.prompt)}: ...}}, got {_kind(row)}")
     try:

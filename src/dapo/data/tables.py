@@ -23,11 +23,7 @@ class Table(ABC):
 
     @abstractmethod
     def raw(self, number: int) -> Any:
-        """A row as it stands there.
-
-        Raises:
-            BadRow: it cannot be read.
-        """
+        """A row as it stands there. Raises BadRow: it cannot be read."""
 
     @abstractmethod
     def place(self, number: int) -> str:

@@ -93,12 +93,8 @@ class TextTable(Table):
 
 
 def open_text(path: Path, name: str) -> TextTable:
-    """Index a file, or find its index in the cache.
-
-    Raises:
-        DataError: it cannot be read, is no JSON array though it begins like one, begins with an object or array that
-            is printed over several lines, or has no rows.
-    """
+    """Index a file, or find its index in the cache. Raises DataError: it cannot be read, is no JSON array though it
+    begins like one, begins with an object or array that is printed over several lines, or has no rows."""
     try:
         table = _open(path, name)
     except FileNotFoundError:
@@ -247,11 +243,7 @@ class _Hashing:
 
 def _decompressed(path: Path, digest: Any) -> Iterator[bytes]:
     """The content in pieces; ``digest`` gets the bytes of the file itself.
-
-    Raises:
-        _Damaged: it is not what its name says, or not whole.
-        DataError: a package is missing.
-    """
+    Raises _Damaged: it is not what its name says, or not whole; DataError: a package is missing."""
     with path.open("rb") as file:
         source = _Hashing(file, digest)
         chunks = _OPENERS[path.suffix](source)

@@ -298,10 +298,7 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
 @contextmanager
 def shortage_explained(config: Config, model: Any) -> Iterator[None]:
     """Inside, memory that runs out is no fault of the program: what was asked for, and settings that take less.
-
-    Raises:
-        UserError: it ran out.
-    """
+    Raises UserError: it ran out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch raises plain RuntimeErrors for the host's memory

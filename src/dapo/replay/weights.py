@@ -102,10 +102,7 @@ class Rerun:
         self, folder: RunFolder, of_step: Callable[[int], Config], start: Start, step: int, device: torch.device
     ) -> None:
         """Load the weights. ``of_step``: the settings of each step. ``step``: the last one that is to be made.
-
-        Raises:
-            UserError: they, or the state beside them, cannot be read.
-        """
+        Raises UserError: they, or the state beside them, cannot be read."""
         self._folder, self._of_step, self.tolerance = folder, of_step, 0.0
         configs = [of_step(k) for k in range(start.place.steps + 1, step + 1)]
         config = next((c for c in configs if c.algorithm.kl.mode != "off"), configs[0])  # one that needs the reference

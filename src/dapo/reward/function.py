@@ -168,10 +168,7 @@ class BoundFunction:
 
     def rewards(self, result: Any, count: int) -> list[Reward]:
         """The rewards of the ``count`` responses of one call that returned ``result``.
-
-        Raises:
-            RewardError: that is not what it may return.
-        """
+        Raises RewardError: that is not what it may return."""
         return (
             [to_reward(result, self.name)] if self.responses_per_call is None else to_rewards(result, self.name, count)
         )

@@ -77,21 +77,13 @@ class Service:
         self.counts = _Counts(self)
 
     def scores(self, items: Sequence[Item]) -> _Scores:
-        """Begin to score.
-
-        Raises:
-            HTTPException: 429, too much waits already.
-        """
+        """Begin to score. Raises HTTPException: 429, too much waits already."""
         self._check_room(len(items))
         return _Scores(self, items)
 
     async def doubts(self, rows: Sequence[Row], request: Request) -> Sequence[Doubt]:
         """What is wrong with ``rows``. Dropped when the client goes away.
-
-        Raises:
-            HTTPException: 429, too much waits already.
-            ClientDisconnect: it has gone.
-        """
+        Raises HTTPException: 429, too much waits already; ClientDisconnect: it has gone."""
         self._check_room(len(rows))
         prompts = [row.as_prompt(place) for place, row in enumerate(rows)]
         examined = asyncio.ensure_future(self.scorer.examine(prompts))
@@ -116,11 +108,7 @@ class Service:
             raise HTTPException(429, text, {"Retry-After": "1"})
 
     async def score(self, index: int, item: Item) -> Result:
-        """The result for one item.
-
-        Raises:
-            RewardError: the reward broke its contract.
-        """
+        """The result for one item. Raises RewardError: the reward broke its contract."""
         started = time.perf_counter()
         try:
             reward = await self.scorer.score(item.as_prompt(index), item.response, item.finish_reason)
@@ -174,11 +162,7 @@ class _Scores:
 
     async def results(self, request: Request) -> AsyncIterator[Result]:
         """As they finish. What is not begun when the client goes away is not done.
-
-        Raises:
-            ClientDisconnect: it has gone.
-            RewardError: the reward broke its contract.
-        """
+        Raises ClientDisconnect: it has gone; RewardError: the reward broke its contract."""
         gone: asyncio.Task[Any] = asyncio.create_task(_disconnected(request))
         gone.add_done_callback(self._finished.put_nowait)
         try:

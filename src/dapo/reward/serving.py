@@ -54,11 +54,7 @@ async def serve(
     config: RewardConfig, address: Address, limits: Limits, *, drain_s: float, say: Callable[[str], None]
 ) -> None:
     """Serve until a signal comes. ``drain_s``: longest time for running requests to finish.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-        RewardError: the reward cannot be started.
-    """
+    Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
     scorer = make_scorer(config)
     service = Service(scorer, config, limits, address.token)
     listening = listening_socket(address.host, [address.port])

@@ -39,10 +39,7 @@ class Loaded:
 
     def encode(self, question: Question) -> tuple[int, ...]:
         """Token ids of the prompt, written as the run writes its own.
-
-        Raises:
-            DataError: nothing in it is known to the tokenizer, or it is too long.
-        """
+        Raises DataError: nothing in it is known to the tokenizer, or it is too long."""
         ids = tuple(self.prompting.template.encode(question.prompt))
         if not ids:
             raise DataError(f"the tokenizer makes no tokens of {question.text[:60]!r}")

@@ -44,12 +44,8 @@ class _JsonScorer(RemoteScorer):
         await self._connections.close()
 
     async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-        """
-        Raises:
-            Fault: a status that says: later.
-            Refusal: a status that says: not this.
-            RewardError: a status that says: not like this.
-        """
+        """Raises Fault: a status that says: later; Refusal: a status that says: not this; RewardError: a status that
+        says: not like this."""
         if 200 <= reply.status < 300:
             return reply
         text, retry = _error_text(await HttpConnections.beginning(reply, _LARGEST_ERROR))
@@ -72,10 +68,7 @@ class ServerScorer(_JsonScorer):
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """What the served reward says of the rows. Waits for the server, at most ``give_up_after_s`` at a time.
-
-        Raises:
-            RewardError: it does not answer.
-        """
+        Raises RewardError: it does not answer."""
         doubts: list[Doubt] = []
         for begin in range(0, len(prompts), _ROWS_AT_ONCE):
             doubts += await self._examine(prompts[begin : begin + _ROWS_AT_ONCE], begin)

@@ -24,10 +24,7 @@ _NOTHING = object()
 
 def fill(template: Any, calls: Sequence[Call]) -> Any:
     """The body for ``calls``: an element of a list that holds a field is repeated for each of them.
-
-    Raises:
-        RewardError: a row lacks a key that the template asks for.
-    """
+    Raises RewardError: a row lacks a key that the template asks for."""
     if isinstance(template, dict):
         return {key: fill(value, calls) for key, value in template.items()}
     if isinstance(template, list):
@@ -110,11 +107,7 @@ def from_json(body: bytes) -> Any:
 
 
 def pick(reply: Any, path: str, key: str) -> Any:
-    """What stands at ``path`` (the config's ``key``) in a reply.
-
-    Raises:
-        BadReply: nothing does.
-    """
+    """What stands at ``path`` (the config's ``key``) in a reply. Raises BadReply: nothing does."""
     for name in path.split(".") if path else ():
         if not isinstance(reply, dict):
             raise BadReply(f"a mapping with {name!r} was expected ({key}={path}), got {_shown(reply)}")

@@ -71,10 +71,7 @@ class Endpoint:
 
     async def reach(self) -> None:
         """Find out in a few seconds whether there is a server at all.
-
-        Raises:
-            RewardError: there is none, or it does not accept the key. Any other answer is one.
-        """
+        Raises RewardError: there is none, or it does not accept the key. Any other answer is one."""
         for attempt in range(_REACH_TRIES):
             try:
                 status, _, data = await self._request("GET", "/models", None, _REACH_TIMEOUT_S)

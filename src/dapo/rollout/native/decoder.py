@@ -115,10 +115,7 @@ class Decoder:
 
     def check(self, request: Request) -> None:
         """Refuse a request that cannot be served.
-
-        Raises:
-            EngineError: as :func:`~dapo.rollout.native.checks.check_request` says.
-        """
+        Raises EngineError: as :func:`~dapo.rollout.native.checks.check_request` says."""
         check_request(
             request,
             vocabulary=self._vocabulary,

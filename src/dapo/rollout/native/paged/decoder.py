@@ -131,11 +131,7 @@ class PagedDecoder:
         return bool(self._waiting or self._rows or self._leaving)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served.
-
-        Raises:
-            EngineError: says which and why.
-        """
+        """Refuse a request that cannot be served. Raises EngineError: says which and why."""
         check_request(
             request,
             vocabulary=self._vocabulary,

@@ -28,11 +28,7 @@ class PageAllocator:
         return self._count
 
     def take(self, count: int) -> PageArray:
-        """``count`` pages, each with one owner.
-
-        Raises:
-            ValueError: more than are free.
-        """
+        """``count`` pages, each with one owner. Raises ValueError: more than are free."""
         if count > self._count:
             raise ValueError(f"{count} pages asked for, {self._count} are free")
         self._count -= count
@@ -74,10 +70,7 @@ class BlockTables:
 
     def grow(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
         """Give each of ``rows`` room for ``tokens``. All at once: at 1,024 rows a loop would cost a step of decoding.
-
-        Raises:
-            ValueError: more pages are missing than are free.
-        """
+        Raises ValueError: more pages are missing than are free."""
         missing = self.missing(rows, tokens)
         pages = self._allocator.take(int(missing.sum()))
         row = np.repeat(rows, missing)
