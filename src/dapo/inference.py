@@ -122,33 +122,41 @@ def inference_config(
     return config
 
 
-def options_layer(given: Mapping[str, tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options of a command, or arguments of a function, as settings, and for messages which one each key comes from.
-
-    ``given``: by the option's name its key of the config and its value; None: not given.
-    """
-    chosen = {option: (key, value) for option, (key, value) in given.items() if value is not None}
-    return nested(dict(chosen.values())), {key: option for option, (key, _) in chosen.items()}
+_OPTIONS = {
+    "samples": "evaluation.samples_per_prompt",
+    "max_tokens": "evaluation.max_response_length",
+    "seed": "seed",
+    "system": "data.system",
+    "template": "data.template",
+}
+"""Keys of the config that options of commands, and arguments of Python's functions, stand for; all others are keys of
+``evaluation`` by their own names."""
 
 
 def settings_for(
     model: Any,
-    given: Mapping[str, tuple[str, Any]],
+    options: Mapping[str, Any],
     *layers: Mapping[str, Any],
     recipe: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[FoundModel, Config]:
-    """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``given`` as in
-    :func:`options_layer`, and all else as for :func:`inference_config`. Raises UserError: there is no such model, or a
-    setting is wrong."""
+    """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``options`` by the names that
+    messages tell (``--top-p`` or ``top_p``; None: not given), and all else as for :func:`inference_config`.
+    Raises UserError: there is no such model, or a setting is wrong."""
     from dapo.model.hub import require_at_hand
 
     by_name = isinstance(model, str | Path)
     found = find_model(str(model)) if by_name else FoundModel(type(model).__name__)
     if by_name:
         require_at_hand("model", found.path)
-    options, where = options_layer(given)
-    return found, inference_config(found, *layers, options, recipe=recipe, overrides=overrides, where=where)
+    given: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for option, value in options.items():
+        if value is not None:
+            name = option.lstrip("-").replace("-", "_")
+            key = _OPTIONS.get(name, f"evaluation.{name}")
+            given[key], where[key] = value, option
+    return found, inference_config(found, *layers, nested(given), recipe=recipe, overrides=overrides, where=where)
 
 
 def require_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> None:

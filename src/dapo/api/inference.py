@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from dapo.generation import Response
 
 _ROWS = "the rows given"
-_KEYS = {
-    "samples": "evaluation.samples_per_prompt",
-    "temperature": "evaluation.temperature",
-    "max_tokens": "evaluation.max_response_length",
-}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -144,8 +139,7 @@ def _settings(
     changes = dict(flat(settings or {}))
     if _loaded(model) is not None:
         require_tokenizer(tokenizer, changes)
-    options = {name: (_KEYS[name], value) for name, value in given.items()}
-    return settings_for(model, options, layer, nested(changes))
+    return settings_for(model, given, layer, nested(changes))
 
 
 def _loaded(model: Any) -> Any:

@@ -11,7 +11,7 @@ import typer
 
 from dapo.cli.completion import complete_run
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, Quiet
+from dapo.cli.options import Debug, Host, Quiet
 from dapo.errors import ConfigError, install
 
 _NEEDS = ("duckdb", "fastapi", "uvicorn")
@@ -24,9 +24,7 @@ def ui(
             metavar="RUN|FOLDER", help="Run folders, or folders that hold runs.", autocompletion=complete_run
         ),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")] = (
-        "127.0.0.1"
-    ),
+    host: Host = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port; 0: any free one. By default 7860, or the next free one.")
     ] = None,
