@@ -66,8 +66,6 @@ def announces_more(headers: Headers, most: int) -> bool:
 
 
 class _Protocol(H11Protocol):
-    """One connection."""
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._since, self._seen = time.monotonic(), self._state

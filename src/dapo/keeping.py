@@ -84,7 +84,6 @@ class RunState:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
         self.budget.load_state(int(state["steps_done"]), state.get("budget", {}))
         self.step = StepUnderWay(**state["step"]) if state["step"] else None
         self.laps = state.get("laps", {})

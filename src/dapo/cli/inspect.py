@@ -40,8 +40,6 @@ class _Sort(StrEnum):
 
 
 class _Shown(StrEnum):
-    """How samples are shown."""
-
     cut = "cut"
     full = "full"
     table = "table"

@@ -103,7 +103,6 @@ class CheckReport:
 
     @property
     def bad(self) -> int:
-        """Bad rows in all files."""
         return sum(report.bad for report in (*self.train, *self.evaluation))
 
     @property

@@ -44,5 +44,4 @@ def names_a_data_set(item: DataItem) -> bool:
 
 
 def short_name(item: DataItem) -> str:
-    """The last part of its path."""
     return Path(item.path).name or item.path

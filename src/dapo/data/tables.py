@@ -39,8 +39,6 @@ class Table(ABC):
 
 
 class PythonRows(Table):
-    """Rows from Python."""
-
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
         self.name = name
         self._rows = rows

@@ -63,7 +63,6 @@ class PrometheusTracker:
         yield from (_gauge(f"resource/{name}", "see resources.jsonl", of_name) for name, of_name in rows.items())
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.should_exit = True
         self._thread.join()
 

@@ -59,7 +59,6 @@ class ResourceRecorder:
             self._thread.start()
 
     def look(self) -> None:
-        """Look now."""
         if self._looker is None:
             self._looker = Looker().look
         looks = self._looker()
@@ -81,7 +80,6 @@ class ResourceRecorder:
             return self._latest
 
     def close(self) -> None:
-        """Stop looking."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(1.0)

@@ -25,7 +25,6 @@ CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
 
 
 def votes_path(root: Path) -> Path:
-    """The votes of a run."""
     return root / "votes.jsonl"
 
 
@@ -42,8 +41,6 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One vote."""
-
     prompt: str
     left: Shown
     right: Shown

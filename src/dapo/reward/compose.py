@@ -72,7 +72,6 @@ class ComposedScorer:
         return sorted(doubts, key=lambda doubt: doubt.position)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
 
         def ask(scorer: Scorer) -> Awaitable[Reward]:
             return scorer.score(prompt, response, finish_reason)

@@ -85,7 +85,6 @@ class GroupChange:
     after: Verdict
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
         return {"step": self.step, "draw": self.draw, "row": self.row, "before": self.before, "after": self.after}
 
 

@@ -58,7 +58,6 @@ class Models:
         self._held: dict[Path, tuple[int, Loaded]] = {}  # the one asked last comes last
 
     async def holds(self, path: Path) -> bool:
-        """Whether it is loaded."""
         return path in self._held and self._held[path][0] == await asyncio.to_thread(_stamp, path)
 
     async def get(self, path: Path) -> Loaded:
@@ -77,7 +76,6 @@ class Models:
         return loaded
 
     async def close(self) -> None:
-        """Let go of all."""
         while self._held:
             await self._held.popitem()[1][1].engine.close()
 

@@ -67,7 +67,6 @@ class HttpConnections:
         return bytes(body[:most])
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 

@@ -40,5 +40,4 @@ class BadReply(Exception):
 
 
 def one_line(text: str) -> str:
-    """One line of bounded length."""
     return shortened(" ".join(text.split()), _LONGEST)

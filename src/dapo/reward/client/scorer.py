@@ -124,7 +124,6 @@ class RemoteScorer(abc.ABC):
         """See :class:`Scorer`."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
         if not self._submitted:
             self._silent_since = None  # nobody asked: that there was no answer says nothing
         call = Call(prompt, response, finish_reason, asyncio.get_running_loop().create_future())

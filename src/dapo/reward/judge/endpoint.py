@@ -110,7 +110,6 @@ class Endpoint:
         raise NoReply(self._said(f"{last} (call {attempt + 1} of {self._config.retries + 1}, the last)"))
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._connections.close()
 
     async def _answer(self, question: bytes, accept: Callable[[str], T | None]) -> tuple[str, T]:

@@ -39,8 +39,6 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sample in flight."""
-
     key: int
     request: Request
     index: int

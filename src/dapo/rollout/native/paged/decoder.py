@@ -428,7 +428,6 @@ class PagedDecoder:
     # -- pages -----------------------------------------------------------------------------------------------------
 
     def _end(self, rows: Sequence[int]) -> None:
-        """Free rows and their pages."""
         self._runner.stop(rows)
         for row in rows:
             del self._rows[row]

@@ -79,7 +79,6 @@ class BlockTables:
         self.held[rows] += missing.astype(np.int32)
 
     def end(self, row: int) -> None:
-        """Release the pages of a row."""
         self._allocator.release(self.table[row, : self.held[row]])
         self.held[row] = 0
         self.table[row] = 0
@@ -91,5 +90,4 @@ class BlockTables:
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
-    """Pages that hold ``tokens``."""
     return -(-tokens // page_tokens)
