@@ -311,7 +311,9 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_c
     from dapo.model.loading import POSITIONS_STATED, context_limit
 
     positions = context_limit(model_config)
-    longest, name = max(((p, name) for name, several in prompts.items() for p in several), key=_length)
+    longest, name = max(
+        ((p, name) for name, several in prompts.items() for p in several), key=lambda found: len(found[0].token_ids)
+    )
     size = len(longest.token_ids)
     if positions is None or size + limit <= positions:
         return
@@ -326,7 +328,3 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_c
         f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
         f"--max-tokens {positions - size} or less (in Python: max_tokens)"
     )
-
-
-def _length(item: tuple[Prompt, str]) -> int:
-    return len(item[0].token_ids)

@@ -187,14 +187,8 @@ class Keeper:
         """Weights, optimizer and the position of everything, between two optimizer updates or inside of a rollout.
 
         What is written is the state as it is now; it is copied, which is waited for, as is a checkpoint that is still
-        being written. The files are written while the run goes on.
-
-        Args:
-            sampling: it is inside of a rollout.
-            wait: for the files too.
-
-        Raises:
-            UserError: this checkpoint (if waited for) or the one before cannot be written.
+        being written. The files are written while the run goes on, or waited for (``wait``). ``sampling``: it is inside
+        of a rollout. Raises UserError: this checkpoint (if waited for) or the one before cannot be written.
         """
         await self.settle()
         step = self._at.step

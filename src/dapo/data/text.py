@@ -42,11 +42,7 @@ class TextTable(Table):
     """Rows of a JSON lines file or a JSON array."""
 
     def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
-        """
-        Args:
-            index: 16 bytes for each row.
-            facts: ``rows``, ``sha256`` and ``array``.
-        """
+        """``index``: 16 bytes for each row. ``facts``: ``rows``, ``sha256`` and ``array``."""
         self.name = name
         self._content, self._index = content, index
         self._rows, self._sha256, self._array = int(facts["rows"]), str(facts["sha256"]), bool(facts["array"])

@@ -140,7 +140,6 @@ def make_trackers(
     Args:
         keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
             that can take something back.
-        tell: hears of a tracker that fails.
         looks: gives the latest lines of resources.jsonl, for Prometheus.
 
     Raises:

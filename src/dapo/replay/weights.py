@@ -49,11 +49,7 @@ class Start:
 
 def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Start | str:
     """The furthest kept weights from which an update can be reached; if there are none, why.
-
-    Args:
-        step: from 1.
-        update: from 0.
-    """
+    ``step`` counts from 1, ``update`` from 0."""
     starts = list(_starts(folder))
     before = [s for s in starts if (s.place.steps, s.place.updates) <= (step - 1, update)]
     if not before:

@@ -119,15 +119,8 @@ def pick(reply: Any, path: str, key: str) -> Any:
 
 
 def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward | BadReply]:
-    """A verdict for each of ``count`` responses, or what is wrong with its result.
-
-    Args:
-        results: what the reply has of them.
-        value: path of the reward in a result.
-
-    Raises:
-        BadReply: it is not a list of that many.
-    """
+    """A verdict for each of ``count`` responses, or what is wrong with its result. ``value``: path of the reward in a
+    result. Raises BadReply: ``results`` is not a list of that many."""
     if not isinstance(results, list):
         raise BadReply(f"a list of {count} results was expected, got {_shown(results)}")
     if len(results) != count:
