@@ -33,12 +33,11 @@ class PrometheusTracker:
         self._gauges: list[GaugeMetricFamily] = []
         self._looks, self._run = looks, run
         self._registry = CollectorRegistry()
-        self._registry.register(self)  # type: ignore[arg-type]  # what it needs is collect()
+        self._registry.register(self)
         listening = socket.create_server((LOCAL, port))
         self.port = int(listening.getsockname()[1])
         self._server = Server(self._answer, interface="asgi3", lifespan="off", timeout_graceful_shutdown=1)
-        serve = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
-        self._thread = threading.Thread(**serve, name="dapo-prometheus-server", daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
