@@ -153,6 +153,11 @@ class RunView:
         return [e for e in self.metrics if e.get("eval/rows") is not None]
 
     @property
+    def evaluated(self) -> list[dict[str, Any]]:
+        """Of each evaluation its ``step`` and its metrics, ``eval/...``."""
+        return [{n: v for n, v in e.items() if n == "step" or n.startswith("eval/")} for e in self.evaluations]
+
+    @property
     def accuracies(self) -> tuple[float | None, float | None]:
         """On the evaluation rows, before training and at the last evaluation after it began."""
         found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
