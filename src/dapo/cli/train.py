@@ -140,8 +140,7 @@ def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
 
 def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
     """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
-    ``secrets``: keys of its recipe that config.yaml does not keep.
-    """
+    ``secrets``: keys of its recipe that config.yaml does not keep."""
     if run_dir is None:
         return []
     folder = Path(run_dir)

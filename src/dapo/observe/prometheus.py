@@ -26,8 +26,7 @@ from dapo.observe.metrics import describe
 
 class PrometheusTracker:
     """Serves the newest numbers, labelled with the name of the run. Port 0 is one that is free, see ``port``; ``looks``
-    gives lines as in resources.jsonl. Raises OSError if the port is taken.
-    """
+    gives lines as in resources.jsonl. Raises OSError if the port is taken."""
 
     def __init__(self, port: int, looks: Callable[[], Sequence[Mapping[str, Any]]], run: str) -> None:
         self._gauges: list[GaugeMetricFamily] = []

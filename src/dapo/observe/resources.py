@@ -43,8 +43,7 @@ def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:
 
 class ResourceRecorder:
     """Looks every ``every_s`` seconds, in a thread, until closed; without ``start`` only :meth:`look` looks. Lines are
-    added to ``file``. ``looker`` gives the lines of a look; None: the machine's.
-    """
+    added to ``file``. ``looker`` gives the lines of a look; None: the machine's."""
 
     def __init__(
         self, file: Path, every_s: float, looker: Callable[[], list[Look]] | None = None, start: bool = True

@@ -52,8 +52,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 class Background:
     """A tracker in a thread of its own, from its making (``make``, called there) to its end. Raises nothing; the first
-    failure ends it, of which ``tell`` hears once, in the thread of who calls.
-    """
+    failure ends it, of which ``tell`` hears once, in the thread of who calls."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], object]) -> None:
         self._name, self._make, self._tell = name, make, tell
