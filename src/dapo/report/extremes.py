@@ -24,7 +24,8 @@ Found = tuple[list[int], list[Line], list[Line]]
 
 def extremes(run: RunView) -> Found:
     """One of each prompt: by reward, then the latest step, and of equals the shortest of the good ones and the longest
-    of the bad ones. A step whose samples are spoilt, or were removed meanwhile, is left out."""
+    of the bad ones. A step whose samples are spoilt, or were removed meanwhile, is left out.
+    """
     if has_duckdb() and (run.folder.samples / "index/manifest.json").is_file():
         return _by_index(run)
     return _of_some_steps(run)
