@@ -184,11 +184,12 @@ def test_ctrl_c_in_a_notebook_gives_the_result_up_to_there_and_the_run_goes_on(
     loads_whole(found.model_path)
     assert repr(found).endswith("1 step, " + str(tmp_path / "run") + "; interrupted)")
     said = listener.warnings[-1]
-    how = f'to go on: dapo.train(..., resume="{tmp_path}/run") with the same '
-    assert said.endswith(how + "model, tokenizer, prompts, reward and settings")
+    begun_with = tmp_path / "run" / "model-before"  # the loaded model has been trained in place
+    how = f'to go on: dapo.train("{begun_with}", ..., resume="{tmp_path}/run") with the same '
+    assert said.endswith(how + "prompts, reward, settings")
 
-    given = {"tokenizer": TOKENIZER, "settings": settings | LONG, "listener": Recorder()}
-    whole = dapo.train(tiny_model(), PROMPTS, text_sum, resume=found.run_dir, **given)
+    whole = dapo.train(begun_with, PROMPTS, text_sum, resume=found.run_dir, listener=Recorder())  # its settings stay
+    given = {"settings": settings | LONG, "listener": Recorder(), "tokenizer": TOKENIZER}
     assert whole.stopped == "all steps are done" and whole.model_path == tmp_path / "run" / "model-after"
     given["settings"] = given["settings"] | {"run.dir": str(tmp_path / "in-one-go")}
     assert weights_hash(dapo.train(tiny_model(), PROMPTS, text_sum, **given).model_path) == weights_hash(
@@ -218,6 +219,21 @@ def test_ctrl_c_before_training_has_nothing_to_give(settings: dict[str, Any], mo
     assert not isinstance(found.value, Interrupted)
 
 
+def test_ctrl_c_before_a_run_goes_on_does_not_give_its_old_result(settings: dict[str, Any], tmp_path: Path) -> None:
+    given = {"prompts": PROMPTS, "reward": text_sum, "tokenizer": TOKENIZER}
+    dapo.train(tiny_model(), settings=settings | {"training.steps": 1}, listener=Recorder(), **given)
+
+    class Stops(Recorder):
+        def phase(self, text: str) -> None:
+            if text.startswith("going on from"):
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as found:
+        more = settings | {"training.steps": 2}
+        dapo.train(tiny_model(), settings=more, listener=Stops(), resume=tmp_path / "run", **given)
+    assert not isinstance(found.value, Interrupted)
+
+
 @pytest.mark.parametrize("older", [False, True])
 def test_the_command_line_refuses_to_go_on_with_what_only_python_has(
     settings: dict[str, Any], tmp_path: Path, older: bool
@@ -235,7 +251,7 @@ def test_the_command_line_refuses_to_go_on_with_what_only_python_has(
     assert f"does not hold what was passed there as {', '.join(named)}; go on in Python" in " ".join(
         done.stderr.split()
     )
-    assert 'dapo.train(..., resume="' in done.stderr
+    assert f"dapo.train({'...' if older else chr(34)}" in done.stderr
 
 
 def test_what_the_run_folder_names_goes_on_from_the_command_line(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from dapo.config import (
     load_config,
     warnings_for,
 )
+from dapo.config.messages import ELSEWHERE
+from dapo.config.reference import all_values
 from dapo.errors import ConfigError
 
 RECIPE = """\
@@ -191,6 +193,8 @@ def test_proximal_auto_follows_staleness_and_correction(load: Load) -> None:
         ("algorithm.kl.coeff=1", "algorithm.kl.coef"),
         ("algoritm.clip_ratio_low=0.1", "algorithm"),
         ("trainer.steps=5", "training"),
+        ("algorithm.epsilon=0.2", "algorithm.clip_ratio_low"),  # names of TRL
+        ("rollout.num_generations=8", "rollout.samples_per_prompt"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(message: Message, override: str, nearest: str) -> None:
@@ -765,3 +769,15 @@ def test_odd_values_for_any_key_are_taken_or_refused_by_name(load: Load, key: st
             assert key.split(".")[0] in str(error), (key, value)
             refused += 1
     assert refused > 1, key
+
+
+def test_names_of_another_system_lead_to_keys_that_exist() -> None:
+    assert set(ELSEWHERE.values()) <= set(all_values()) and not set(ELSEWHERE) & set(all_values())
+
+
+def test_a_system_message_that_the_template_does_not_use_is_told() -> None:
+    def told(template: str) -> bool:
+        config = build_config({"model": {"path": "m"}, "data": {"template": template, "system": "Be brief."}})
+        return any(text.startswith("data.system: has no effect") for text in warnings_for(config))
+
+    assert told("plain") and not told("chat")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import typer.main
 import yaml
 from typer.testing import CliRunner
@@ -365,13 +366,28 @@ def test_figures_of_the_first_page_are_those_of_the_pages_that_it_links_to() -> 
 
 def test_names_of_the_other_systems_and_ours_exist() -> None:
     trl = pytest.importorskip("trl")
-    known = {field.name for field in dataclasses.fields(trl.GRPOConfig)} | {"train_dataset", "model"}
+    known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    known |= set(inspect.signature(trl.GRPOTrainer).parameters) | set(
+        inspect.signature(transformers.Trainer.train).parameters
+    )
     known |= set(dir(importlib.import_module("trl.rewards")))
     rows = re.findall(r"^\| (`[^|]+)\|([^|]*)\|[^|]*\|[^|]*\|$", _page("coming-from"), re.M)
     assert len(rows) > 30
-    values = {"dapo", "grpo", "dr_grpo", "group", "none", "prompt", "GRPOTrainer"}
+    values = {
+        "dapo",
+        "grpo",
+        "dr_grpo",
+        "group",
+        "none",
+        "prompt",
+        "GRPOTrainer",
+        "linear",
+        "truncate",
+        "token_truncate",
+        "k2",
+    }
     for ours, theirs in rows:
-        key = re.match(r"`([\w.]+)(?:=\w+)?`", ours)
-        assert key and key[1] in all_values(), ours
+        keys = re.findall(r"`([a-z_]+\.[\w.]+)", ours)
+        assert (keys or "`dapo " in ours) and all(key in all_values() for key in keys), ours
         for name in re.findall(r"`(\w+)`", theirs):
             assert name in known | values, f"TRL has no {name}"

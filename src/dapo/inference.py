@@ -221,9 +221,17 @@ class Prompting:
     model: Any = None
 
 
+def with_template(config: Config, tokenizer: Any) -> Config:
+    """``config``; where it names no template with ``chat`` if the tokenizer has one, else ``plain``."""
+    if "template" in config.data.model_fields_set:
+        return config
+    template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
+    return config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+
+
 def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> Prompting:
-    """Load the tokenizer, unless it is given. Where neither recipe nor user names a template it is ``chat`` if the
-    tokenizer has one, else ``plain``. ``model``: a loaded one to use in place of the config's.
+    """Load the tokenizer, unless it is given, and choose the template (:func:`with_template`).
+    ``model``: a loaded one to use in place of the config's.
 
     Raises:
         ModelError: there is no such tokenizer.
@@ -234,9 +242,7 @@ def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> 
 
     trusted = config.model.trust_remote_code
     tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or config.model.path, trusted)
-    if "template" not in config.data.model_fields_set:
-        template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
-        config = config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+    config = with_template(config, tokenizer)
     rows = embedding_rows(model or config.model.path, trusted)
     return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer, rows), model)
 

@@ -77,10 +77,11 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with asyncio.Runner() as runner:
-            yield runner.run
+        with asyncio.Runner() as runner:  # which would keep the context of its start for all that it runs
+            yield lambda work: runner.run(work, context=contextvars.copy_context())
         return
-    outer, context, runner = asyncio.current_task(), contextvars.copy_context(), asyncio.Runner()
+    outer, runner = asyncio.current_task(), asyncio.Runner()
+    cancelled_before = outer.cancelling() if outer is not None else 0
     cancel: list[Callable[[], object]] = []
 
     async def cancellable(work: Coroutine[Any, Any, Any]) -> Any:
@@ -90,10 +91,11 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         return await work
 
     def run(work: Coroutine[Any, Any, Any]) -> Any:
-        running = thread.submit(context.run, runner.run, cancellable(work))
+        running = thread.submit(runner.run, cancellable(work), context=contextvars.copy_context())
         try:
             while not wait([running], timeout=0.5).done:
-                if outer is not None and outer.cancelling():  # Ctrl-C under asyncio.run cancels the waiting task
+                # Ctrl-C under asyncio.run cancels the task that waits here
+                if outer is not None and outer.cancelling() > cancelled_before:
                     raise KeyboardInterrupt
             return running.result()
         except KeyboardInterrupt:  # of this thread: the other one does not hear of it
@@ -105,7 +107,7 @@ def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         try:
             yield run
         finally:
-            thread.submit(context.run, runner.close).result()
+            thread.submit(runner.close).result()
 
 
 def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -108,7 +108,10 @@ def how_to_resume(run: Path, in_memory: Sequence[str]) -> str:
     """What goes on with a run. ``in_memory``: arguments of ``dapo.train`` that its folder does not hold."""
     if not in_memory:
         return f"dapo train --resume {run}"
-    return f'dapo.train(..., resume="{run}") with the same {", ".join(in_memory)} and settings'
+    # a loaded model was trained in place, so it is no longer what the run began with
+    model = f'"{run}/model-before"' if "model" in in_memory else "..."
+    same = [name for name in in_memory if name not in ("model", "tokenizer")]
+    return f'dapo.train({model}, ..., resume="{run}") with the same {", ".join([*same, "settings"])}'
 
 
 def require_nothing_in_memory(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -14,7 +15,7 @@ from dapo.api.run import Run, shown
 from dapo.config import Config, build_config, flat, nested
 from dapo.errors import ModelError
 from dapo.files import read_json
-from dapo.inference import find_model, require_tokenizer
+from dapo.inference import find_model, require_tokenizer, with_template
 from dapo.observe.metrics import read_metrics
 from dapo.progress import Listener, make_listener
 from dapo.reward.registry import named
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from dapo.inputs import Inputs
 
 SIZES: Mapping[str, Any] = {
-    "data.template": "plain",
     "data.max_prompt_length": 64,
     "rollout.prompts_per_step": 16,
     "rollout.samples_per_prompt": 8,
@@ -106,7 +106,8 @@ def train(
         tokenizer: of a loaded model.
         heldout: rows or files to evaluate on before and after, as for ``prompts``; None: as ``settings`` say.
         listener: hears what happens; by default progress is printed.
-        resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run.
+        resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run,
+            and ``settings`` only what is to change.
 
     Ctrl-C ends the run with a checkpoint. In a notebook and at Python's prompt the result up to there is returned, and
     its ``stopped`` says so; in a script :class:`Interrupted` is raised, a ``KeyboardInterrupt`` with this ``result``.
@@ -115,26 +116,21 @@ def train(
     Raises:
         UserError: a setting, row, model or reward is wrong; the message says which and what would work.
     """
-    tree: dict[str, Any] = dict(SIZES) | {"run.dir": "runs/python"} | dict(flat(settings or {}))
+    tree: dict[str, Any] = dict(flat(settings or {}))
     by_name = isinstance(model, str | Path)
     if not by_name:
         require_tokenizer(tokenizer, tree)
     tree["model.path"] = str(model) if by_name else type(model).__name__
-    if resume is not None:
-        tree["run.dir"] = str(resume)
     with closing(listener or make_listener()) as listener:
         train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
         heldout_files, held = ([], None) if heldout is None else files_or_rows(heldout, "heldout", listener.phase)
         tree |= {"data.train": train_files} if train_files else {}
         tree |= {"evaluation.data": heldout_files} if heldout_files else {}
-        config = build_config(nested(tree), "settings")
         folder = RunFolder(Path(resume)) if resume is not None else None
+        config = _config(tree, folder, tokenizer)
 
         from dapo.inputs import Inputs
-        from dapo.resume import check_resumable
 
-        if folder is not None:
-            check_resumable(folder, config)
         scorer = named(reward) if isinstance(reward, str) else reward
         attention = None if by_name else getattr(model.config, "_attn_implementation", None)
         try:
@@ -144,6 +140,23 @@ def train(
         finally:
             if attention is not None:  # so that the caller's model can be used as before
                 model.set_attn_implementation(attention)
+
+
+def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -> Config:
+    """Of a new run; or of one that goes on, with what ``tree`` changes."""
+    if folder is not None:
+        from dapo.resume import resume_config
+
+        changes = [f"{key}={json.dumps(value, default=str)}" for key, value in tree.items() if key != "run.dir"]
+        return resume_config(folder.root, None, changes)
+    config = build_config(nested(dict(SIZES) | {"run.dir": "runs/python"} | dict(tree)), "settings")
+    if "template" in config.data.model_fields_set:
+        return config
+
+    from dapo.model.loading import load_tokenizer
+
+    named = config.model.tokenizer or config.model.path
+    return with_template(config, tokenizer or load_tokenizer(named, config.model.trust_remote_code))
 
 
 def _run(config: Config, listener: Listener, inputs: Inputs) -> Result:
@@ -173,9 +186,11 @@ def _result(summary: Mapping[str, Any]) -> Result:
 
 def _interrupted(experiment: Experiment) -> Result | None:
     """What an interrupted run came to; None: there is no checkpoint yet."""
+    if not hasattr(experiment, "metrics"):  # it has not begun to train
+        return None
     try:
         folder = experiment.folder
-        summary = read_json(folder.summary) if folder.summary.is_file() else {"stopped": "interrupted"}
-        return _result({"run_dir": str(folder.root), **summary})
-    except (AttributeError, ModelError, OSError, ValueError):  # AttributeError: there is no folder yet
+        summary = read_json(folder.summary) if folder.summary.is_file() else {}
+        return _result(summary | {"run_dir": str(folder.root), "stopped": "interrupted"})
+    except (ModelError, OSError, ValueError):
         return None

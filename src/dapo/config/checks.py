@@ -113,6 +113,8 @@ def warnings_for(config: Config) -> list[str]:
         found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
     if config.evaluation.patience and not (config.evaluation.every and config.evaluation.data):
         found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
+    if config.data.system is not None and config.data.template == "plain":
+        found.append("data.system: has no effect with data.template=plain, which has no system message")
     training = config.training
     if training.final_learning_rate is not None and training.final_learning_rate > training.learning_rate:
         found.append(

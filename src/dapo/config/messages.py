@@ -118,10 +118,26 @@ def _place(key: str, source: str, where: Mapping[str, str]) -> str:
     return source
 
 
+ELSEWHERE = {
+    "beta": "algorithm.kl.coef",
+    "epsilon": "algorithm.clip_ratio_low",
+    "epsilon_high": "algorithm.clip_ratio_high",
+    "loss_type": "algorithm.loss_agg_mode",
+    "lr_scheduler_type": "training.final_learning_rate",
+    "max_completion_length": "rollout.max_response_length",
+    "max_steps": "training.steps",
+    "num_generations": "rollout.samples_per_prompt",
+    "num_iterations": "training.epochs_per_rollout",
+}
+"""Names that TRL has for keys of ours, which similar names would miss (docs/coming-from.md)."""
+
+
 def nearest_key(key: str) -> str:
     """What to say of an unknown key: the same name elsewhere, else the most similar (in its section if possible)."""
     known = all_keys()
     *parents, last = key.split(".")
+    if last in ELSEWHERE and key not in known:
+        return f"did you mean {ELSEWHERE[last]}?"
     if any(name not in known for name in (".".join(parents[: k + 1]) for k in range(len(parents)))):
         return _nearest_in(_fields_at(parents), key.split("."))  # below a name that the user gave
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
