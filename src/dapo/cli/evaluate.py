@@ -70,6 +70,7 @@ def evaluate(
     with errors_for_people(debug):
         from dapo.evaluation.benchmarks import benchmark_named
         from dapo.inference import function_of, settings_for
+        from dapo.progress import make_listener
 
         more, overrides = files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
         preset = benchmark_named(benchmark) if benchmark else None
@@ -89,8 +90,6 @@ def evaluate(
         places = _Output(output, save_samples, average)
         trained = recipe or found.recipe
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
-
-        from dapo.progress import make_listener
 
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             for line in _picked(model, found.path, about):
