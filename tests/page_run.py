@@ -87,9 +87,10 @@ def add_step(folder: RunFolder, step: int) -> None:
 @contextlib.contextmanager
 def served(*folders: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[str]:
     """A real server over these folders; gives its address, without the token."""
-    from dapo.ui.serving import address_of, listening_socket, make_server
+    from dapo.hosts import listening_socket
+    from dapo.ui.serving import address_of, make_server
 
-    listening = listening_socket(host, 0)
+    listening = listening_socket(host, [0])
     server = make_server(folders, token, period=0.05)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

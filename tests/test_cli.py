@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dapo.cli import app
+from dapo.cli.options import files_and_settings
 from dapo.cli.train import _longer as longer
 from dapo.cli.train import next_commands
 from dapo.config import build_config, load_config
@@ -339,3 +340,10 @@ def test_a_dry_run_tries_the_template_with_a_tokenizer_that_is_at_hand(workplace
     refused = run(*arguments, "data.template=chat")
     assert refused.exit_code == 2
     assert "data.template: is chat, but the tokenizer has no chat template" in " ".join(refused.stderr.split())
+
+
+def test_a_file_whose_name_holds_an_equals_sign_is_no_setting(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-6.jsonl"
+    file.write_text("{}")
+    words = [str(file), "seed=3", "other.jsonl"]
+    assert files_and_settings(words) == ([str(file), "other.jsonl"], ["seed=3"])

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -58,9 +59,13 @@ def limited(receive: Receive, most: int, text: str) -> Receive:
     return receive_limited
 
 
-class _Protocol(H11Protocol):
-    """One connection."""
+def announces_more(headers: Headers, most: int) -> bool:
+    """Whether a request says that its body has more than ``most`` bytes."""
+    length = headers.get("content-length", "0")
+    return length.isdecimal() and int(length[:20]) > most
 
+
+class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._since, self._seen = time.monotonic(), self._state

@@ -145,11 +145,7 @@ class ExperienceBuffer:
         return {field.name: getattr(position, field.name) for field in fields(position)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`.
-
-        Raises:
-            DataError: it was taken over other data.
-        """
+        """Go on from :meth:`state`. Raises DataError: it was taken over other data."""
         self._restore(_Position(**state))
 
     def _position(self) -> _Position:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo.config import Config, build_config
-from dapo.errors import UserError
+from dapo.errors import UserError, shortened
 from dapo.files import json_line, lines_of, parse_json, write_atomic
 
 _LEARNED = ("algorithm.", "rollout.", "training.")
@@ -56,10 +56,7 @@ def write_changes(file: Path, changes: Sequence[Change]) -> None:
 
 def config_of_step(config: Config, changes: Sequence[Change], step: int) -> Config:
     """``config``, the newest of a run, with what algorithm, rollout and training had in ``step`` (from 1).
-
-    Raises:
-        ConfigError: a recorded value is none that its key can have.
-    """
+    Raises ConfigError: a recorded value is none that its key can have."""
     later = [change for change in changes if change.step > step and change.key.startswith(_LEARNED)]
     tree = config.model_dump(mode="json")
     for change in reversed(later):
@@ -93,5 +90,4 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 200 else text[:197] + "..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), 200)

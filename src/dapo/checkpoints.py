@@ -116,10 +116,7 @@ class Checkpoints:
 
     def latest_intact(self, tell: Callable[[str], object]) -> Path | None:
         """The furthest checkpoint whose files are those that were written. Damaged ones are put out of the way.
-
-        Raises:
-            UserError: there are checkpoints, and all are damaged.
-        """
+        Raises UserError: there are checkpoints, and all are damaged."""
         intact, damaged = self.find_intact()
         if intact is None and damaged:
             lines = "\n".join(f"{bad} is damaged: {why}" for bad, why in damaged)
@@ -190,10 +187,7 @@ class Checkpoints:
 
     def set_best(self, best: Mapping[str, Any]) -> None:
         """Record which step is the best one. Its checkpoint is kept from now on.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        Raises UserError: it cannot be written."""
         with writing(self._folder / "best.json"):
             write_json(self._folder / "best.json", best)
         self.prune()
@@ -340,10 +334,7 @@ class CheckpointWriter:
 
     async def settle(self) -> Path | None:
         """Wait for the checkpoint that is being written, if there is one. Cancelled, it goes on being written.
-
-        Raises:
-            UserError: it could not be written, or the disk does not get on with it.
-        """
+        Raises UserError: it could not be written, or the disk does not get on with it."""
         if self._under_way is None:
             return None
         done, snapshot, limit = self._under_way

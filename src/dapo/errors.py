@@ -41,6 +41,11 @@ def install(extra: str) -> str:
     return f"pip install 'dapo-rl[{extra}]'"
 
 
+def shortened(text: str, most: int, mark: str = "...") -> str:
+    """``text``, whose end gives way to ``mark`` where it has more than ``most`` characters."""
+    return text if len(text) <= most else text[: most - len(mark)] + mark
+
+
 def first_line(error: BaseException) -> str:
     """What an error of another library says: where its first line only announces it, the next one too. That a name is
     not known some say with the name alone."""

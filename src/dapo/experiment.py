@@ -87,10 +87,7 @@ class Experiment:
 
     def __init__(self, config: Config, listener: Listener, inputs: Inputs) -> None:
         """Look at everything that is named but the weights and the reward. Nothing is written yet.
-
-        Raises:
-            UserError: what is wrong, where, and what would work.
-        """
+        Raises UserError: what is wrong, where, and what would work."""
         self.at = RunState(Budget(config.training))
         config = on_its_day(config, inputs.resume) if inputs.resume else config
         self.listener = listener

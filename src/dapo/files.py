@@ -40,11 +40,7 @@ def file_hash(path: Path) -> str:
 
 def read_text(path: Path, most: int = 16 * 2**20) -> str:
     """The text of a file that somebody else may have written.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no text in UTF-8, or has more than ``most`` bytes.
-    """
+    Raises OSError: it cannot be read; ValueError: it is no text in UTF-8, or has more than ``most`` bytes."""
     with path.open("rb") as file:
         found = file.read(most + 1)
     if len(found) > most:
@@ -67,11 +63,7 @@ def parse_json(text: str | bytes, decoder: json.JSONDecoder | None = None) -> An
 
 def lines_of(path: Path, most: int = 64 * 2**20) -> Iterator[bytes]:
     """The lines of a file with their ends; the last one may lack it.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: a line has more than ``most`` bytes.
-    """
+    Raises OSError: it cannot be read; ValueError: a line has more than ``most`` bytes."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(most + 1):
@@ -95,10 +87,7 @@ def size_text(count: float) -> str:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside ``target`` that becomes ``target`` once the block ends without an error.
-
-    Raises:
-        FileExistsError: ``target`` is a file or a folder with something in it.
-    """
+    Raises FileExistsError: ``target`` is a file or a folder with something in it."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not overwritten")
     staging = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -137,10 +126,7 @@ def flush_to_disk(path: Path) -> None:
 
 def lock_file(file: IO[Any], how: int) -> OSError | None:
     """``flock``, freed with the file. What is returned says why the file system has no locks (NFS, Lustre).
-
-    Raises:
-        BlockingIOError: another process holds the lock, and ``how`` is not to wait.
-    """
+    Raises BlockingIOError: another process holds the lock, and ``how`` is not to wait."""
     try:
         fcntl.flock(file, how)
     except BlockingIOError:

@@ -30,13 +30,8 @@ def fingerprint(
     heldout: Sequence[Prompt],
     reward: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """All that a run starts from.
-
-    Args:
-        train: fingerprint of the training rows.
-        prompt: the first one to train on.
-        reward: a function passed from Python, which stands in for the recipe's reward.
-    """
+    """All that a run starts from. ``train``: fingerprint of the training rows. ``prompt``: the first one to train on.
+    ``reward``: a function passed from Python, which stands in for the recipe's reward."""
     return {
         "device": next(model.parameters()).device.type,
         "model": fingerprint_model(model),

@@ -122,33 +122,41 @@ def inference_config(
     return config
 
 
-def options_layer(given: Mapping[str, tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options of a command, or arguments of a function, as settings, and for messages which one each key comes from.
-
-    ``given``: by the option's name its key of the config and its value; None: not given.
-    """
-    chosen = {option: (key, value) for option, (key, value) in given.items() if value is not None}
-    return nested(dict(chosen.values())), {key: option for option, (key, _) in chosen.items()}
+_OPTIONS = {
+    "samples": "evaluation.samples_per_prompt",
+    "max_tokens": "evaluation.max_response_length",
+    "seed": "seed",
+    "system": "data.system",
+    "template": "data.template",
+}
+"""Keys of the config that options of commands, and arguments of Python's functions, stand for; all others are keys of
+``evaluation`` by their own names."""
 
 
 def settings_for(
     model: Any,
-    given: Mapping[str, tuple[str, Any]],
+    options: Mapping[str, Any],
     *layers: Mapping[str, Any],
     recipe: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[FoundModel, Config]:
-    """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``given`` as in
-    :func:`options_layer`, and all else as for :func:`inference_config`. Raises UserError: there is no such model, or a
-    setting is wrong."""
+    """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``options`` by the names that
+    messages tell (``--top-p`` or ``top_p``; None: not given), and all else as for :func:`inference_config`.
+    Raises UserError: there is no such model, or a setting is wrong."""
     from dapo.model.hub import require_at_hand
 
     by_name = isinstance(model, str | Path)
     found = find_model(str(model)) if by_name else FoundModel(type(model).__name__)
     if by_name:
         require_at_hand("model", found.path)
-    options, where = options_layer(given)
-    return found, inference_config(found, *layers, options, recipe=recipe, overrides=overrides, where=where)
+    given: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for option, value in options.items():
+        if value is not None:
+            name = option.lstrip("-").replace("-", "_")
+            key = _OPTIONS.get(name, f"evaluation.{name}")
+            given[key], where[key] = value, option
+    return found, inference_config(found, *layers, nested(given), recipe=recipe, overrides=overrides, where=where)
 
 
 def require_loaded(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> None:
@@ -179,11 +187,6 @@ def label_of(item: DataItem) -> str:
     return ":".join(part for part in (item.path, item.name, item.split) if part)
 
 
-def response_limit(config: Config) -> int:
-    """Longest response in tokens."""
-    return config.evaluation.max_response_length or config.rollout.max_response_length
-
-
 def stop_texts(config: Config) -> list[str]:
     """Texts that end a response of an evaluation."""
     return config.rollout.stop if config.evaluation.stop is None else config.evaluation.stop
@@ -211,7 +214,7 @@ def settings_lines(config: Config) -> list[str]:
         f"model {config.model.path} in {config.model.compute_dtype}",
         f"prompts: {prompt}",
         f"reward: {reward.kind}{said}",
-        f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {response_limit(config)} tokens, "
+        f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {config.evaluated_length} tokens, "
         f"seed {config.seed}",
     ]
 
@@ -298,7 +301,7 @@ def load_engine(
     source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
     model = load_model(source, dtype, config.model.trust_remote_code, device)
     model.requires_grad_(False)
-    limit = response_limit(config)
+    limit = config.evaluated_length
     check_positions(prompts, limit, model.config)
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
@@ -318,15 +321,14 @@ def load_engine(
 
 
 def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:
-    """
-    Raises:
-        DataError: the longest prompt and its response do not fit into the model's positions.
-        ConfigError: no response of that length does, whatever the prompt.
-    """
+    """Raises DataError: the longest prompt and its response do not fit into the model's positions; ConfigError: no
+    response of that length does, whatever the prompt."""
     from dapo.model.loading import POSITIONS_STATED, context_limit
 
     positions = context_limit(model_config)
-    longest, name = max(((p, name) for name, several in prompts.items() for p in several), key=_length)
+    longest, name = max(
+        ((p, name) for name, several in prompts.items() for p in several), key=lambda found: len(found[0].token_ids)
+    )
     size = len(longest.token_ids)
     if positions is None or size + limit <= positions:
         return
@@ -341,7 +343,3 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_c
         f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
         f"--max-tokens {positions - size} or less (in Python: max_tokens)"
     )
-
-
-def _length(item: tuple[Prompt, str]) -> int:
-    return len(item[0].token_ids)

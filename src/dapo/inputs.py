@@ -73,10 +73,7 @@ class Inputs:
 
 def policy_model(config: Config, inputs: Inputs, device: torch.device) -> Any:
     """The model to train, on its device; a new adapter is not on it yet.
-
-    Raises:
-        ModelError: it cannot be loaded, or not be trained.
-    """
+    Raises ModelError: it cannot be loaded, or not be trained."""
     return load_trainable(inputs.model or config.model.path, config.model, device)
 
 
@@ -118,10 +115,7 @@ def native_engine(
 
 def training_prompts(config: Config, inputs: Inputs, template: PromptTemplate, listener: Listener) -> PromptSource:
     """The prompts to train on, with a word on what was left out.
-
-    Raises:
-        DataError: none are named, a row is bad, or there are fewer than one step needs.
-    """
+    Raises DataError: none are named, a row is bad, or there are fewer than one step needs."""
     data = config.data
     rows = data.train if inputs.rows is None else inputs.rows
     if not rows:
@@ -217,11 +211,7 @@ async def try_reward(
 
 async def try_check(check: Scorer, source: PromptSource, listener: Listener) -> None:
     """Start the monitor's held-out check, and try it in the same way.
-
-    Raises:
-        DataError: rows cannot be scored, whatever the response.
-        RewardError: the check breaks its contract.
-    """
+    Raises DataError: rows cannot be scored, whatever the response; RewardError: the check breaks its contract."""
     try:
         await check.start()
         await examine_rows("monitor.check: data.train", list(source.untokenized()), check, listener)
@@ -235,10 +225,7 @@ async def try_check(check: Scorer, source: PromptSource, listener: Listener) -> 
 
 async def examine_rows(name: str, prompts: Sequence[Prompt], scorer: Scorer, listener: Listener) -> None:
     """Say which rows a reward is in doubt about, such as a reference that cannot be parsed.
-
-    Raises:
-        DataError: rows cannot be scored, whatever the response.
-    """
+    Raises DataError: rows cannot be scored, whatever the response."""
     doubts = await scorer.examine(prompts)
     for unusable in (True, False):
         found = [doubt for doubt in doubts if doubt.unusable is unusable]
@@ -267,12 +254,8 @@ def described_model(config: Config, inputs: Inputs) -> Any:
 
 
 def check_vocabulary(model: Any, tokenizer: Any, config: Config, listener: Listener, size: int | None = None) -> None:
-    """``size``: rows of the model's embedding, where it has none yet.
-
-    Raises:
-        ModelError: the tokenizer's ordinary tokens go beyond the model's vocabulary.
-        ConfigError: a stop token is none of the model's.
-    """
+    """``size``: rows of the model's embedding, where it has none yet. Raises ModelError: the tokenizer's ordinary
+    tokens go beyond the model's vocabulary; ConfigError: a stop token is none of the model's."""
     size = size or int(model.get_input_embeddings().weight.shape[0])
     special = set(tokenizer.all_special_ids)
     highest = max((i for i in tokenizer.get_vocab().values() if i not in special), default=0)
@@ -315,28 +298,20 @@ def _smaller_step(config: Config, prompts: int) -> str:
 def longest_sequence(config: Config, heldout: Sequence[Prompt]) -> int:
     """Tokens of prompt and response together, over training and evaluation, whose prompts may be longer."""
     training = config.data.max_prompt_length + longest_response(config)
-    return max(training, max((len(p.token_ids) for p in heldout), default=0) + _evaluation_response(config))
-
-
-def _evaluation_response(config: Config) -> int:
-    return config.evaluation.max_response_length or config.rollout.max_response_length
+    return max(training, max((len(p.token_ids) for p in heldout), default=0) + config.evaluated_length)
 
 
 def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] = ()) -> None:
-    """Refuse lengths that the model has no positions for.
-
-    Raises:
-        ConfigError: prompts and responses may be longer than the model has positions for.
-        DataError: a held-out prompt and its response are.
-    """
+    """Refuse lengths that the model has no positions for. Raises ConfigError: prompts and responses may be longer than
+    the model has positions for; DataError: a held-out prompt and its response are."""
     limit = context_limit(model_config)
     prompt, response = config.data.max_prompt_length, longest_response(config)
     longest = max(heldout, key=lambda p: len(p.token_ids), default=None)
-    if limit is not None and longest is not None and len(longest.token_ids) + _evaluation_response(config) > limit:
+    if limit is not None and longest is not None and len(longest.token_ids) + config.evaluated_length > limit:
         size, room = len(longest.token_ids), limit - len(longest.token_ids)
         advice = f"use evaluation.max_response_length={room} or leave it out" if room > 0 else "leave it out"
         raise DataError(
-            f"evaluation.data: row {longest.row + 1}: {size} prompt tokens + {_evaluation_response(config)} response "
+            f"evaluation.data: row {longest.row + 1}: {size} prompt tokens + {config.evaluated_length} response "
             f"tokens, but the model was made for {limit} positions ({POSITIONS_STATED}), and an evaluation skips no "
             f"row; {advice}"
         )
@@ -360,11 +335,7 @@ def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] =
 
 
 def device_of(config: Config) -> torch.device:
-    """The device of engine and trainer.
-
-    Raises:
-        ConfigError: a GPU was asked for and there is none.
-    """
+    """The device of engine and trainer. Raises ConfigError: a GPU was asked for and there is none."""
     found = torch.cuda.is_available()
     if config.runtime.device == "cuda" and not found:
         built = "no GPU was found" if torch.version.cuda else "this PyTorch was built for CPUs only"

@@ -84,7 +84,6 @@ class RunState:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
         self.budget.load_state(int(state["steps_done"]), state.get("budget", {}))
         self.step = StepUnderWay(**state["step"]) if state["step"] else None
         self.laps = state.get("laps", {})
@@ -144,12 +143,8 @@ class Keeper:
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def save_model(self, folder: Path, exact: bool = False) -> None:
-        """Weights and tokenizer in Hugging Face layout, for other programs too.
-        ``exact``: lose nothing of the weights.
-
-        Raises:
-            UserError: they cannot be written.
-        """
+        """Weights and tokenizer in Hugging Face layout, for other programs too. ``exact``: lose nothing of the weights.
+        Raises UserError: they cannot be written."""
         with writing(folder):
             self._write(self._trainer, folder, dtype=self._export_dtype, exact=exact)
 
@@ -181,10 +176,7 @@ class Keeper:
 
     async def maybe_save(self, last: bool) -> None:
         """Between two steps: after every so many, after the best one so far, and after the last one.
-
-        Raises:
-            UserError: a checkpoint could not be written.
-        """
+        Raises UserError: a checkpoint could not be written."""
         done = self._at.steps_done
         due = any(every and done % every == 0 for every in (self._config.save_every, self._config.keep_every))
         if last or due or self.is_best():
@@ -195,14 +187,8 @@ class Keeper:
         """Weights, optimizer and the position of everything, between two optimizer updates or inside of a rollout.
 
         What is written is the state as it is now; it is copied, which is waited for, as is a checkpoint that is still
-        being written. The files are written while the run goes on.
-
-        Args:
-            sampling: it is inside of a rollout.
-            wait: for the files too.
-
-        Raises:
-            UserError: this checkpoint (if waited for) or the one before cannot be written.
+        being written. The files are written while the run goes on, or waited for (``wait``). ``sampling``: it is inside
+        of a rollout. Raises UserError: this checkpoint (if waited for) or the one before cannot be written.
         """
         await self.settle()
         step = self._at.step
@@ -214,11 +200,7 @@ class Keeper:
             await self.settle()
 
     async def settle(self) -> None:
-        """Wait for the checkpoint that is being written.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Wait for the checkpoint that is being written. Raises UserError: it cannot be written."""
         if self._writer.under_way:
             self._stopping.doing = f"the checkpoint {self._writer.under_way} to be written"
         saved = await self._writer.settle()
@@ -243,11 +225,7 @@ class Keeper:
         return Snapshot(place, write, snapshot_bytes(trainer) + state.bytes, best)
 
     async def load(self, folder: Path) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            UserError: it is damaged, or of another model.
-        """
+        """Go on from a checkpoint. Raises UserError: it is damaged, or of another model."""
         expected = [name for name in (*self._at.state(), *self._roles) if name not in _SINCE_LATER]
         state = await in_thread(read_state, folder, expected)
         if state.get("format", 0) > FORMAT:

@@ -115,8 +115,7 @@ def _is_file(name: str) -> bool:
 
 def _rows(items: list[DataItem], limit: int | None) -> int | None:
     """How many rows will be used, up to ``limit``, as far as it shows without reading more than plain JSON lines (their
-    lines that are not blank are counted). None: it does not.
-    """
+    lines that are not blank are counted). None: it does not."""
     if not all(_is_file(item.path) and item.path.endswith((".jsonl", ".ndjson")) for item in items):
         return None
     count = 0

@@ -89,7 +89,6 @@ class Preparer:
 
     @property
     def kl_coef(self) -> float:
-        """The KL coefficient in force."""
         return self._adaptive.coef if self._adaptive else self._config.algorithm.kl.coef
 
     def observe(self, reports: Sequence[UpdateReport], batch: Batch) -> None:
@@ -107,7 +106,6 @@ class Preparer:
 
     @property
     def objective(self) -> DapoObjective:
-        """The objective in force."""
         algorithm = self._config.algorithm
         return DapoObjective(
             clip_ratio_low=algorithm.clip_ratio_low,
@@ -152,7 +150,6 @@ class Preparer:
         return self._adaptive.state() if self._adaptive else {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from :meth:`state`."""
         if self._adaptive:
             self._adaptive.load_state(state)
 

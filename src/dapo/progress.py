@@ -361,11 +361,14 @@ def _by_kind(name: str, value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() and "length" not in name else f"{value:.2f}"
 
 
+def finite(value: Any) -> float | None:
+    """``value`` if it is a finite number, else None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
 def _number(metrics: Mapping[str, Any], name: str) -> float | None:
-    value = metrics.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
+    return finite(metrics.get(name))
 
 
 def _shown(metrics: Mapping[str, Any], name: str, form: str) -> str:

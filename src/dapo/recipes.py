@@ -30,11 +30,7 @@ def demo_of(recipe: Path) -> str | None:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a shipped recipe, such as ``cpu-demo``.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """The file of a shipped recipe, such as ``cpu-demo``. Raises ConfigError: there is none of this name."""
     known = {path.stem: path for path in shipped_recipes()}
     if name not in known:
         raise ConfigError(f"no recipe {name!r} comes with dapo; there are: {', '.join(known)}")

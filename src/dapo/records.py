@@ -121,11 +121,7 @@ class Sample:
 
     @property
     def verdict(self) -> Reward:
-        """The reward of a scored sample.
-
-        Raises:
-            ValueError: the sample has not been scored, or scoring failed.
-        """
+        """The reward of a scored sample. Raises ValueError: the sample has not been scored, or scoring failed."""
         if self.reward is None or self.reward.error is not None:
             raise ValueError(f"sample {self.index} of request {self.request_id} has no verdict")
         return self.reward

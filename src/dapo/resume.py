@@ -87,10 +87,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
 
 def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The recipe of a run that goes on: its own, or ``recipe`` if that is the same but for keys that may change.
-
-    Raises:
-        ConfigError: ``run`` is no run, a key differs that may not, or ``run.dir`` is to be another folder.
-    """
+    Raises ConfigError: ``run`` is no run, a key differs that may not, or ``run.dir`` is to be another folder."""
     folder = RunFolder(run)
     if not folder.config.is_file():
         raise ConfigError(f"--resume {run}: not a run folder: it holds no config.yaml")

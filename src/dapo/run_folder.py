@@ -149,10 +149,7 @@ class RunFolder:
 
     def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
         """Record that the run goes on, with the recipe that it has from now on.
-
-        Raises:
-            UserError: the folder cannot be written to.
-        """
+        Raises UserError: the folder cannot be written to."""
         again = describe_environment(config, sys.argv if command is None else command)
         try:
             environment = self._environment()
@@ -207,11 +204,7 @@ class RunFolder:
             yield
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, whole or not at all.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Write summary.json, whole or not at all. Raises UserError: it cannot be written."""
         with writing(self.summary):
             write_json(self.summary, summary)
 

@@ -64,10 +64,7 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 def read_state(folder: Path, expected: Sequence[str] = ()) -> dict[str, Any]:
     """What :func:`write_state` wrote, with all the ``expected`` names.
-
-    Raises:
-        UserError: missing or damaged, or written by another version of the program.
-    """
+    Raises UserError: missing or damaged, or written by another version of the program."""
     try:
         arrays = load_file(folder / ARRAYS)
         tree = read_json(folder / STATE, most=2**30)

@@ -64,17 +64,8 @@ class StepUnderWay:
         self, folder: Path, step: int, share: float, seed: int, checks: Mapping[Key, Reward] | None = None
     ) -> None:
         """The samples that were drawn, those that were filtered out too, and of a step that starved before its batch.
-
-        Args:
-            folder: ``samples`` of the run.
-            step: its number, from 1.
-            share: of the groups.
-            seed: decides which, the same ones if the step is made again.
-            checks: verdicts of the held-out check.
-
-        Raises:
-            UserError: they cannot be written.
-        """
+        ``share``: of the groups; ``seed`` decides which, the same ones if the step is made again. ``checks``: verdicts
+        of the held-out check. Raises UserError: they cannot be written."""
         kept = self.fill.groups if self.batch is None else self.batch.groups
         groups = [*((group, "kept" if self.batch else "carried") for group in kept), *self.fill.rejected]
         if share < 1:

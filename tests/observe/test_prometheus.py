@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import math
 import socket
 import urllib.error
@@ -12,7 +12,11 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dapo.config import load_config
+from dapo.errors import ConfigError
 from dapo.observe.prometheus import PrometheusTracker
+from dapo.observe.trackers import check_trackers
+from dapo.recipes import recipe_path
 from run_cases import Recorder, run
 
 LOOK = {
@@ -51,7 +55,8 @@ def test_the_newest_metrics_and_resources_are_served(tracker: PrometheusTracker)
 
 
 def test_only_the_loopback_and_only_that_page(tracker: PrometheusTracker) -> None:
-    assert tracker._server.server_address[0] == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):  # as it would not be, if it listened on all addresses
+        socket.create_connection(("127.0.0.2", tracker.port), timeout=20)
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetch(tracker.port, "/")
 
@@ -64,35 +69,23 @@ def test_a_page_elsewhere_reads_nothing_through_a_name_of_its_own(tracker: Prome
         assert answer.status == 200
 
 
-def test_who_connects_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.observe.prometheus._PATIENCE", 0.05)
-    tracker = PrometheusTracker(0, list, "r")
+def test_who_connects_and_says_nothing_is_not_waited_for(
+    tracker: PrometheusTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HEAD_S", "_LOOK_S"):
+        monkeypatch.setattr(f"dapo.bounded_server.{name}", 0.05)
     with socket.create_connection(("127.0.0.1", tracker.port), timeout=20) as silent:
         assert silent.recv(1) == b""  # the server has hung up
-    tracker.close()
 
 
-def test_a_fault_of_ours_is_told_and_a_client_that_goes_away_is_not(
-    tracker: PrometheusTracker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for error in (BrokenPipeError("gone"), ConnectionResetError("gone"), TimeoutError("gone"), KeyError("lost_key")):
-        try:
-            raise error
-        except (OSError, KeyError):
-            tracker._server.handle_error(None, ("127.0.0.1", 1))
-    said = capsys.readouterr().err
-    assert "KeyError: 'lost_key'" in said and "gone" not in said
-
-
-def test_a_server_whose_places_are_taken_takes_none_of_another(tracker: PrometheusTracker) -> None:
-    full = PrometheusTracker(0, list, "full")
-    with contextlib.ExitStack() as open_ones:
-        for _ in range(16):
-            open_ones.enter_context(socket.create_connection(("127.0.0.1", full.port), timeout=20))
-        with socket.create_connection(("127.0.0.1", full.port), timeout=20) as beyond:
-            assert beyond.recv(1) == b""
-        assert "dapo_" in fetch(tracker.port)
-    full.close()
+def test_a_package_that_is_missing_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(recipe_path("cpu-demo"))
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else found(name))
+    check_trackers(config)  # does not ask for it
+    run = config.run.model_copy(update={"prometheus_port": 9091})
+    with pytest.raises(ConfigError, match=r"run.prometheus_port: needs uvicorn, .*pip install 'dapo-rl\[prometheus\]'"):
+        check_trackers(config.model_copy(update={"run": run}))
 
 
 def test_it_serves_as_long_as_the_run_goes_on_and_a_taken_port_ends_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]

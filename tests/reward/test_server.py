@@ -235,7 +235,7 @@ def test_a_port_that_is_taken_and_a_reward_that_cannot_start_are_messages(tmp_pa
         taken.listen()
         port = taken.getsockname()[1]
         done = run_server("exact", "--port", str(port))
-    assert done.returncode == 2 and f"127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and f"127.0.0.1, port {port}" in done.stderr and "Traceback" not in done.stderr
     recipe = write(tmp_path / "r.yaml", "reward: {kind: function, function: gone.py:f}")
     done = run_server(str(recipe), "--port", "0")
     assert done.returncode == 1 and "gone.py" in done.stderr and "Traceback" not in done.stderr

@@ -28,12 +28,13 @@ from dapo.cli import app as program
 from dapo.config import ExactReward, TrainingConfig
 from dapo.errors import UserError
 from dapo.files import lock_file
+from dapo.hosts import listening_socket
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import write_samples
 from dapo.ui.live import Live
 from dapo.ui.runs import Runs
-from dapo.ui.serving import address_of, beside, listening_socket, token_for
+from dapo.ui.serving import PORTS, address_of, beside, token_for
 from page_run import RIGHT, SCRIPT, add_step, made_group, page_run, served
 
 pytest.importorskip("duckdb")
@@ -313,7 +314,7 @@ def test_the_token_of_the_address_becomes_a_cookie(tmp_path: Path) -> None:
 
 def test_a_token_may_hold_any_letters(tmp_path: Path) -> None:
     token = 'a+b&c=%41 ;"漢'
-    with served(tmp_path, token=token) as address, listening_socket("127.0.0.1", 0) as other:
+    with served(tmp_path, token=token) as address, listening_socket("127.0.0.1", [0]) as other:
         status, headers = raw(address, "/?" + address_of(other, token).partition("?")[2], {})
         assert status == 303
         assert raw(address, "/api/runs", {"Cookie": headers["set-cookie"].partition(";")[0]})[0] == 200
@@ -414,12 +415,12 @@ def test_one_looks_for_all_who_listen_and_each_hears_of_its_runs(
 
 
 def test_a_port_that_is_taken_is_left_for_the_next_one() -> None:
-    first, second = listening_socket("127.0.0.1", 0), None
+    first, second = listening_socket("127.0.0.1", [0]), None
     taken = first.getsockname()[1]
     try:
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1, port {taken}.*--port 0"):
-            listening_socket("127.0.0.1", taken)
-        second = listening_socket("127.0.0.1", None)
+            listening_socket("127.0.0.1", [taken])
+        second = listening_socket("127.0.0.1", PORTS)
         assert address_of(second, "t").endswith("/?token=t")
     finally:
         first.close()
@@ -430,7 +431,7 @@ def test_a_port_that_is_taken_is_left_for_the_next_one() -> None:
 @pytest.mark.parametrize("host", ["a..b", "x" * 70])
 def test_a_host_that_cannot_be_is_an_error_for_people(host: str) -> None:
     with pytest.raises(UserError, match=f"--host {host}: not an address"):
-        listening_socket(host, 0)
+        listening_socket(host, [0])
 
 
 def test_beside_a_training_the_page_lasts_as_long_as_it(tmp_path: Path) -> None:

@@ -74,11 +74,8 @@ def admit(outcomes: Sequence[bool | None], wanted: int) -> Admission:
     """The rule of issue order: the first ``wanted`` kept groups in the order their prompts were drawn.
 
     Not in the order they finished, which would favour short responses and make a resume depend on timing. So a kept
-    group is admitted only once every earlier draw has finished.
-
-    Args:
-        outcomes: for each draw, in draw order: kept, not kept, or None while it is pending.
-        wanted: N.
+    group is admitted only once every earlier draw has finished. ``outcomes``: for each draw, in draw order: kept, not
+    kept, or None while it is pending.
     """
     pending = outcomes.index(None) if None in outcomes else len(outcomes)
     kept = [place for place, outcome in enumerate(outcomes) if outcome]

@@ -85,10 +85,7 @@ class AdaptiveKL:
 
     def update(self, kl: float, n: int) -> float:
         """The new coefficient after ``n`` samples with mean KL ``kl``.
-
-        Raises:
-            ValueError: ``kl`` is NaN, or so many samples came at once that beta would change its sign.
-        """
+        Raises ValueError: ``kl`` is NaN, or so many samples came at once that beta would change its sign."""
         if math.isnan(kl):
             raise ValueError("the KL is NaN")
         error = min(max(kl / self.target - 1, -0.2), 0.2)

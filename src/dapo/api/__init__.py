@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.api.rows import Data, dotted, files_or_rows
+from dapo.api.rows import Data, files_or_rows
 from dapo.api.run import Run, shown
-from dapo.config import Config, build_config, nested
+from dapo.config import Config, build_config, flat, nested
 from dapo.errors import ModelError
 from dapo.files import read_json
 from dapo.inference import find_model, require_loaded, with_template
@@ -116,7 +116,7 @@ def train(
     Raises:
         UserError: a setting, row, model or reward is wrong; the message says which and what would work.
     """
-    tree: dict[str, Any] = dict(dotted(settings or {}))
+    tree: dict[str, Any] = dict(flat(settings or {}))
     by_name = isinstance(model, str | Path)
     if not by_name:
         require_loaded(model, tokenizer, tree)

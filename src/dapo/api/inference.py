@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.api.rows import Data, dotted, files_or_rows
-from dapo.config import Config, nested
+from dapo.api.rows import Data, files_or_rows
+from dapo.config import Config, flat, nested
 from dapo.errors import ConfigError, DataError
 from dapo.inference import ONE_EACH, FoundModel, function_of, require_loaded, settings_for
 from dapo.plan import require_files
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from dapo.generation import Response
 
 _ROWS = "the rows given"
-_KEYS = {
-    "samples": "evaluation.samples_per_prompt",
-    "temperature": "evaluation.temperature",
-    "max_tokens": "evaluation.max_response_length",
-}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -84,7 +79,7 @@ def evaluate(
         layer = {"evaluation": {"data": files or [_ROWS], "rows": None}}
         given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
         found, config = _settings(model, tokenizer, layer, settings, **given)
-        named_reward = reward is not None or any(key.startswith("reward") for key, _ in dotted(settings or {}))
+        named_reward = reward is not None or any(key.startswith("reward") for key, _ in flat(settings or {}))
         if not named_reward and (why := function_of(found)):
             raise ConfigError(f"reward: {why}; give it, evaluate(..., reward=...), or another one, such as reward.kind")
         if files:
@@ -141,11 +136,10 @@ def generate(
 def _settings(
     model: Any, tokenizer: Any, layer: Mapping[str, Any], settings: Mapping[str, Any] | None, **given: float | None
 ) -> tuple[FoundModel, Config]:
-    changes = dict(dotted(settings or {}))
+    changes = dict(flat(settings or {}))
     if _loaded(model) is not None:
         require_loaded(model, tokenizer, changes)
-    options = {name: (_KEYS[name], value) for name, value in given.items()}
-    return settings_for(model, options, layer, nested(changes))
+    return settings_for(model, given, layer, nested(changes))
 
 
 def _loaded(model: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,15 +16,6 @@ Data: TypeAlias = Iterable[Mapping[str, Any]] | Iterable[str | Path] | str | Pat
 ``datasets.Dataset``; or one file or several."""
 MOST_ROWS = 1_000_000
 """Rows that a generator may give."""
-
-
-def dotted(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of settings that may be nested: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def files_or_rows(data: Any, name: str, tell: Callable[[str], None]) -> tuple[list[str], Table | None]:

@@ -35,8 +35,7 @@ class Run:
     @property
     def evaluations(self) -> DataFrame:
         """One line per evaluation: ``step`` (0: before training), and the metrics ``eval/...``."""
-        found = self._view.evaluations
-        return _table({n: v for n, v in entry.items() if n.startswith(("step", "eval/"))} for entry in found)
+        return _table(self._view.evaluated)
 
     def samples(self, step: int | tuple[int, int] | None = None) -> DataFrame:
         """One line per sample: prompt, response, reward and all else that was recorded of it.

@@ -41,7 +41,6 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the program."""
     open_closed_streams()
     escape_what_cannot_be_written()
     try:

@@ -48,7 +48,6 @@ def complete_override(context: typer.Context, incomplete: str) -> Completions:
 
 
 def complete_key(incomplete: str) -> Completions:
-    """Sections and keys."""
     from dapo.config import all_keys
 
     meanings = _by_name()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dapo.cli.completion import complete_key, complete_recipe
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, Overrides
+from dapo.cli.options import Debug, Overrides, is_setting
 from dapo.cli.output import print_json
 from dapo.errors import ConfigError
 
@@ -61,7 +60,7 @@ def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list
     from dapo.config import load_config
     from dapo.config.reading import config_of_overrides
 
-    if recipe is not None and "=" in recipe and not Path(recipe).exists():
+    if recipe is not None and is_setting(recipe):
         return config_of_overrides([recipe, *overrides])
     return config_of_overrides(overrides) if recipe is None else (load_config(recipe, overrides), [])
 

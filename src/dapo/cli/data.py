@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import EXIT_CODES, errors_for_people
-from dapo.cli.options import Debug, JsonFile
+from dapo.cli.options import Debug, JsonFile, is_setting
 from dapo.cli.output import status_line, write_results
 from dapo.errors import ConfigError
 from dapo.terminal import Terminal, visible
@@ -40,7 +40,7 @@ def _one_by_one(args: Sequence[str], option: str) -> Iterator[str]:
     for arg in args:
         if arg == option:
             inside = True
-        elif arg.startswith("-") or ("=" in arg and not Path(arg).exists()):
+        elif arg.startswith("-") or is_setting(arg):
             inside = False
             yield arg
         elif inside:
@@ -121,26 +121,19 @@ def _config(recipe: Path | None, words: Sequence[str], template: str | None, tok
     from dapo.config import load_config
     from dapo.config.reading import config_of_overrides
 
-    overrides = [word for word in words if _is_setting(word)]
+    overrides = [word for word in words if is_setting(word)]
     overrides += [f"data.template={template}"] if template else []
     overrides += [f"model.tokenizer={json.dumps(tokenizer)}"] if tokenizer else []
     return load_config(recipe, overrides) if recipe else config_of_overrides(overrides)[0]
 
 
-def _is_setting(word: str) -> bool:
-    return "=" in word and not Path(word).exists()
-
-
 def _files(
     config: Config, recipe: Path | None, words: Sequence[str], against: Sequence[str]
 ) -> tuple[list[DataItem], list[DataItem]]:
-    """
-    Raises:
-        ConfigError: there is nothing to check.
-    """
+    """Raises ConfigError: there is nothing to check."""
     from dapo.config.sections import DataItem
 
-    named = [DataItem(path=word) for word in words if not _is_setting(word)]
+    named = [DataItem(path=word) for word in words if not is_setting(word)]
     compared = [DataItem(path=file) for file in against]
     if recipe is not None and not named and not compared:
         return config.data.train, config.evaluation.data

@@ -83,7 +83,6 @@ def _leaves(error: Exception) -> Iterator[Exception]:
 
 
 def complain(message: str) -> None:
-    """Print an error."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     said = Text.assemble(("error: ", "bold red"), visible(message))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP
+from dapo.cli.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, files_and_settings
 from dapo.cli.output import require_writable
 from dapo.errors import ConfigError, UserError
 from dapo.terminal import Terminal, counted
@@ -70,18 +70,19 @@ def evaluate(
     with errors_for_people(debug):
         from dapo.evaluation.benchmarks import benchmark_named
         from dapo.inference import function_of, settings_for
+        from dapo.progress import make_listener
 
-        files, overrides = _sorted_out(data, words)
+        more, overrides = files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
         preset = benchmark_named(benchmark) if benchmark else None
         given = {
-            "--samples": ("evaluation.samples_per_prompt", samples),
-            "--temperature": ("evaluation.temperature", temperature),
-            "--top-p": ("evaluation.top_p", top_p),
-            "--min-p": ("evaluation.min_p", min_p),
-            "--stop": ("evaluation.stop", stop or None),
-            "--rows": ("evaluation.rows", rows),
-            "--max-tokens": ("evaluation.max_response_length", max_tokens),
-            "--data": ("evaluation.data", files or None),
+            "--samples": samples,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--min-p": min_p,
+            "--stop": stop or None,
+            "--rows": rows,
+            "--max-tokens": max_tokens,
+            "--data": [*(data or []), *more] or None,
         }
         layers = [preset.settings] if preset else []
         found, config = settings_for(model, given, *layers, recipe=recipe, overrides=overrides)
@@ -89,8 +90,6 @@ def evaluate(
         places = _Output(output, save_samples, average)
         trained = recipe or found.recipe
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
-
-        from dapo.progress import make_listener
 
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             for line in _picked(model, found.path, about):
@@ -104,12 +103,6 @@ def evaluate(
 
             results, told = evaluate_files(config, listener, write, preset.published if preset else None)
         _show(Terminal(), results, told)
-
-
-def _sorted_out(data: Sequence[str] | None, words: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Data files and overrides: ``--data a.jsonl b.jsonl seed=3`` names two files."""
-    words = words or []
-    return [*(data or []), *(w for w in words if "=" not in w)], [w for w in words if "=" in w]
 
 
 def _check_data(config: Config) -> None:

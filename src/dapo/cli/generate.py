@@ -86,19 +86,19 @@ def generate(
             raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
         given = {
-            "--samples": ("evaluation.samples_per_prompt", samples),
-            "--temperature": ("evaluation.temperature", temperature),
-            "--top-p": ("evaluation.top_p", top_p),
-            "--min-p": ("evaluation.min_p", min_p),
-            "--stop": ("evaluation.stop", stop or None),
-            "--repetition-penalty": ("evaluation.repetition_penalty", repetition_penalty),
-            "--presence-penalty": ("evaluation.presence_penalty", presence_penalty),
-            "--frequency-penalty": ("evaluation.frequency_penalty", frequency_penalty),
-            "--max-tokens": ("evaluation.max_response_length", max_tokens),
-            "--data": ("evaluation.data", data),
-            "--seed": ("seed", seed),
-            "--system": ("data.system", system),
-            "--template": ("data.template", None if template is Template.AUTO else template.value),
+            "--samples": samples,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--min-p": min_p,
+            "--stop": stop or None,
+            "--repetition-penalty": repetition_penalty,
+            "--presence-penalty": presence_penalty,
+            "--frequency-penalty": frequency_penalty,
+            "--max-tokens": max_tokens,
+            "--data": data,
+            "--seed": seed,
+            "--system": system,
+            "--template": None if template is Template.AUTO else template.value,
         }
         _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
         require_files(config)

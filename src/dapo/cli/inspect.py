@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from dapo.observe.sample_query import Steps
     from dapo.observe.samples import SampleFilter
 
-_SAMPLES = "Options for --samples"
+_sample_option = partial(typer.Option, rich_help_panel="Options for --samples")
 
 
 class _Correct(StrEnum):
@@ -40,8 +41,6 @@ class _Sort(StrEnum):
 
 
 class _Shown(StrEnum):
-    """How samples are shown."""
-
     cut = "cut"
     full = "full"
     table = "table"
@@ -70,36 +69,25 @@ def inspect(
     samples: Annotated[bool, typer.Option("--samples", help="Show samples; by default of the last step.")] = False,
     status: Annotated[
         str | None,
-        typer.Option(
-            metavar="STATUS,...",
-            help="Kept, or why not: kept, all_wrong, ...",
-            rich_help_panel=_SAMPLES,
-            autocompletion=complete_status,
+        _sample_option(
+            metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...", autocompletion=complete_status
         ),
     ] = None,
-    correct: Annotated[_Correct | None, typer.Option(help="Right or wrong ones.", rich_help_panel=_SAMPLES)] = None,
-    longer_than: Annotated[int | None, typer.Option(help="In tokens.", rich_help_panel=_SAMPLES)] = None,
-    shorter_than: Annotated[int | None, typer.Option(help="In tokens.", rich_help_panel=_SAMPLES)] = None,
-    truncated: Annotated[bool, typer.Option("--truncated", help="Cut at the limit.", rich_help_panel=_SAMPLES)] = False,
-    row: Annotated[
-        int | None, typer.Option("--row", "--prompt", help="Of this row of the data.", rich_help_panel=_SAMPLES)
-    ] = None,
-    draw: Annotated[int | None, typer.Option(help="Of this draw: one group.", rich_help_panel=_SAMPLES)] = None,
-    index: Annotated[int | None, typer.Option(help="Of this place in its group.", rich_help_panel=_SAMPLES)] = None,
-    contains: Annotated[
-        str, typer.Option(metavar="TEXT", help="In prompt or response, in any case.", rich_help_panel=_SAMPLES)
-    ] = "",
-    sort: Annotated[
-        _Sort | None, typer.Option(help="Largest first; by default in the order of the file.", rich_help_panel=_SAMPLES)
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(min=0, max=10**9, help="Show at most so many; 0: all.", rich_help_panel=_SAMPLES)
-    ] = 10,
-    full: Annotated[bool, typer.Option("--full", help="Do not cut long texts.", rich_help_panel=_SAMPLES)] = False,
-    table: Annotated[bool, typer.Option("--table", help="A line for each.", rich_help_panel=_SAMPLES)] = False,
+    correct: Annotated[_Correct | None, _sample_option(help="Right or wrong ones.")] = None,
+    longer_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
+    shorter_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
+    truncated: Annotated[bool, _sample_option("--truncated", help="Cut at the limit.")] = False,
+    row: Annotated[int | None, _sample_option("--row", "--prompt", help="Of this row of the data.")] = None,
+    draw: Annotated[int | None, _sample_option(help="Of this draw: one group.")] = None,
+    index: Annotated[int | None, _sample_option(help="Of this place in its group.")] = None,
+    contains: Annotated[str, _sample_option(metavar="TEXT", help="In prompt or response, in any case.")] = "",
+    sort: Annotated[_Sort | None, _sample_option(help="Largest first; by default in the order of the file.")] = None,
+    limit: Annotated[int, _sample_option(min=0, max=10**9, help="Show at most so many; 0: all.")] = 10,
+    full: Annotated[bool, _sample_option("--full", help="Do not cut long texts.")] = False,
+    table: Annotated[bool, _sample_option("--table", help="A line for each.")] = False,
     diff: Annotated[
         tuple[int, int] | None,
-        typer.Option(metavar="A B", help="Of one --prompt: what changed between two steps.", rich_help_panel=_SAMPLES),
+        _sample_option(metavar="A B", help="Of one --prompt: what changed between two steps."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,

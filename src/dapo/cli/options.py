@@ -1,7 +1,8 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share, and how they are told apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from dapo.cli.completion import complete_override, complete_run
 
+Host = Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)]
 Overrides = Annotated[
     list[str] | None,
@@ -39,3 +41,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs, as JSON.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write all of it as JSON, too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+
+
+def is_setting(word: str) -> bool:
+    """Whether an argument is ``section.key=value`` and not the name of a file."""
+    return "=" in word and not Path(word).exists()
+
+
+def files_and_settings(words: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The arguments of a command that takes both in any order."""
+    words = words or []
+    return [word for word in words if not is_setting(word)], [word for word in words if is_setting(word)]

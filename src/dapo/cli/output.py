@@ -41,10 +41,7 @@ def print_json(value: Any) -> None:
 
 def require_writable(option: str, output: Path, file: Path | None = None) -> None:
     """Make the folder of the output of an option, or of the ``file`` that comes of it, and try to write there.
-
-    Raises:
-        UserError: that cannot be done; better said before an hour of work.
-    """
+    Raises UserError: that cannot be done; better said before an hour of work."""
     file = file or output
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -203,7 +203,6 @@ def verdict(found: Replay) -> str:
 
 
 def _made_again(found: Replay) -> bool:
-    """Whether any update was."""
     return any(update.get("recomputed") for update in found.updates)
 
 

@@ -13,7 +13,7 @@ import typer
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import EXIT_CODES, errors_for_people
 from dapo.cli.inspect import _span
-from dapo.cli.options import Debug, JsonFile, Run
+from dapo.cli.options import Debug, JsonFile, Run, files_and_settings
 from dapo.cli.output import print_lines, require_writable, status_line, write_results
 from dapo.errors import ConfigError
 from dapo.terminal import counted, warn
@@ -60,7 +60,7 @@ def check(
         from dapo.config import load_reward
         from dapo.reward.check import check_cases, read_cases
 
-        files, overrides = _sorted_out(words)
+        files, overrides = files_and_settings(words)
         if not files:
             raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
         config = load_reward(reward, overrides)
@@ -118,7 +118,7 @@ def score(
         from dapo.observe.run_view import RunView
         from dapo.reward.rescore import StepChange, StoredRows, rescore
 
-        files, overrides = _sorted_out(words or [])
+        files, overrides = files_and_settings(words)
         if files:
             raise ConfigError(f"{files[0]}: expected reward.key=value; the reward is named by --reward")
         view = RunView.read(run)
@@ -162,12 +162,6 @@ def score(
         if not quiet:
             print(f"{counted(done, 'sample', ',')} in {seconds:.1f} s, {done / seconds:,.0f} per second")
         print(summary.verdict())
-
-
-def _sorted_out(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files and overrides."""
-    settings = [word for word in words if "=" in word and not Path(word).exists()]
-    return [word for word in words if word not in settings], settings
 
 
 def _steps(view: RunView, text: str) -> list[int]:

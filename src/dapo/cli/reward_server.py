@@ -10,7 +10,7 @@ import typer
 
 from dapo.cli.completion import complete_recipe
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, Overrides, Quiet
+from dapo.cli.options import Debug, Host, Overrides, Quiet
 from dapo.errors import ConfigError, RewardError, install
 
 
@@ -23,9 +23,7 @@ def reward_server(
         ),
     ],
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")] = (
-        "127.0.0.1"
-    ),
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the token that clients must send.")

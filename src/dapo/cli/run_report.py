@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from dapo.cli.tables import ASCII, BLOCKS, columns, curve, number
 from dapo.errors import ConfigError
 from dapo.observe.metrics import METRICS, describe
 from dapo.observe.run_view import RunView
-from dapo.progress import duration
+from dapo.progress import duration, finite
 from dapo.terminal import counted, visible
 
 WATCHED = (
@@ -113,7 +112,7 @@ def _course(
     header = ["step", *(str(e["step"]) for e in shown), "course"]
     rows = []
     for name in names:
-        course = curve([_plain(e.get(name)) for e in entries], _CURVE, letters)
+        course = curve([finite(e.get(name)) for e in entries], _CURVE, letters)
         rows.append([name, *(number(name, e.get(name)) for e in shown), course.ljust(min(_CURVE, len(entries)))])
     yield from columns(header, rows, width)
 
@@ -137,10 +136,7 @@ def _spread(entries: Sequence[Any], most: int) -> list[Any]:
 
 def chosen(patterns: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The metrics that a list of names and patterns, such as ``accuracy,clip/*``, stands for, in its order.
-
-    Raises:
-        ConfigError: a name is not registered, or nothing that is registered fits a pattern.
-    """
+    Raises ConfigError: a name is not registered, or nothing that is registered fits a pattern."""
     names: list[str] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         found = _present(entries, pattern)
@@ -195,7 +191,3 @@ def run_as_json(run: RunView) -> dict[str, Any]:
 def _get(config: Mapping[str, Any], section: str, key: str) -> str:
     values = config.get(section)
     return str(values.get(key, "")) if isinstance(values, dict) else ""
-
-
-def _plain(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -45,8 +45,7 @@ def two_steps(run: RunView, steps: tuple[int, int], row: int | None) -> tuple[Sa
 
 def diff_report(before: Samples, after: Samples, width: int | None, limit: int) -> Iterator[tuple[str, str]]:
     """Lines, each with what it is: "" or, of a difference, ``-`` (before), ``+`` (after) or ``@``. ``width``: cells in
-    a line; None: no limit. ``limit``: of the pairs that are shown; 0: all.
-    """
+    a line; None: no limit. ``limit``: of the pairs that are shown; 0: all."""
     yield "", f"prompt of row {before[0]['row']}: {one_line(before[0].get('prompt'))}"
     yield "", f"gold {one_line(before[0].get('gold'))}"
     header = ["step", "status", "samples", "right", "reward", "length", "entropy", "most frequent answer"]

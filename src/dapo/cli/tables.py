@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from dapo.observe.metrics import describe
-from dapo.progress import duration
+from dapo.progress import duration, finite
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 
@@ -43,7 +42,8 @@ def _padded(text: str, width: int, left: bool) -> str:
 
 def number(name: str, value: Any) -> str:
     """The value of a metric as a person reads it: shares in percent, bytes in MB, a dash where there is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    value = finite(value)
+    if value is None:
         return "-"
     unit = metric.unit if (metric := describe(name)) else ""
     if unit == "share":

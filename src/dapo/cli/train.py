@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dapo.cli.completion import complete_recipe, complete_run
 from dapo.cli.errors import complain, errors_for_people, exit_code
-from dapo.cli.options import Debug, Overrides, Quiet
+from dapo.cli.options import Debug, Overrides, Quiet, is_setting
 from dapo.errors import ConfigError, UserError
 from dapo.process import Stopped, Stopping
 from dapo.recipes import existing_recipe
@@ -51,7 +51,7 @@ def train(
     """Train a model as RECIPE says."""
     with errors_for_people(debug, output_is_result=dry_run):
         changes = list(overrides or ())
-        if resume is not None and recipe is not None and "=" in recipe and not Path(recipe).exists():
+        if resume is not None and recipe is not None and is_setting(recipe):
             changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
         named = existing_recipe(recipe) if recipe is not None else None
         config = _config(named, changes, resume)
@@ -140,8 +140,7 @@ def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
 
 def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
     """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
-    ``secrets``: keys of its recipe that config.yaml does not keep.
-    """
+    ``secrets``: keys of its recipe that config.yaml does not keep."""
     if run_dir is None:
         return []
     folder = Path(run_dir)

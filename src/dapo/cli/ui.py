@@ -11,7 +11,7 @@ import typer
 
 from dapo.cli.completion import complete_run
 from dapo.cli.errors import errors_for_people
-from dapo.cli.options import Debug, Quiet
+from dapo.cli.options import Debug, Host, Quiet
 from dapo.errors import ConfigError, install
 
 _NEEDS = ("duckdb", "fastapi", "uvicorn")
@@ -24,9 +24,7 @@ def ui(
             metavar="RUN|FOLDER", help="Run folders, or folders that hold runs.", autocompletion=complete_run
         ),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")] = (
-        "127.0.0.1"
-    ),
+    host: Host = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port; 0: any free one. By default 7860, or the next free one.")
     ] = None,
@@ -45,12 +43,13 @@ def ui(
     """Show runs in the browser: curves, samples, alarms, time, live while they train. Ctrl-C ends it."""
     with errors_for_people(debug):
         require_ui("dapo ui")
+        from dapo.hosts import listening_socket
         from dapo.ui.runs import check_folders
-        from dapo.ui.serving import address_of, listening_socket, open_browser, serve, token_for
+        from dapo.ui.serving import PORTS, address_of, open_browser, serve, token_for
 
         check_folders(folders)
         wanted = token_for(host, token)
-        listening = listening_socket(host, port)
+        listening = listening_socket(host, PORTS if port is None else [port])
         address = address_of(listening, wanted)
         print(address if quiet else f"the page is at {address} (Ctrl-C ends it)", flush=True)
         if not no_browser and wanted is None:  # other accounts see a browser's command line, and the token in it

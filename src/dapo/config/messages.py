@@ -13,6 +13,7 @@ from dapo.config.processors import PROCESSORS, TRUNCATIONS
 from dapo.config.reward import REWARD_KINDS
 from dapo.config.section import Problems, _section_types
 from dapo.config.tree import Config
+from dapo.errors import shortened
 
 _SWITCHED_BY = {
     "model.lora": ("rank", "0", "16"),
@@ -102,8 +103,7 @@ def _shown(value: Any) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python will print
         return f"a huge {type(value).__name__}"
-    text = re.sub(r"//[^/@'\s]*@", "//...@", text)  # a password in an address
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    return shortened(re.sub(r"//[^/@'\s]*@", "//...@", text), 100)  # without the password of an address
 
 
 def _kinds_with(key: str) -> list[str]:

@@ -74,10 +74,7 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
 
 def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     """The defaults with ``overrides``, and the required keys for which nothing was given (they hold a placeholder).
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    Raises ConfigError: with every problem found."""
     tree: dict[str, Any] = {}
     where: dict[str, str] = {}
     _override(tree, overrides, where)

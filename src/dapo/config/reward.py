@@ -422,14 +422,8 @@ def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]
 
 
 def _check_address(url: str, example: str, key: str, *, query: bool = False) -> None:
-    """
-    Args:
-        key: of the recipe; it names the environment variable with a login.
-        query: whether it may hold a query.
-
-    Raises:
-        ValueError: it is no address, or holds a login, or a query that it may not hold.
-    """
+    """``key``: of the recipe, which names the environment variable with a login. ``query``: whether it may hold one.
+    Raises ValueError: it is no address, or holds a login, or a query that it may not hold."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

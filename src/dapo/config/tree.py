@@ -58,6 +58,11 @@ class Config(Section):
         return "recompute" if wants_recompute else "engine"
 
     @property
+    def evaluated_length(self) -> int:
+        """Longest response of an evaluation, in tokens."""
+        return self.evaluation.max_response_length or self.rollout.max_response_length
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps in one rollout step, all epochs counted."""
         per_epoch = self.rollout.prompts_per_step // self.training.groups_per_update

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from dapo.data.cache import cache_folder, cached, can_be_written_to, file_key
 from dapo.data.rows import BadRow
 from dapo.data.tables import Table
 from dapo.errors import DataError, first_line, install
+from dapo.files import file_hash
 
 
 class ArrowTable(Table):
@@ -62,7 +62,7 @@ def open_parquet(path: Path, name: str) -> ArrowTable:
     datasets = _library(f"{name}: Parquet files")
     try:
         key = file_key(path, "parquet")
-        _, facts = cached("hashes", key, lambda folder: {"sha256": _hash_of(path)})
+        _, facts = cached("hashes", key, lambda folder: {"sha256": file_hash(path)})
         with _quiet(datasets):
             folder = cache_folder("arrow") / str(facts["sha256"])[:32]
             rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(folder))
@@ -139,8 +139,3 @@ def _quiet(datasets: Any) -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if not bars:
             datasets.enable_progress_bars()
-
-
-def _hash_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -135,11 +135,7 @@ def _checksum(path: Path) -> int:
 
 
 def write_with_room(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a long file, and stop before the disk is full.
-
-    Raises:
-        OSError: there is too little room.
-    """
+    """Write a long file, and stop before the disk is full. Raises OSError: there is too little room."""
     with path.open("wb") as file:
         for number, chunk in enumerate(chunks):
             if number % 16 == 0 and shutil.disk_usage(path.parent).free < _SPARE:

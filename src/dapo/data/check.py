@@ -103,7 +103,6 @@ class CheckReport:
 
     @property
     def bad(self) -> int:
-        """Bad rows in all files."""
         return sum(report.bad for report in (*self.train, *self.evaluation))
 
     @property
@@ -133,10 +132,7 @@ def check_data(
     progress: Progress = lambda what, done, total: None,
 ) -> CheckReport:
     """Read all rows of all files. ``answer_required``: whether a row without an answer is bad; None: not known.
-
-    Raises:
-        DataError: a file cannot be read at all.
-    """
+    Raises DataError: a file cannot be read at all."""
     scans: list[_Scan] = []
     faults: list[str] = []
     template = _Once(measure.load)

@@ -16,10 +16,7 @@ _FILE = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", *_COMPRESSED)
 
 def open_table(item: DataItem) -> Table:
     """The rows of one item. What reads Parquet and data sets is loaded only for those.
-
-    Raises:
-        DataError: it cannot be read, or has no rows.
-    """
+    Raises DataError: it cannot be read, or has no rows."""
     path, name = Path(item.path), item.path
     if names_a_data_set(item):
         from dapo.data.arrow import open_dataset
@@ -47,5 +44,4 @@ def names_a_data_set(item: DataItem) -> bool:
 
 
 def short_name(item: DataItem) -> str:
-    """The last part of its path."""
     return Path(item.path).name or item.path

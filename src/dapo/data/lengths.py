@@ -42,7 +42,6 @@ class Lengths:
         return 0
 
     def above(self, limit: int) -> int:
-        """Prompts that are longer."""
         return sum(count for length, count in self.counts.items() if length > limit)
 
     def histogram(self) -> list[tuple[int, int, int]]:

@@ -41,10 +41,7 @@ class Part:
 
 def open_parts(data: DataConfig, source: DataInput, answer_required: bool) -> tuple[list[Part], list[float] | None]:
     """The parts of the data, and their weights if it is a mixture.
-
-    Raises:
-        DataError: with what is wrong in any of them.
-    """
+    Raises DataError: with what is wrong in any of them."""
     if not source:
         raise DataError("no data files are given, and no rows")
     if not isinstance(source, Table) and any(not isinstance(item, str | DataItem) for item in source):

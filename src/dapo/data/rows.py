@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NoReturn
 
+from dapo.errors import shortened
 from dapo.escapes import eaten_in
 
 SHOWN_FAULTS = 20
@@ -93,11 +94,7 @@ class _Number(str):
 
 
 def parse_json(data: bytes) -> Any:
-    """The value that ``data`` holds.
-
-    Raises:
-        BadRow: it is not JSON in UTF-8.
-    """
+    """The value that ``data`` holds. Raises BadRow: it is not JSON in UTF-8."""
     try:
         return json.loads(data.decode("utf-8"), parse_int=_Number, parse_float=_Number, parse_constant=_refuse)
     except UnicodeDecodeError as error:
@@ -115,11 +112,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def check_row(row: Any, keys: Keys, place: str) -> Row:
-    """A raw row as a :class:`Row`.
-
-    Raises:
-        BadRow: a key is missing, or holds what it must not.
-    """
+    """A raw row as a :class:`Row`. Raises BadRow: a key is missing, or holds what it must not."""
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object such as {{{json.dumps(keys.prompt)}: ...}}, got {_kind(row)}")
     try:
@@ -218,8 +211,7 @@ def _text_of(value: str | int | float | Decimal, key: str) -> str:
 def _names(row: Mapping[Any, Any]) -> str:
     """The keys of a row, on one line and not too long."""
     shown = [key if isinstance(key, str) and key.isprintable() else repr(key) for key in row]
-    text = ", ".join(shown) or "none"
-    return text if len(text) <= 200 else f"{text[:196]} ..."
+    return shortened(", ".join(shown) or "none", 200, " ...")
 
 
 def _from_array(value: Any) -> Any:

@@ -130,10 +130,7 @@ class PromptSource:
 
     def draw(self) -> Prompt:
         """The next prompt.
-
-        Raises:
-            DataError: a row is bad and ``data.on_bad_row`` is ``fail``; too many are bad; or none can be used.
-        """
+        Raises DataError: a row is bad and ``data.on_bad_row`` is ``fail``; too many are bad; or none can be used."""
         number = self._choice[self._draws] if self._choice else 0
         stream = self._streams[number]
         self._draws += 1
@@ -163,11 +160,7 @@ class PromptSource:
             yield Prompt(self._starts[stream] + number, row.text, (), source.answer(number, row), row.meta)
 
     def make(self, stream: int, number: int) -> Prompt:
-        """The prompt of a row, however long it is.
-
-        Raises:
-            BadRow: the row cannot be used.
-        """
+        """The prompt of a row, however long it is. Raises BadRow: the row cannot be used."""
         source = self._streams[stream]
         row = source.rows[number]
         ids = encode(row, self._template)
@@ -215,10 +208,7 @@ class PromptSource:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go to a position that :meth:`state` gave.
-
-        Raises:
-            DataError: it was given over other data; says what differs.
-        """
+        Raises DataError: it was given over other data; says what differs."""
         if changes := [str(found) for found in differences(state["data"], self.fingerprint)]:
             raise DataError("the data has changed since the checkpoint:\n" + "\n".join(changes))
         self._draws, self.seen = state["draws"], state["seen"]

@@ -23,11 +23,7 @@ class Table(ABC):
 
     @abstractmethod
     def raw(self, number: int) -> Any:
-        """A row as it stands there.
-
-        Raises:
-            BadRow: it cannot be read.
-        """
+        """A row as it stands there. Raises BadRow: it cannot be read."""
 
     @abstractmethod
     def place(self, number: int) -> str:
@@ -43,8 +39,6 @@ class Table(ABC):
 
 
 class PythonRows(Table):
-    """Rows from Python."""
-
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
         self.name = name
         self._rows = rows

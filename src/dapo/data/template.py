@@ -19,7 +19,7 @@ from dapo.config import DataConfig
 from dapo.config.sections import NO_VARIABLES
 from dapo.data.control import control_ids, conversations
 from dapo.data.rows import Messages
-from dapo.errors import ConfigError, DataError
+from dapo.errors import ConfigError, DataError, shortened
 from dapo.records import Prompt
 
 _DAPO_BEFORE = (
@@ -99,8 +99,7 @@ class PromptTemplate:
 
     def show(self, prompt: Prompt, limit: int = 300) -> str:
         """The prompt as the model gets it, special tokens and all, quoted and cut to ``limit`` characters."""
-        text = repr(self._tokenizer.decode(list(prompt.token_ids)))
-        return text if len(text) <= limit else f"{text[: limit - 4]} ..."
+        return shortened(repr(self._tokenizer.decode(list(prompt.token_ids))), limit, " ...")
 
     def ends_with(self, stop_ids: Iterable[int]) -> None:
         """Take note of the tokens that end a response, which the tokenizer alone need not know (``control.py``)."""

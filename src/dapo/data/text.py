@@ -42,11 +42,7 @@ class TextTable(Table):
     """Rows of a JSON lines file or a JSON array."""
 
     def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
-        """
-        Args:
-            index: 16 bytes for each row.
-            facts: ``rows``, ``sha256`` and ``array``.
-        """
+        """``index``: 16 bytes for each row. ``facts``: ``rows``, ``sha256`` and ``array``."""
         self.name = name
         self._content, self._index = content, index
         self._rows, self._sha256, self._array = int(facts["rows"]), str(facts["sha256"]), bool(facts["array"])
@@ -93,12 +89,8 @@ class TextTable(Table):
 
 
 def open_text(path: Path, name: str) -> TextTable:
-    """Index a file, or find its index in the cache.
-
-    Raises:
-        DataError: it cannot be read, is no JSON array though it begins like one, begins with an object or array that
-            is printed over several lines, or has no rows.
-    """
+    """Index a file, or find its index in the cache. Raises DataError: it cannot be read, is no JSON array though it
+    begins like one, begins with an object or array that is printed over several lines, or has no rows."""
     try:
         table = _open(path, name)
     except FileNotFoundError:
@@ -247,11 +239,7 @@ class _Hashing:
 
 def _decompressed(path: Path, digest: Any) -> Iterator[bytes]:
     """The content in pieces; ``digest`` gets the bytes of the file itself.
-
-    Raises:
-        _Damaged: it is not what its name says, or not whole.
-        DataError: a package is missing.
-    """
+    Raises _Damaged: it is not what its name says, or not whole; DataError: a package is missing."""
     with path.open("rb") as file:
         source = _Hashing(file, digest)
         chunks = _OPENERS[path.suffix](source)

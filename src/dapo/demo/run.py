@@ -38,10 +38,7 @@ def run_demo(
     """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
 
     ``overrides`` are for the recipe; ``seed=7`` is another world, another model and another run.
-
-    Returns:
-        The summary, as in ``summary.json``.
-    """
+    Returns the summary, as in ``summary.json``."""
     recipe = recipe_path("cpu-demo")
     config = load_config(recipe, [f"{key}={value}" for key, value in _places(recipe, overrides).items()] + [*overrides])
     if not config.evaluation.data:

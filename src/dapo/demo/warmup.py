@@ -69,8 +69,7 @@ def warm_up(
     progress: Callable[[int, int, str], None],
 ) -> WarmUp:
     """Teach ``model`` the steps with a pool of expressions, then the habit of skipping them. The skill is tested in an
-    exam with others. ``progress`` is called with steps done, steps expected and a note.
-    """
+    exam with others. ``progress`` is called with steps done, steps expected and a note."""
     trainer = Trainer(model, TrainingConfig(weight_decay=0.01, betas=(0.9, 0.98), tokens_per_micro_batch=1 << 16), 1.0)
     tutor = Tutor(pool, tokenizer, rng)
     skill, step = 0.0, 0

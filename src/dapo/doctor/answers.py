@@ -143,12 +143,7 @@ def check_stops(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
 
 def check_given_away(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Prompts that end in their own answer, or hold the worked solution. A number that is part of a question is
-    neither; an answer of four letters and more is in most prompts by no accident.
-
-    Args:
-        config: of the run.
-        prompts: rows; their token ids may be left out.
-    """
+    neither; an answer of four letters and more is in most prompts by no accident. Token ids may be left out."""
     key = _solution_key(config)
     shown = [p for p in prompts if _holds(p.text, p.meta.get(key)) or _ends_in(p.text, p.answer)]
     if len(shown) <= len(prompts) / _STRAY:
@@ -190,13 +185,7 @@ def _ends_in(text: str, answer: str | None) -> bool:
 
 def check_room(config: Config, prompts: Sequence[Prompt], tokenizer: Any, positions: int | None) -> Iterator[Finding]:
     """Whether the worked solutions, or the answers where there are none, fit into a response.
-
-    Args:
-        config: of the run.
-        prompts: rows.
-        tokenizer: of the model.
-        positions: that the model was made for; None: any number.
-    """
+    ``positions``: that the model was made for; None: any number."""
     limit, key = config.rollout.max_response_length, _solution_key(config)
     solutions = [text for p in prompts if isinstance(text := p.meta.get(key), str) and text.strip()]
     compared = config.reward.kind in ("math", "exact")  # elsewhere an answer may be anything

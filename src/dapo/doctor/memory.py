@@ -128,8 +128,7 @@ def checkpoint_bytes(trained: int) -> int:
 
 def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
     """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
-    on any device; only shapes and the config are looked at.
-    """
+    on any device; only shapes and the config are looked at."""
     text = shape.config.get_text_config()
     rollout, training = config.rollout, config.training
     parameters, trained = parameters_of(shape), trained_of(shape)
@@ -298,10 +297,7 @@ def check_memory(patient: Patient) -> Iterator[Finding]:
 @contextmanager
 def shortage_explained(config: Config, model: Any) -> Iterator[None]:
     """Inside, memory that runs out is no fault of the program: what was asked for, and settings that take less.
-
-    Raises:
-        UserError: it ran out.
-    """
+    Raises UserError: it ran out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch raises plain RuntimeErrors for the host's memory

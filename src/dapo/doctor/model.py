@@ -192,8 +192,6 @@ def _of_another_model(patient: Patient, rows: int) -> str | None:
 
 
 class _Heard(QuietListener):
-    """Keeps warnings."""
-
     def __init__(self) -> None:
         self.warnings: list[str] = []
 

@@ -175,10 +175,7 @@ def _quiet() -> Iterator[None]:
 
 async def verify(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> list[Finding]:
     """Whether the reward, whose scorer is started, is sane on the rows' own answers (token ids may be left out).
-
-    Raises:
-        RewardError: the reward breaks its contract.
-    """
+    Raises RewardError: the reward breaks its contract."""
     found: list[Finding] = []
     doubts = await scorer.examine(prompts[:EXAMINED])
     unusable = [doubt for doubt in doubts if doubt.unusable]
@@ -247,10 +244,7 @@ async def scores(
     scorer: Scorer, written: Sequence[tuple[Prompt, str]], ends: Sequence[FinishReason | None] = ()
 ) -> list[Reward]:
     """Of rows and responses. ``ends``: why they ended, if a model wrote them; others go on from no prompt's end.
-
-    Raises:
-        RewardError: the reward breaks its contract.
-    """
+    Raises RewardError: the reward breaks its contract."""
     items = [
         (f"row {p.row + 1}", p if end else replace(p, end=""), text, end or "stop")
         for (p, text), end in zip(written, ends or [None] * len(written), strict=True)

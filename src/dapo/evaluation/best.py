@@ -65,6 +65,5 @@ class Best:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
         for name, value in state.items():
             setattr(self, name, value)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from dapo.config import Config
 from dapo.errors import RewardError
 from dapo.evaluation.result import Evaluation
-from dapo.inference import response_limit, stop_texts
+from dapo.inference import stop_texts
 from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
@@ -94,7 +94,7 @@ def evaluation_sampling(config: Config) -> Sampling:
     settings = config.evaluation
     return Sampling(
         temperature=settings.temperature,
-        max_tokens=response_limit(config),
+        max_tokens=config.evaluated_length,
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,

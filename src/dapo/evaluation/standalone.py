@@ -210,12 +210,8 @@ def _bare_answers(
 def report(
     config: Config, results: Sequence[FileResult], about: Mapping[str, Any], command: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything but the texts, for evaluation.json.
-
-    Args:
-        config: with the template in it.
-        about: what else was picked, such as recipe and benchmark.
-    """
+    """Everything but the texts, for evaluation.json. ``config``: with the template in it. ``about``: what else was
+    picked, such as recipe and benchmark."""
     sections = ("seed", "model", "data", "reward", "evaluation", "runtime")
     settings = redact({name: value for name, value in config.model_dump(mode="json").items() if name in sections})
     return {

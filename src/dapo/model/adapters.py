@@ -82,11 +82,7 @@ def find_adapter(path: str | Path) -> Adapter | None:
 
 
 def require_adapter(path: str | Path) -> Adapter:
-    """The adapter in the folder ``path``.
-
-    Raises:
-        ModelError: there is none, or as :func:`find_adapter`.
-    """
+    """The adapter in the folder ``path``. Raises ModelError: there is none, or as :func:`find_adapter`."""
     adapter = find_adapter(path)
     if adapter is None:
         raise ModelError(f"adapter {path}: the folder holds no {CONFIG_FILE}")
@@ -198,10 +194,7 @@ def changing_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 
 def read_weights(model: Any, adapter: Adapter) -> None:
     """Put the weights in the adapter's folder into the adapter that is on ``model``.
-
-    Raises:
-        ModelError: damaged, or of another adapter or model.
-    """
+    Raises ModelError: damaged, or of another adapter or model."""
     from safetensors.torch import load_file
 
     try:

@@ -95,11 +95,7 @@ def attention_forward(
 
 
 def current_context() -> AttentionContext:
-    """That of this thread.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """That of this thread. Raises RuntimeError: there is none."""
     context: AttentionContext | None = getattr(_local, "context", None)
     if context is None:
         raise RuntimeError("the model was called outside of attention_context(...)")

@@ -44,10 +44,7 @@ def compile_layers(model: Any, **options: Any) -> None:
 
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of the backbone.
-
-    Raises:
-        ValueError: the model has no list of as many modules as its config has layers.
-    """
+    Raises ValueError: the model has no list of as many modules as its config has layers."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

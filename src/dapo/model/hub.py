@@ -39,20 +39,14 @@ def hub_answers() -> bool:
 
 def require_folder(what: str, name: str) -> None:
     """Tell of a path at which nothing lies.
-
-    Raises:
-        ModelError: ``name`` cannot be one on the hub, and there is no such folder.
-    """
+    Raises ModelError: ``name`` cannot be one on the hub, and there is no such folder."""
     if not is_name(name) and not Path(name).expanduser().exists():
         raise ModelError(f"{what} {name}: no such folder")
 
 
 def require_at_hand(what: str, name: str) -> None:
     """Tell of a model that can be had from nowhere before any library is loaded for it.
-
-    Raises:
-        ModelError: ``name`` is no folder, nothing of it has been downloaded, and the hub cannot be reached.
-    """
+    Raises ModelError: ``name`` is no folder, nothing of it has been downloaded, and the hub cannot be reached."""
     require_folder(what, name)
     from huggingface_hub import constants
 

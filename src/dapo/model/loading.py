@@ -139,10 +139,7 @@ def _dtype_on_disk(path: str) -> torch.dtype:
 
 def read_config(path: str, trust_remote_code: bool = False) -> Any:
     """Transformers' config of the model at ``path``, of whatever architecture.
-
-    Raises:
-        ModelError: not found, not readable, or a value in it is none that the architecture knows.
-    """
+    Raises ModelError: not found, not readable, or a value in it is none that the architecture knows."""
     from transformers import AutoConfig
 
     where = from_where(path)
@@ -169,10 +166,7 @@ def _straight_to(device: torch.device | str) -> dict[str, Any]:
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer at ``path``, as its tokenizer.json says; that of its base for an adapter's folder without one.
-
-    Raises:
-        ModelError: not found or not readable, or its files contradict each other.
-    """
+    Raises ModelError: not found or not readable, or its files contradict each other."""
     from transformers import AutoTokenizer
 
     adapter = find_adapter(path)
@@ -206,10 +200,7 @@ def _explain(what: str, path: str, error: Exception) -> str:
 
 def check_supported(config: Any) -> None:
     """Refuse an architecture or option that attention or head would compute wrongly.
-
-    Raises:
-        ModelError: naming the architecture and what is supported.
-    """
+    Raises ModelError: naming the architecture and what is supported."""
     kind = getattr(config, "model_type", "unknown")
     if kind not in SUPPORTED:
         hint = _HINTS.get(kind, "")
@@ -302,10 +293,7 @@ def named_stop_ids(model: Any, tokenizer: Any) -> dict[str, list[int]]:
 
 def embedding_rows(source: Any, trust_remote_code: bool = False) -> int | None:
     """How many tokens a model knows, before its weights are read; None: its config does not state it.
-
-    Raises:
-        ModelError: as :func:`read_config`.
-    """
+    Raises ModelError: as :func:`read_config`."""
     if not isinstance(source, str | Path):
         return int(source.get_input_embeddings().weight.shape[0])
     adapter = find_adapter(source)

@@ -191,12 +191,8 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the line of ``step`` and return it as it was written.
-
-        Raises:
-            KeyError: a name is not in the table (a fault of the program, not of the user).
-            UserError: the file cannot be written.
-        """
+        """Write the line of ``step`` and return it as it was written. Raises KeyError: a name is not in the table (a
+        fault of the program, not of the user); UserError: the file cannot be written."""
         unknown = [name for name in metrics if describe(name) is None]
         if unknown:
             raise KeyError(f"metrics that are not registered in observe/metrics.py: {', '.join(unknown)}")

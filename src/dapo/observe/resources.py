@@ -43,8 +43,7 @@ def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:
 
 class ResourceRecorder:
     """Looks every ``every_s`` seconds, in a thread, until closed; without ``start`` only :meth:`look` looks. Lines are
-    added to ``file``. ``looker`` gives the lines of a look; None: the machine's.
-    """
+    added to ``file``. ``looker`` gives the lines of a look; None: the machine's."""
 
     def __init__(
         self, file: Path, every_s: float, looker: Callable[[], list[Look]] | None = None, start: bool = True
@@ -59,7 +58,6 @@ class ResourceRecorder:
             self._thread.start()
 
     def look(self) -> None:
-        """Look now."""
         if self._looker is None:
             self._looker = Looker().look
         looks = self._looker()
@@ -81,7 +79,6 @@ class ResourceRecorder:
             return self._latest
 
     def close(self) -> None:
-        """Stop looking."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(1.0)

@@ -61,10 +61,7 @@ class RunView:
     @classmethod
     def read(cls, root: Path, brief: bool = False) -> RunView:
         """Read a run folder. ``brief``: of the metrics only the first line, the last one and those of evaluations.
-
-        Raises:
-            UserError: it is none, or a line of its metrics or changes is spoilt.
-        """
+        Raises UserError: it is none, or a line of its metrics or changes is spoilt."""
         if not is_run(root):
             what = "is not a run folder: it has no config.yaml" if root.is_dir() else "is not a folder"
             raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
@@ -154,6 +151,11 @@ class RunView:
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of metrics with an evaluation. The one before the first step has a line of its own, of step 0."""
         return [e for e in self.metrics if e.get("eval/rows") is not None]
+
+    @property
+    def evaluated(self) -> list[dict[str, Any]]:
+        """Of each evaluation its ``step`` and its metrics, ``eval/...``."""
+        return [{n: v for n, v in e.items() if n == "step" or n.startswith("eval/")} for e in self.evaluations]
 
     @property
     def accuracies(self) -> tuple[float | None, float | None]:
@@ -260,10 +262,7 @@ def _in_use(root: Path) -> bool:
 
 
 def _recipe(path: Path) -> dict[str, Any]:
-    """
-    Raises:
-        UserError: it is too large, or nested too deeply, so it is none that a run of ours wrote.
-    """
+    """Raises UserError: it is too large, or nested too deeply, so it is none that a run of ours wrote."""
     try:
         value = load_yaml(read_text(path))
     except (OSError, UnicodeDecodeError):

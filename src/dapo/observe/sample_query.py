@@ -74,11 +74,7 @@ def steps_of_row(run: RunView, row: int) -> list[int]:
 
 
 def steps_asked_for(run: RunView, steps: Steps, there: Sequence[int] | None = None) -> list[int]:
-    """The steps that are meant.
-
-    Raises:
-        UserError: there are no samples of them.
-    """
+    """The steps that are meant. Raises UserError: there are no samples of them."""
     there = run.steps_with_samples if there is None else there
     if not there:
         why = "none yet" if run.saves_samples else "its recipe says run.save_samples=false"

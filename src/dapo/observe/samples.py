@@ -50,7 +50,6 @@ _OF_TOKENS = ("logprobs", "entropy")
 
 
 def samples_path(folder: Path, step: int) -> Path:
-    """The samples of one step."""
     return folder / f"step-{step:05d}.jsonl"
 
 

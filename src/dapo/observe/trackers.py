@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Of each tracker: the package that it needs, which is also the name of dapo's extra."""
+_PROMETHEUS = ("prometheus_client", "starlette", "uvicorn")
 CLOSE_SECONDS = 30.0
 """That the trackers of a run are waited for, all together."""
 
@@ -51,8 +52,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 class Background:
     """A tracker in a thread of its own, from its making (``make``, called there) to its end. Raises nothing; the first
-    failure ends it, of which ``tell`` hears once, in the thread of who calls.
-    """
+    failure ends it, of which ``tell`` hears once, in the thread of who calls."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], object]) -> None:
         self._name, self._make, self._tell = name, make, tell
@@ -114,6 +114,11 @@ def close_all(trackers: Sequence[Tracker]) -> None:
 
 def check_trackers(config: Config) -> None:
     """Raises ConfigError if a package that the trackers need is missing; costs nothing."""
+    if config.run.prometheus_port is not None:
+        missing = [name for name in _PROMETHEUS if importlib.util.find_spec(name) is None]
+        if missing:
+            needs = f"needs {', '.join(missing)}, which is not installed"
+            raise ConfigError(f"run.prometheus_port: {needs}: {install('prometheus')}, or leave it out")
     for name in config.run.trackers:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(
@@ -134,7 +139,6 @@ def make_trackers(
     Args:
         keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
             that can take something back.
-        tell: hears of a tracker that fails.
         looks: gives the latest lines of resources.jsonl, for Prometheus.
 
     Raises:

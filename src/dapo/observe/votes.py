@@ -25,7 +25,6 @@ CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
 
 
 def votes_path(root: Path) -> Path:
-    """The votes of a run."""
     return root / "votes.jsonl"
 
 
@@ -42,8 +41,6 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One vote."""
-
     prompt: str
     left: Shown
     right: Shown
@@ -91,10 +88,7 @@ class Vote:
 
 def add_vote(root: Path, vote: Vote) -> int:
     """Add to the votes of a run: how many there are then. Half a line that a killed process left at the end is cut off.
-
-    Raises:
-        UserError: the file cannot be written; it is as it was before.
-    """
+    Raises UserError: the file cannot be written; it is as it was before."""
     path, line = votes_path(root), json_line(vote.as_json()).encode()
     try:
         with path.open("a+b", buffering=0) as file:  # a buffer would be written once more when the file is closed
@@ -117,10 +111,7 @@ def add_vote(root: Path, vote: Vote) -> int:
 
 def read_votes(root: Path) -> list[Vote]:
     """All votes of a run; a last line that was cut off while being written is left out.
-
-    Raises:
-        UserError: another line is not a vote, or the file cannot be read.
-    """
+    Raises UserError: another line is not a vote, or the file cannot be read."""
     path = votes_path(root)
     votes = []
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.errors import UserError
+from dapo.errors import UserError, shortened
 from dapo.observe.samples import STATUSES
 
 
@@ -76,14 +76,8 @@ _WHY = {"reward": "scored", "advantage": "in the loss"}
 
 
 def check_sample(line: Mapping[str, Any], place: str) -> None:
-    """
-    Args:
-        line: of a file of samples.
-        place: file and line.
-
-    Raises:
-        UserError: it is not that of a sample: names place, keys, what they should be and what they are.
-    """
+    """``line``: of a file of samples.
+    Raises UserError: it is not that of a sample: names place, keys, what they should be and what they are."""
     wrong = [f"{key}: missing" for key in SAMPLE if key not in line]
     wrong += _wrong(line, SAMPLE)
     for key, needed in (("reward", line.get("error") is None), ("advantage", line.get("in_loss"))):
@@ -93,14 +87,7 @@ def check_sample(line: Mapping[str, Any], place: str) -> None:
 
 
 def check_report(report: Mapping[str, Any], place: str) -> None:
-    """
-    Args:
-        report: of an update, as JSON.
-        place: file and update.
-
-    Raises:
-        UserError: as :func:`check_sample`.
-    """
+    """``report``: of an update, as JSON. Raises UserError: as :func:`check_sample`."""
     wrong = [f"{key}: missing" for key in ("loss", "grad_norm") if key not in report]  # what is compared above all
     wrong += _wrong(report, _REPORT)
     for name in ("statistics", "mismatch"):
@@ -125,5 +112,4 @@ def _refuse(wrong: list[str], place: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shortened(json.dumps(value, ensure_ascii=False), 40)

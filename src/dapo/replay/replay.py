@@ -73,7 +73,6 @@ class Replay:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, in JSON's types."""
         names = [name for name in self.__dataclass_fields__ if name != "differences"]
         return {
             **{name: getattr(self, name) for name in names},

@@ -27,8 +27,7 @@ class StoredStep:
     """``groups``: all of the step, each with its status, in the order of the file; samples carry what was recorded of
     reward, shaped reward and advantage. ``reports``: of the updates, as JSON; None: they were not stored. ``faults``:
     where tokens, or what is said of them, were changed after they were written. ``no_tokens``: why there are none;
-    None: there are.
-    """
+    None: there are."""
 
     step: int
     groups: tuple[tuple[Group, str], ...]

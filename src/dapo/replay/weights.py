@@ -49,11 +49,7 @@ class Start:
 
 def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Start | str:
     """The furthest kept weights from which an update can be reached; if there are none, why.
-
-    Args:
-        step: from 1.
-        update: from 0.
-    """
+    ``step`` counts from 1, ``update`` from 0."""
     starts = list(_starts(folder))
     before = [s for s in starts if (s.place.steps, s.place.updates) <= (step - 1, update)]
     if not before:
@@ -102,10 +98,7 @@ class Rerun:
         self, folder: RunFolder, of_step: Callable[[int], Config], start: Start, step: int, device: torch.device
     ) -> None:
         """Load the weights. ``of_step``: the settings of each step. ``step``: the last one that is to be made.
-
-        Raises:
-            UserError: they, or the state beside them, cannot be read.
-        """
+        Raises UserError: they, or the state beside them, cannot be read."""
         self._folder, self._of_step, self.tolerance = folder, of_step, 0.0
         configs = [of_step(k) for k in range(start.place.steps + 1, step + 1)]
         config = next((c for c in configs if c.algorithm.kl.mode != "off"), configs[0])  # one that needs the reference

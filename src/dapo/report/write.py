@@ -52,14 +52,8 @@ figure img { width: 100%; min-width: 44rem; background: #fff; border-radius: 6px
 
 
 def write_report(title: str, sections: Sequence[Section], output: Path) -> list[Path]:
-    """Write both forms into the folder ``output``; an earlier report there is replaced.
-
-    Returns:
-        The HTML file and the Markdown file.
-
-    Raises:
-        UserError: the folder cannot be made or written to.
-    """
+    """Write both forms into the folder ``output``; an earlier report there is replaced. Returns the HTML file and
+    the Markdown file. Raises UserError: the folder cannot be made or written to."""
     pages = [output / "report.html", output / "report.md"]
     texts = [_shown(form(title, sections)) for form in (as_html, as_markdown)]
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]

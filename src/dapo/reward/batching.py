@@ -41,12 +41,8 @@ class Batcher(Generic[Item, Result]):
         self._closed = False
 
     async def submit(self, item: Item) -> Result:
-        """The result for ``item``. Waits for a free hand and for its batch. Who is cancelled before its batch has
-        begun is not worked for.
-
-        Raises:
-            RuntimeError: it is closed.
-        """
+        """The result for ``item``. Waits for a free hand and for its batch. Who is cancelled before its batch has begun
+        is not worked for. Raises RuntimeError: it is closed."""
         if self._closed:
             raise RuntimeError("the batcher is closed")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()

@@ -30,7 +30,7 @@ from dapo.config.sections import DataItem
 from dapo.data.files import open_table
 from dapo.data.rows import BadRow, Keys, check_row, listed, plain_value
 from dapo.data.tables import Table
-from dapo.errors import DataError, RewardError
+from dapo.errors import DataError, RewardError, shortened
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
@@ -104,10 +104,7 @@ class Checked:
 
 def read_cases(files: Sequence[str], config: RewardConfig) -> list[Case]:
     """The cases in ``files`` (JSON lines, plain or compressed, and whatever else data may be in).
-
-    Raises:
-        DataError: with everything that is wrong, each with file and line.
-    """
+    Raises DataError: with everything that is wrong, each with file and line."""
     cases: list[Case] = []
     faults: list[str] = []
     for file in files:
@@ -184,8 +181,7 @@ def _prompt(raw: Mapping[str, Any], place: str, number: int, answer_required: bo
 
 
 def _shown(value: Any) -> str:
-    text = repr(plain_value(value))
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(repr(plain_value(value)), 60)
 
 
 _EXAMPLE = '{"gold": "4", "response": "\\\\boxed{4}", "expected": true}'
@@ -200,12 +196,8 @@ async def check_cases(
     tolerance: float = 1e-9,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[Checked]:
-    """Score every case.
-    ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
-
-    Raises:
-        RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case.
-    """
+    """Score every case. ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
+    Raises RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case."""
     done = 0
 
     def one_more() -> None:
@@ -259,10 +251,7 @@ async def score_each(
     scorer: Scorer, items: Sequence[tuple[str, Prompt, str, FinishReason | None]], advance: Callable[[], None]
 ) -> list[Reward]:
     """Score (place, prompt, response, why it ended) items, many at once; the rewards are in the order of the items.
-
-    Raises:
-        RewardError: the reward breaks its contract; names the place. The others are given up.
-    """
+    Raises RewardError: the reward breaks its contract; names the place. The others are given up."""
     rewards: dict[int, Reward] = {}
     waiting = iter(enumerate(items))
 
@@ -318,10 +307,7 @@ async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Cal
 
 def make_grader(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """The worker's side. ``options``: the keys of a :class:`CodeReward`.
-
-    Raises:
-        RewardError: the sandbox is missing; how to install it.
-    """
+    Raises RewardError: the sandbox is missing; how to install it."""
     from dapo.reward.code.grade import Grader
     from dapo.reward.code.names import read_tests
     from dapo.reward.code.program import SandboxFailed

@@ -62,11 +62,7 @@ class ComposedScorer:
         self._failures = {name: _Failures(name, one.max_error_rate) for name, one in config.rewards.items()}
 
     async def start(self) -> None:
-        """Start all parts at the same time.
-
-        Raises:
-            RewardError: what keeps each part from starting, with its name.
-        """
+        """Start all parts at the same time. Raises RewardError: what keeps each part from starting, with its name."""
         await self._each(lambda scorer: scorer.start())
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
@@ -76,7 +72,6 @@ class ComposedScorer:
         return sorted(doubts, key=lambda doubt: doubt.position)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
 
         def ask(scorer: Scorer) -> Awaitable[Reward]:
             return scorer.score(prompt, response, finish_reason)
@@ -171,10 +166,7 @@ class _Failures:
 
 def outcome_of(part: Part, reward: Reward) -> Outcome:
     """What a score means for the whole.
-
-    Raises:
-        RewardError: ``from_range`` takes its value out of the range of numbers.
-    """
+    Raises RewardError: ``from_range`` takes its value out of the range of numbers."""
     error = reward.error
     if error is not None and part.reward is not None:
         reward = Reward(False, part.reward.error_value)
@@ -203,10 +195,7 @@ def _inner(name: str, part: Part, source: str, key: str, outcome: Outcome) -> Ou
 
 def put_together(config: ComposeReward, outcomes: Mapping[str, Outcome]) -> Reward:
     """The reward of the whole, from what came of each part of ``config``.
-
-    Raises:
-        RewardError: the sum is too large for a number.
-    """
+    Raises RewardError: the sum is too large for a number."""
     if config.tiers is not None:
         value = _tiers_value([outcomes[name] for name in config.tiers])
     else:

@@ -34,10 +34,7 @@ class Scorer(Protocol):
 
     async def start(self) -> None:
         """Get ready, so that a mistake in the user's function shows before the first rollout.
-
-        Raises:
-            RewardError: what scores cannot be loaded or reached.
-        """
+        Raises RewardError: what scores cannot be loaded or reached."""
         ...
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
@@ -64,11 +61,7 @@ def in_place_of_failed(reward: Reward, config: RewardConfig, metric: str) -> Rew
 
 
 def reference(prompt: Prompt) -> str:
-    """The row's answer, for rewards that compare with it.
-
-    Raises:
-        RewardError: it has none.
-    """
+    """The row's answer, for rewards that compare with it. Raises RewardError: it has none."""
     if prompt.answer is None:
         raise RewardError(f"row {prompt.row + 1} has no reference answer, which this reward compares with")
     return prompt.answer

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from dapo.errors import RewardError
+from dapo.errors import RewardError, shortened
 from dapo.records import Reward
 
 LARGEST = 1e30
@@ -137,8 +137,8 @@ def _broken(name: str, expected: str, got: Any, hint: str = "") -> NoReturn:
         shown = repr(got)
     except Exception:
         shown = "(not printable)"
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    raise RewardError(f"reward function {name}: expected {expected}, got {type(got).__name__} {shown}{hint}")
+    got = f"{type(got).__name__} {shortened(shown, 80)}"
+    raise RewardError(f"reward function {name}: expected {expected}, got {got}{hint}")
 
 
 def reward_to_json(reward: Reward) -> dict[str, Any]:

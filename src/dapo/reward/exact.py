@@ -43,7 +43,6 @@ class ExactScorer:
         return ()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
         return score_exact(behind(prompt.end, response), reference(prompt), self._after)
 
     async def close(self) -> None:

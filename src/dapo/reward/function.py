@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dapo.errors import RewardError
+from dapo.errors import RewardError, shortened
 from dapo.records import Reward
 from dapo.reward.convert import reward_to_json, to_reward, to_rewards
 from dapo.reward.registry import declaration, declared_names, find_declared
@@ -98,7 +98,8 @@ def _nearest(module: ModuleType, name: str) -> str:
 
 def describe(error: BaseException) -> str:
     """An exception in one line, with the place in the user's code where it was raised."""
-    line = _shortened(traceback.format_exception_only(error)[-1].strip())
+    # it goes into every sample's line and onto the terminal, and some hold the whole response
+    line = shortened(traceback.format_exception_only(error)[-1].strip(), 500, " ...")
     if isinstance(error, SyntaxError):
         return f"{line} ({error.filename}:{error.lineno})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
@@ -107,11 +108,6 @@ def describe(error: BaseException) -> str:
     if not outside:
         return line
     return f"{line} ({outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name})"
-
-
-def _shortened(text: str, limit: int = 500) -> str:
-    """Messages go into every sample's line and onto the terminal, and some hold the whole response."""
-    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
 class BoundFunction:
@@ -172,10 +168,7 @@ class BoundFunction:
 
     def rewards(self, result: Any, count: int) -> list[Reward]:
         """The rewards of the ``count`` responses of one call that returned ``result``.
-
-        Raises:
-            RewardError: that is not what it may return.
-        """
+        Raises RewardError: that is not what it may return."""
         return (
             [to_reward(result, self.name)] if self.responses_per_call is None else to_rewards(result, self.name, count)
         )

@@ -68,7 +68,6 @@ class FunctionScorer(PooledScorer):
         self._submit: Callable[[_Item], Awaitable[Reward]] | None = None
 
     async def start(self) -> None:
-        """See :class:`PooledScorer`."""
         await super().start()
         with contextlib.suppress(ScoringFailed):  # asked again with the first score
             await self._how_to_submit()
@@ -78,7 +77,6 @@ class FunctionScorer(PooledScorer):
         return ()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
         try:
             submit = self._submit or await self._how_to_submit()
         except ScoringFailed as error:
@@ -153,7 +151,6 @@ class CallableScorer:
         return ()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
         item = _item(prompt, response, finish_reason)
         if self._batcher is not None:
             return await self._batcher.submit(item)

@@ -53,11 +53,8 @@ class Monitor:
     """Audits of all steps so far, and the alarms that follow from them."""
 
     def __init__(self, config: MonitorConfig, check: Scorer | None, seed: int = 0) -> None:
-        """
-        Args:
-            check: scores for ``config.check``; started and closed by the caller.
-            seed: decides which samples are checked.
-        """
+        """``check``: scores for ``config.check``; started and closed by the caller. ``seed``: decides which samples are
+        checked."""
         self._config, self._check, self._seed = config, check, seed
         self.verdicts: dict[tuple[int, int], Reward] = {}
         """What the check said of the step that was begun, by draw and index of the sample."""

@@ -77,11 +77,7 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Start all workers now, at the same time. Optional: it moves the waiting, and errors, to the beginning.
-
-        Raises:
-            RewardError: the user's code cannot be loaded.
-            ScoringFailed: workers die or hang while they start.
-        """
+        Raises RewardError: the user's code cannot be loaded; ScoringFailed: workers die or hang while they start."""
         missing = self._size - len(self._live)
         started = await asyncio.gather(*(self._start_worker() for _ in range(missing)), return_exceptions=True)
         self._idle += [w for w in started if isinstance(w, _Worker)]

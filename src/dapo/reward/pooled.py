@@ -17,10 +17,7 @@ class PooledScorer:
 
     async def start(self) -> None:
         """Start all workers and load what they need, so that errors in it show before the first rollout.
-
-        Raises:
-            RewardError: the user's function cannot be loaded, or workers cannot start.
-        """
+        Raises RewardError: the user's function cannot be loaded, or workers cannot start."""
         try:
             await self._pool.start()
         except ScoringFailed as error:

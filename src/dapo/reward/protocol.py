@@ -87,11 +87,7 @@ class Result(_Message):
 
     @classmethod
     def of(cls, index: int, item: Item, reward: Reward) -> Result:
-        """The result for the item at ``index``.
-
-        Raises:
-            ValueError: the reward is none that JSON can hold.
-        """
+        """The result for the item at ``index``. Raises ValueError: the reward is none that JSON can hold."""
         try:
             return cls(index=index, id=item.id, **_writable(reward_to_json(reward)))
         except ValidationError as error:

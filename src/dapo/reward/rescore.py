@@ -85,7 +85,6 @@ class GroupChange:
     after: Verdict
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
         return {"step": self.step, "draw": self.draw, "row": self.row, "before": self.before, "after": self.after}
 
 
@@ -225,10 +224,7 @@ class StoredRows:
 
     def __init__(self, config: Config, reward: RewardConfig, warn: Callable[[str], None]) -> None:
         """``warn``: hears that the data is not there; only a reward that cannot do without it ends here.
-
-        Raises:
-            DataError: the reward runs tests, and the rows that hold them cannot be read.
-        """
+        Raises DataError: the reward runs tests, and the rows that hold them cannot be read."""
         self._rows: Rows | None = None
         self._config = config.data
         if not needs_rows(reward):
@@ -245,10 +241,7 @@ class StoredRows:
 
     def prompt(self, sample: Mapping[str, Any], place: str) -> Prompt:
         """What the reward got to see of a sample's row.
-
-        Raises:
-            DataError: the row is no longer there, or another one.
-        """
+        Raises DataError: the row is no longer there, or another one."""
         number, meta = sample["row"], {}
         if self._rows is not None:
             there = 0 <= number < len(self._rows)

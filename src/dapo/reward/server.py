@@ -19,16 +19,17 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dapo
-from dapo.bounded_server import limited
+from dapo.bounded_server import announces_more, limited
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
-from dapo.hosts import is_loopback
+from dapo.hosts import wrong_name
 from dapo.records import Reward
 from dapo.redaction import BLANK, redact
 from dapo.reward.contract import Doubt, Scorer
@@ -76,21 +77,13 @@ class Service:
         self.counts = _Counts(self)
 
     def scores(self, items: Sequence[Item]) -> _Scores:
-        """Begin to score.
-
-        Raises:
-            HTTPException: 429, too much waits already.
-        """
+        """Begin to score. Raises HTTPException: 429, too much waits already."""
         self._check_room(len(items))
         return _Scores(self, items)
 
     async def doubts(self, rows: Sequence[Row], request: Request) -> Sequence[Doubt]:
         """What is wrong with ``rows``. Dropped when the client goes away.
-
-        Raises:
-            HTTPException: 429, too much waits already.
-            ClientDisconnect: it has gone.
-        """
+        Raises HTTPException: 429, too much waits already; ClientDisconnect: it has gone."""
         self._check_room(len(rows))
         prompts = [row.as_prompt(place) for place, row in enumerate(rows)]
         examined = asyncio.ensure_future(self.scorer.examine(prompts))
@@ -115,11 +108,7 @@ class Service:
             raise HTTPException(429, text, {"Retry-After": "1"})
 
     async def score(self, index: int, item: Item) -> Result:
-        """The result for one item.
-
-        Raises:
-            RewardError: the reward broke its contract.
-        """
+        """The result for one item. Raises RewardError: the reward broke its contract."""
         started = time.perf_counter()
         try:
             reward = await self.scorer.score(item.as_prompt(index), item.response, item.finish_reason)
@@ -173,11 +162,7 @@ class _Scores:
 
     async def results(self, request: Request) -> AsyncIterator[Result]:
         """As they finish. What is not begun when the client goes away is not done.
-
-        Raises:
-            ClientDisconnect: it has gone.
-            RewardError: the reward broke its contract.
-        """
+        Raises ClientDisconnect: it has gone; RewardError: the reward broke its contract."""
         gone: asyncio.Task[Any] = asyncio.create_task(_disconnected(request))
         gone.add_done_callback(self._finished.put_nowait)
         try:
@@ -246,13 +231,16 @@ class _Gate:
 
     def _refusal(self, scope: Scope) -> Response | None:
         service, path = self._service, scope["path"]
-        headers = dict(scope["headers"])
-        expected = f"Bearer {service.token}".encode()
-        given = headers.get(b"authorization", b"")
-        host = headers.get(b"host", b"").decode("latin-1")
-        if service.token is None and not is_loopback(host):  # a web page can reach it through a name of its own
-            return _error(403, f"no such name here: {host[:100]}; use 127.0.0.1, or give the server a --token-env")
-        if service.token is not None and path not in _OPEN and not hmac.compare_digest(given, expected):
+        headers = Headers(scope=scope)
+        given, expected = headers.get("authorization", ""), f"Bearer {service.token}"
+        wrong = wrong_name(headers.get("host", ""), "give the server a --token-env")
+        if service.token is None and wrong:
+            return _error(403, wrong)
+        if (
+            service.token is not None
+            and path not in _OPEN
+            and not hmac.compare_digest(given.encode("latin-1"), expected.encode())
+        ):
             return _error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if path not in _WORK:
             return None
@@ -260,8 +248,7 @@ class _Gate:
             return _error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
         if service.state == "starting":
             return _error(503, "the server is starting", {"Retry-After": "1"})
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > service.limits.max_body:
+        if announces_more(headers, service.limits.max_body):
             return _error(413, _too_large(service.limits), {"Connection": "close"})
         return None
 

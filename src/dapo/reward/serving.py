@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from typing import Any
 from dapo.bounded_server import Server
 from dapo.config import RewardConfig
 from dapo.errors import ConfigError
-from dapo.hosts import is_loopback
+from dapo.hosts import is_loopback, listening_socket, url
 from dapo.process import stop_signals
 from dapo.reward.build import make_scorer
 from dapo.reward.server import Limits, Service, create_app
 
-_BACKLOG = 1024
 _KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection, so that none is closed in the moment it is used."""
 _LAST_BYTES_S = 1
@@ -56,14 +54,11 @@ async def serve(
     config: RewardConfig, address: Address, limits: Limits, *, drain_s: float, say: Callable[[str], None]
 ) -> None:
     """Serve until a signal comes. ``drain_s``: longest time for running requests to finish.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-        RewardError: the reward cannot be started.
-    """
+    Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
     scorer = make_scorer(config)
     service = Service(scorer, config, limits, address.token)
-    listener, url = _listen(address)
+    listening = listening_socket(address.host, [address.port])
+    where = url(*listening.getsockname()[:2])
     signalled = _on_signals()
     server = _Server(
         create_app(service),
@@ -71,12 +66,12 @@ async def serve(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_BYTES_S,
     )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-        say(f"listening on {url}, starting the reward ({config.kind})")
+        say(f"listening on {where}, starting the reward ({config.kind})")
         if await _before(signalled.wait(), scorer.start(), serving):
             service.state = "ready"
-            say(f"ready: POST {url}/score (also /ready, /metrics, /info, /schema)")
+            say(f"ready: POST {where}/score (also /ready, /metrics, /info, /schema)")
             await _before(signalled.wait(), asyncio.Event().wait(), serving)
         service.state = "draining"
         say(f"stopping; {service.answering} requests to finish, within {drain_s:g} s")
@@ -121,16 +116,3 @@ def _on_signals() -> asyncio.Event:
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, handle, number)
     return signalled
-
-
-def _listen(address: Address) -> tuple[socket.socket, str]:
-    """The socket and the URL. Port 0: any free one."""
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, where = found[0]
-        listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot listen on {address.host}:{address.port}: {reason}; try another --port") from None
-    host, port = listener.getsockname()[:2]
-    return listener, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

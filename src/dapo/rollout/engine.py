@@ -75,10 +75,7 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         """Sample from every request; yields each of the ``sum(len(r.seeds))`` samples once, as it finishes.
-
-        Raises:
-            EngineError: a request cannot be served (too long, unknown token id) or the engine failed.
-        """
+        Raises EngineError: a request cannot be served (too long, unknown token id) or the engine failed."""
         ...
 
     async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

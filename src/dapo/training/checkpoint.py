@@ -39,10 +39,7 @@ def save_model(model: Any, folder: Path, **how: Any) -> None:
 
 def load_weights(model: Any, folder: Path) -> None:
     """Give ``model`` the weights that :func:`save_model` wrote.
-
-    Raises:
-        ModelError: missing or damaged, or of another model.
-    """
+    Raises ModelError: missing or damaged, or of another model."""
     if has_adapter(model):
         read_weights(model, require_adapter(folder))
         return
@@ -59,10 +56,7 @@ def save_optimizer(
     optimizer: Any, parameters: Mapping[str, torch.Tensor], folder: Path, counters: Mapping[str, Any]
 ) -> None:
     """Write what an optimizer keeps of named parameters (Adam: moments, step counts), and the trainer's counters.
-
-    Raises:
-        FileExistsError: the folder exists and is not empty.
-    """
+    Raises FileExistsError: the folder exists and is not empty."""
     states = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
     save_tensors(folder, {f"{name}/{key}": t for name, state in states.items() for key, t in state.items()}, counters)
 
@@ -71,11 +65,7 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], folder: Path
 ) -> dict[str, Any]:
     """Continue with what :func:`save_optimizer` wrote; settings of the optimizer stay. Returns the counters.
-    ``optimizer``: of ``parameters``, in their order.
-
-    Raises:
-        UserError: missing or damaged, or of another model.
-    """
+    ``optimizer``: of ``parameters``, in their order. Raises UserError: missing or damaged, or of another model."""
     tensors, counters = load_tensors(folder)
     numbers = {name: i for i, name in enumerate(parameters)}
     states: dict[int, dict[str, torch.Tensor]] = {}

@@ -278,11 +278,7 @@ class FaultFolder:
     """
 
     def __init__(self, root: Path, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """
-        Args:
-            root: made when it is needed.
-            decode: token ids to text; without it the report has ids only.
-        """
+        """``root``: made when it is needed. ``decode``: token ids to text; without it the report has ids only."""
         self.root = root
         self._decode = decode
 

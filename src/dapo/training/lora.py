@@ -49,10 +49,7 @@ def load_trainable(source: Any, config: ModelConfig, device: torch.device | str 
 
 def begin_adapter(model: Any, config: ModelConfig, seed: int) -> Any:
     """``model``, with a new adapter on it if ``config`` asks for one and there is none yet. It adds nothing yet.
-
-    Raises:
-        ModelError: PEFT is not installed, or the model has no such modules.
-    """
+    Raises ModelError: PEFT is not installed, or the model has no such modules."""
     lora = config.lora
     if not lora.rank or has_adapter(model):
         return model

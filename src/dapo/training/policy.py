@@ -68,10 +68,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probabilities ``[R]`` (float32, nats, no gradient) of a batch of any size, in micro-batches.
-
-        Raises:
-            ConfigError: a sequence is longer than the budget.
-        """
+        Raises ConfigError: a sequence is longer than the budget."""
         out = torch.zeros_like(batch.behaviour_logprobs)
         for part in batch.micro_batches(self.tokens_per_micro_batch):
             out[part.index] = self.evaluate(part.batch)[0]

@@ -269,11 +269,7 @@ class Trainer:
     @torch.no_grad()
     def check_finite(self) -> None:
         """To be called before the weights go anywhere: into an engine or a checkpoint, neither of which could use them.
-
-        Raises:
-            NumericalError: weights are not finite numbers.
-            UserError: an update failed halfway through them.
-        """
+        Raises NumericalError: weights are not finite numbers; UserError: an update failed halfway through them."""
         if getattr(self._optimizer, "torn", False):
             raise UserError(
                 "an update failed when it had changed some of the weights and not the others (with "
@@ -309,18 +305,12 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Continue from the weights that :meth:`save` wrote.
-
-        Raises:
-            ModelError: missing or damaged, or of another model.
-        """
+        Raises ModelError: missing or damaged, or of another model."""
         load_weights(self.policy.model, folder)
 
     def save_state(self, folder: Path) -> None:
         """Write everything but the weights: Adam's moments and step counts, version, counters. Whole or not at all.
-
-        Raises:
-            FileExistsError: the folder exists and is not empty.
-        """
+        Raises FileExistsError: the folder exists and is not empty."""
         counters = {
             "version": self.version,
             "unpublished": self._unpublished,
@@ -334,10 +324,7 @@ class Trainer:
 
     def load_state(self, folder: Path) -> None:
         """Continue from :meth:`save_state`. Learning rate and other settings stay those of the config.
-
-        Raises:
-            UserError: missing or damaged, or of another model.
-        """
+        Raises UserError: missing or damaged, or of another model."""
         counters = load_optimizer(self._optimizer, self._parameters, folder)
         self.version = int(counters["version"])
         self.updates = int(counters["updates"])

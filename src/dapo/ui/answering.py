@@ -71,10 +71,7 @@ class Answerer:
 
     def begin(self, asked: Asked) -> AsyncGenerator[Event]:
         """Start; the events come from what is returned, and end with ``done`` or ``error``.
-
-        Raises:
-            Busy: at once, if another question is being answered.
-        """
+        Raises Busy: at once, if another question is being answered."""
         if self._task is not None and not self._task.done():
             raise Busy
         events: asyncio.Queue[Event | None] = asyncio.Queue()

@@ -64,8 +64,7 @@ def curves(
 def time_left(entries: Sequence[Entry], steps: int | None, minutes: Any) -> dict[str, Any] | None:
     """Of a run that goes on, at the pace of its last ten steps: ``steps`` left of ``training.steps``, or as many as fit
     into ``training.minutes`` if ``by`` says that those end first, ``pace`` (seconds of a step, evaluations included),
-    ``of`` (how many steps that is from), ``seconds`` left at the end of the last step. None: no step is done yet.
-    """
+    ``of`` (how many steps that is from), ``seconds`` left at the end of the last step. None: no step is done yet."""
     done = [entry for entry in entries if entry.get("step")]
     if not done or steps is None:
         return None

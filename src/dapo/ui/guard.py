@@ -11,8 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dapo.bounded_server import limited
-from dapo.hosts import is_loopback
+from dapo.bounded_server import announces_more, limited
+from dapo.hosts import wrong_name
 
 _MOST_BYTES = 4 * 2**20
 _TOO_LARGE = "a request to this page has 4 MiB at most"
@@ -34,8 +34,7 @@ class Guard:
     """Turns away who has not the token, or, where there is none, who does not ask for this machine by its name.
 
     The token comes as ``Authorization: Bearer``, as a cookie, or once in the address (``?token=``), which sets the
-    cookie. Without a token a foreign page could reach the server through a name that leads to 127.0.0.1, so the name is
-    looked at; what changes something is taken from this page only.
+    cookie. What changes something is taken from this page only.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
@@ -63,15 +62,11 @@ class Guard:
         origin = headers.get("origin") if scope["method"] not in ("GET", "HEAD") else None
         if origin and origin.partition("://")[2] != host:
             return _error(403, "this page takes changes from itself only")
-        length = headers.get("content-length", "0")
-        if length.isdigit() and int(length[:20]) > _MOST_BYTES:
+        if announces_more(headers, _MOST_BYTES):
             return _error(413, _TOO_LARGE)
         if self._token is None:
-            return (
-                None
-                if is_loopback(host)
-                else _error(403, f"no such name here: {host[:100]}; use 127.0.0.1, or --token")
-            )
+            wrong = wrong_name(host, "--token")
+            return _error(403, wrong) if wrong else None
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if "token" in query:
             return self._welcome(scope, query) if self._is_token(query["token"][0]) else _error(401, "a wrong token")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import DataError
-from dapo.inference import FoundModel, Prompting, inference_config, load_engine, load_prompting, response_limit
+from dapo.inference import FoundModel, Prompting, inference_config, load_engine, load_prompting
 from dapo.progress import QuietListener
 from dapo.records import Prompt
 from dapo.ui.questions import Question
@@ -39,10 +39,7 @@ class Loaded:
 
     def encode(self, question: Question) -> tuple[int, ...]:
         """Token ids of the prompt, written as the run writes its own.
-
-        Raises:
-            DataError: nothing in it is known to the tokenizer, or it is too long.
-        """
+        Raises DataError: nothing in it is known to the tokenizer, or it is too long."""
         ids = tuple(self.prompting.template.encode(question.prompt))
         if not ids:
             raise DataError(f"the tokenizer makes no tokens of {question.text[:60]!r}")
@@ -61,7 +58,6 @@ class Models:
         self._held: dict[Path, tuple[int, Loaded]] = {}  # the one asked last comes last
 
     async def holds(self, path: Path) -> bool:
-        """Whether it is loaded."""
         return path in self._held and self._held[path][0] == await asyncio.to_thread(_stamp, path)
 
     async def get(self, path: Path) -> Loaded:
@@ -80,7 +76,6 @@ class Models:
         return loaded
 
     async def close(self) -> None:
-        """Let go of all."""
         while self._held:
             await self._held.popitem()[1][1].engine.close()
 
@@ -100,7 +95,7 @@ def load(path: Path) -> Loaded:
     # on the CPU: the run may need a GPU for itself
     bounds: dict[str, Any] = {"runtime": {"device": "cpu"}, "rollout": {"max_concurrent_samples": MOST_SAMPLES * HELD}}
     config = inference_config(found, bounds)
-    limit = min(response_limit(config), MOST_TOKENS)
+    limit = min(config.evaluated_length, MOST_TOKENS)
     config = inference_config(found, bounds, {"evaluation": {"max_response_length": limit}})
     prompting = load_prompting(config)
     adapter = find_adapter(path)

@@ -68,7 +68,7 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
                 {"name": name, "best": name == f"step-{best:05d}" if best else False} for name in models_of(root)
             ],
             "max_samples": MOST_SAMPLES,
-            "max_tokens": min(config.evaluation.max_response_length or config.rollout.max_response_length, MOST_TOKENS),
+            "max_tokens": min(config.evaluated_length, MOST_TOKENS),
             "temperature": config.rollout.temperature,
             "reward": config.reward.kind,
         }

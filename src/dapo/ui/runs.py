@@ -39,10 +39,7 @@ class Run:
     @property
     def view(self) -> RunView:
         """The run as it lies on the disk now; its files are read only if one has changed.
-
-        Raises:
-            UserError: a line of its metrics is spoilt, or it is a run no longer.
-        """
+        Raises UserError: a line of its metrics is spoilt, or it is a run no longer."""
         return self._view(brief=False)
 
     @property

@@ -33,11 +33,8 @@ def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: flo
     """
     steps = [step for step in reversed(steps_with_samples(samples)) if start is None or step <= start[0]]
     finds, told, deadline = list[dict[str, Any]](), set[Any](), time.monotonic() + seconds
-    pattern, first, last = (
-        re.compile(re.escape(text), re.IGNORECASE),
-        min(steps, default=None),
-        max(steps, default=None),
-    )
+    first, last = min(steps, default=None), max(steps, default=None)
+    pattern = re.compile(re.escape(text), re.IGNORECASE)
     for place, number, sample in _lines(samples, steps, start):
         finds += _finds(sample, steps[place], pattern, text.lower(), told)
         if len(finds) >= MOST_FINDS or time.monotonic() > deadline:

@@ -314,14 +314,9 @@ def _details(runs: Runs) -> APIRouter:
     def evaluation(name: Name) -> dict[str, Any]:
         """Every evaluation of the run, what it came to, and which was the best."""
         view = runs.get(name).view
-        found = [
-            {key: value for key, value in entry.items() if key == "step" or key.startswith("eval/")}
-            for entry in view.metrics
-            if any(key.startswith("eval/") for key in entry)
-        ]
         ended = view.state in ("finished", "stopped")  # else the summary is of an earlier part
         stopped = view.summary.get("stopped") if ended else None
-        return {"evaluations": found, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
+        return {"evaluations": view.evaluated, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
 
     return router
 

@@ -15,38 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dapo.errors import UserError
-from dapo.hosts import is_loopback
+from dapo.hosts import LOCAL, is_loopback, listening_socket, url
 
-PORT = 7860
-_TRIED = 20
-_LOCAL = "127.0.0.1"
-
-
-def listening_socket(host: str, port: int | None) -> socket.socket:
-    """A socket that listens there; ``port`` None: :data:`PORT` or the next free one; 0: any.
-
-    Raises:
-        UserError: the address cannot be listened on.
-    """
-    tried = range(PORT, PORT + _TRIED) if port is None else (port,)
-    problem: OSError | None = None
-    for candidate in tried:
-        try:
-            family = socket.getaddrinfo(host, candidate, type=socket.SOCK_STREAM)[0][0]
-            found = socket.socket(family, socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # UnicodeError: of a name that cannot be one
-            raise UserError(f"--host {host}: not an address of this machine: {error}") from None
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            found.bind((host, candidate))
-            found.listen(128)
-            return found
-        except OSError as error:
-            found.close()
-            problem = error
-    shown = f"{tried[0]} to {tried[-1]}" if len(tried) > 1 else f"{tried[0]}"
-    raise UserError(f"cannot listen on {host}, port {shown}: {problem and problem.strerror}; try --port 0")
+PORTS = range(7860, 7880)
 
 
 def token_for(host: str, token: str | None) -> str | None:
@@ -60,8 +31,7 @@ def address_of(listening: socket.socket, token: str | None) -> str:
     """What to open in a browser."""
     host, port = listening.getsockname()[:2]
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
-    shown = f"[{shown}]" if ":" in shown else shown
-    return f"http://{shown}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
+    return url(shown, port) + "/" + (f"?token={quote(token, safe='')}" if token else "")
 
 
 def serve(folders: Sequence[Path], listening: socket.socket, token: str | None) -> None:
@@ -81,11 +51,11 @@ def beside(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     A process of its own, so that no query takes time from the training; it ends with the pipe that it reads, so it
     outlives a training that is killed by nothing.
     """
-    listening = listening_socket(_LOCAL, None)
+    listening = listening_socket(LOCAL, PORTS)
     number = listening.fileno()
     command = [sys.executable, "-m", "dapo.ui.serving", str(number), str(folder)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True)
-    say(f"the page is at {address_of(listening, token_for(_LOCAL, None))}")
+    say(f"the page is at {address_of(listening, token_for(LOCAL, None))}")
     listening.close()  # the child's copy goes on
     try:
         yield
@@ -114,7 +84,7 @@ def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5)
 
 def _child(number: int, folder: Path) -> None:
     """Serve until standard input ends."""
-    server = make_server([folder], token_for(_LOCAL, None))
+    server = make_server([folder], token_for(LOCAL, None))
 
     def wait_for_the_end() -> None:
         sys.stdin.buffer.read()

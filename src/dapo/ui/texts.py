@@ -21,8 +21,7 @@ SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", 
 def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int | None = None) -> list[dict[str, Any]]:
     """Per sample its ``pieces`` of text and the signals that were stored, one number for each piece; empty where the
     arrays are missing. ``positions``: of the samples among those of the step. ``most``: tokens of each, from its first
-    one on; None: all.
-    """
+    one on; None: all."""
     path, tokenizer = tokens_path(folder.samples, step), tokenizer_of(folder)
     arrays = _slices(path, positions, most) if path.is_file() else None
     if arrays is None:

@@ -130,13 +130,8 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
 
 
 async def _next_pair(folder_of: FolderOf, wanted: PairWanted, answerer: Answerer, pairs: _Pairs) -> dict[str, Any]:
-    """Files are read in threads: others are answered meanwhile.
-
-    Raises:
-        NotHere: there is no such run.
-        UserError: there is nothing to compare, or nothing more.
-        Busy: other answers are being written.
-    """
+    """Files are read in threads: others are answered meanwhile. Raises NotHere: there is no such run; UserError: there
+    is nothing to compare, or nothing more; Busy: other answers are being written."""
     if len(set(wanted.models)) < 2:
         raise DataError("two different models are needed to compare them")
     root, models, questions, rows = await asyncio.to_thread(_to_compare, folder_of, wanted)

@@ -9,10 +9,7 @@ from dapo.reward.contract import Scorer
 
 def make_client(config: ServerReward | HttpReward | KServeReward) -> Scorer:
     """The scorer that asks the server which ``config`` names. Nothing is sent before ``start`` or the first score.
-
-    Raises:
-        RewardError: a library is missing, or the environment variable of the token is not set.
-    """
+    Raises RewardError: a library is missing, or the environment variable of the token is not set."""
     extra = "kserve" if isinstance(config, KServeReward) else "remote"
     try:
         if isinstance(config, KServeReward):

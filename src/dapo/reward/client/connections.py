@@ -48,10 +48,7 @@ class HttpConnections:
         self, method: str, url: str, body: bytes | None = None, accept: str = "application/json"
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A reply whose body is not read yet. ``body``: JSON.
-
-        Raises:
-            Fault: the connection could not be made, or broke.
-        """
+        Raises Fault: the connection could not be made, or broke."""
         headers = {"Accept": accept} | ({} if body is None else {"Content-Type": "application/json"})
         try:
             async with self._opened().request(method, url, data=body, headers=headers, allow_redirects=False) as reply:
@@ -70,7 +67,6 @@ class HttpConnections:
         return bytes(body[:most])
 
     async def close(self) -> None:
-        """Close all connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -91,10 +87,7 @@ def connection_fault(error: Exception) -> Fault:
 
 def token_in(variable: str | None, key: str) -> str | None:
     """The token in an environment variable; ``key`` of the recipe names the variable.
-
-    Raises:
-        RewardError: it is not set, or cannot be a header.
-    """
+    Raises RewardError: it is not set, or cannot be a header."""
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()

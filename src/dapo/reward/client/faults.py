@@ -3,6 +3,8 @@ token, a wrong address) is a :class:`~dapo.errors.RewardError`."""
 
 from __future__ import annotations
 
+from dapo.errors import shortened
+
 _LONGEST = 300
 """Characters of a server's message that are shown."""
 
@@ -18,7 +20,7 @@ class Fault(Exception):
     """
 
     def __init__(self, cause: str, *, pause_s: float = 0.0, smaller: bool = False, alive: bool = False) -> None:
-        super().__init__(shortened(cause))
+        super().__init__(one_line(cause))
         self.pause_s, self.smaller, self.alive = pause_s, smaller, alive
 
 
@@ -27,17 +29,15 @@ class Refusal(Exception):
     there is no verdict."""
 
     def __init__(self, cause: str) -> None:
-        super().__init__(shortened(cause))
+        super().__init__(one_line(cause))
 
 
 class BadReply(Exception):
     """The reply is whole but breaks the agreement: it may happen once, by chance, and not twice."""
 
     def __init__(self, cause: str) -> None:
-        super().__init__(shortened(cause))
+        super().__init__(one_line(cause))
 
 
-def shortened(text: str) -> str:
-    """One line of bounded length."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+def one_line(text: str) -> str:
+    return shortened(" ".join(text.split()), _LONGEST)

@@ -17,7 +17,7 @@ from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.connections import HttpConnections
-from dapo.reward.client.faults import BadReply, Fault, Refusal, shortened
+from dapo.reward.client.faults import BadReply, Fault, Refusal, one_line
 from dapo.reward.client.mapping import fill, from_json, pick, to_json, to_verdict, to_verdicts, unfillable
 from dapo.reward.client.pauses import requested_pause
 from dapo.reward.client.scorer import Call, RemoteScorer
@@ -44,12 +44,8 @@ class _JsonScorer(RemoteScorer):
         await self._connections.close()
 
     async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-        """
-        Raises:
-            Fault: a status that says: later.
-            Refusal: a status that says: not this.
-            RewardError: a status that says: not like this.
-        """
+        """Raises Fault: a status that says: later; Refusal: a status that says: not this; RewardError: a status that
+        says: not like this."""
         if 200 <= reply.status < 300:
             return reply
         text, retry = _error_text(await HttpConnections.beginning(reply, _LARGEST_ERROR))
@@ -72,10 +68,7 @@ class ServerScorer(_JsonScorer):
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """What the served reward says of the rows. Waits for the server, at most ``give_up_after_s`` at a time.
-
-        Raises:
-            RewardError: it does not answer.
-        """
+        Raises RewardError: it does not answer."""
         doubts: list[Doubt] = []
         for begin in range(0, len(prompts), _ROWS_AT_ONCE):
             doubts += await self._examine(prompts[begin : begin + _ROWS_AT_ONCE], begin)
@@ -128,7 +121,7 @@ class ServerScorer(_JsonScorer):
             kept = {key: line.get(key) for key in ("correct", "value", "parts", "extracted", "error")}
             return place, to_verdict(kept, place, "", self._name)
         if isinstance(line, dict) and "error" in line:
-            raise RewardError(f"{self._name}: {shortened(str(line['error']))}")
+            raise RewardError(f"{self._name}: {one_line(str(line['error']))}")
         raise BadReply("a line of the reply is no result")
 
 
@@ -195,11 +188,11 @@ def _error_text(body: bytes) -> tuple[str, bool | None]:
     try:
         data = from_json(body)
     except BadReply:
-        return shortened(body.decode("utf-8", "replace")), None
+        return one_line(body.decode("utf-8", "replace")), None
     if not isinstance(data, dict):
-        return shortened(str(data)), None
+        return one_line(str(data)), None
     retry = data.get("retry")
-    return shortened(str(data.get("error") or data.get("detail") or data)), retry if isinstance(retry, bool) else None
+    return one_line(str(data.get("error") or data.get("detail") or data)), retry if isinstance(retry, bool) else None
 
 
 def _advice(code: int, headers: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from dapo.config.reward import FIELD, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.faults import BadReply, shortened
+from dapo.reward.client.faults import BadReply, one_line
 from dapo.reward.client.scorer import Call
 from dapo.reward.contract import Doubt
 from dapo.reward.convert import to_reward
@@ -24,10 +24,7 @@ _NOTHING = object()
 
 def fill(template: Any, calls: Sequence[Call]) -> Any:
     """The body for ``calls``: an element of a list that holds a field is repeated for each of them.
-
-    Raises:
-        RewardError: a row lacks a key that the template asks for.
-    """
+    Raises RewardError: a row lacks a key that the template asks for."""
     if isinstance(template, dict):
         return {key: fill(value, calls) for key, value in template.items()}
     if isinstance(template, list):
@@ -110,11 +107,7 @@ def from_json(body: bytes) -> Any:
 
 
 def pick(reply: Any, path: str, key: str) -> Any:
-    """What stands at ``path`` (the config's ``key``) in a reply.
-
-    Raises:
-        BadReply: nothing does.
-    """
+    """What stands at ``path`` (the config's ``key``) in a reply. Raises BadReply: nothing does."""
     for name in path.split(".") if path else ():
         if not isinstance(reply, dict):
             raise BadReply(f"a mapping with {name!r} was expected ({key}={path}), got {_shown(reply)}")
@@ -126,15 +119,8 @@ def pick(reply: Any, path: str, key: str) -> Any:
 
 
 def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward | BadReply]:
-    """A verdict for each of ``count`` responses, or what is wrong with its result.
-
-    Args:
-        results: what the reply has of them.
-        value: path of the reward in a result.
-
-    Raises:
-        BadReply: it is not a list of that many.
-    """
+    """A verdict for each of ``count`` responses, or what is wrong with its result. ``value``: path of the reward in a
+    result. Raises BadReply: ``results`` is not a list of that many."""
     if not isinstance(results, list):
         raise BadReply(f"a list of {count} results was expected, got {_shown(results)}")
     if len(results) != count:
@@ -146,7 +132,7 @@ def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadRe
     """The verdict that ``result`` holds, or what is wrong with it."""
     try:
         if isinstance(result, dict) and result.get("error"):  # the server's own word that it has no verdict
-            return Reward(None, 0.0, error=f"{name}: {shortened(as_text(result['error']))}")
+            return Reward(None, 0.0, error=f"{name}: {one_line(as_text(result['error']))}")
         picked = pick(result, value, "reward.value")
         if isinstance(picked, dict):
             picked = {key: part for key, part in picked.items() if key != "error"}
@@ -158,4 +144,4 @@ def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadRe
 
 
 def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {shortened(repr(value))[:80]}"
+    return f"{type(value).__name__} {one_line(repr(value))[:80]}"

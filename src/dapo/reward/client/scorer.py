@@ -73,22 +73,14 @@ class RemoteScorer(abc.ABC):
 
     @abc.abstractmethod
     async def _check_ready(self) -> None:
-        """Return if scores can be asked for.
-
-        Raises:
-            Fault: not yet.
-            RewardError: asking again would not help.
-        """
+        """Return if scores can be asked for. Raises Fault: not yet; RewardError: asking again would not help."""
 
     @abc.abstractmethod
     async def _close_connections(self) -> None: ...
 
     async def start(self) -> None:
         """Wait until the server is ready: for a minute if it cannot be reached, longer if it says that it starts.
-
-        Raises:
-            RewardError: it is not, or refuses.
-        """
+        Raises RewardError: it is not, or refuses."""
         try:
             await self._patiently(self._check_ready, min(_REACHED_WITHIN_S, self._config.give_up_after_s))
         except Refusal as refusal:
@@ -132,7 +124,6 @@ class RemoteScorer(abc.ABC):
         """See :class:`Scorer`."""
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
         if not self._submitted:
             self._silent_since = None  # nobody asked: that there was no answer says nothing
         call = Call(prompt, response, finish_reason, asyncio.get_running_loop().create_future())

@@ -79,11 +79,7 @@ class Program:
         self._first = pid
 
     def boot(self, code: bytes, job: tuple[Any, ...]) -> None:
-        """Send the runner and its job, once the sandbox stands.
-
-        Raises:
-            SandboxFailed: it does not.
-        """
+        """Send the runner and its job, once the sandbox stands. Raises SandboxFailed: it does not."""
         self.channel.settimeout(_START_S)
         try:
             self.channel.sendall(code)
@@ -137,10 +133,7 @@ class Program:
 
     def look(self, memory_bytes: int, processes: int) -> None:
         """See whether all processes together keep to their limits, where the kernel does not see to it.
-
-        Raises:
-            OverLimit: they do not.
-        """
+        Raises OverLimit: they do not."""
         family = self._family()
         if len(family) > processes + 1:  # the first one is bubblewrap's own
             raise OverLimit("too many processes")
@@ -297,11 +290,7 @@ class Clock:
 
     def ticks(self, limit_s: float, reading: list[int], writing: list[int] | None = None) -> Iterator[tuple[int, ...]]:
         """The file descriptors that are ready, again and again; the lists may be changed in between.
-
-        Raises:
-            TimeUp: the limit is reached.
-            OverLimit: see :meth:`Program.look`.
-        """
+        Raises TimeUp: the limit is reached; OverLimit: see :meth:`Program.look`."""
         while True:
             waiting = select.poll()
             for fd in reading:

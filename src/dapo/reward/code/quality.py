@@ -30,11 +30,7 @@ MEMORY_FLOOR_BYTES = 8 * 2**20
 
 
 def find_ruff() -> str:
-    """The linter's program.
-
-    Raises:
-        RewardError: it is not installed.
-    """
+    """The linter's program. Raises RewardError: it is not installed."""
     beside = Path(sys.executable).with_name("ruff")
     found = str(beside) if beside.exists() else shutil.which("ruff")
     if found is None:

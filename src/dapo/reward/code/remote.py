@@ -105,10 +105,7 @@ class Remote:
 
 def plain_of(value: Any, refused: str = "") -> Any:
     """The plain value of what the program returned, so that a method called on it is no method of the program's.
-
-    Raises:
-        Refused: it has none; or because of ``refused``.
-    """
+    Raises Refused: it has none; or because of ``refused``."""
     if refused:
         raise Refused(refused)
     if not isinstance(value, Remote):

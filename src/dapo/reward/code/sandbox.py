@@ -83,10 +83,7 @@ class Sandbox:
 
     def check(self) -> None:
         """Start one sandbox, to see that it can be done.
-
-        Raises:
-            RewardError: bubblewrap is missing or not permitted; what would work.
-        """
+        Raises RewardError: bubblewrap is missing or not permitted; what would work."""
         if self._kind == "none":
             return
         if sys.platform != "linux" or shutil.which("bwrap") is None:

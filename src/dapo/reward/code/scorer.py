@@ -49,7 +49,6 @@ class CodeScorer(PooledScorer):
         await super().start()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`."""
         meta = prompt.meta
         return await self._score(
             {

@@ -51,10 +51,7 @@ def unpack(tree: "Any", other: "Callable[[str, Any], Any]") -> "Any":
 
 def build(node: "dict[str, Any]", other: "Callable[[str, Any], Any]") -> "Any":
     """The value of a tagged node whose body has been built already.
-
-    Raises:
-        ValueError, TypeError: the node is malformed, or holds what cannot be hashed where it must be.
-    """
+    Raises ValueError, TypeError: the node is malformed, or holds what cannot be hashed where it must be."""
     [(tag, body)] = node.items()
     if tag in _TYPES:
         return _TYPES[tag](body)

@@ -25,11 +25,7 @@ class ReplyCache:
         self._told = False
 
     async def start(self) -> None:
-        """Make the folder.
-
-        Raises:
-            RewardError: it cannot be made.
-        """
+        """Make the folder. Raises RewardError: it cannot be made."""
         if self._folder is None:
             return
         try:

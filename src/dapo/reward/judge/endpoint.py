@@ -71,10 +71,7 @@ class Endpoint:
 
     async def reach(self) -> None:
         """Find out in a few seconds whether there is a server at all.
-
-        Raises:
-            RewardError: there is none, or it does not accept the key. Any other answer is one.
-        """
+        Raises RewardError: there is none, or it does not accept the key. Any other answer is one."""
         for attempt in range(_REACH_TRIES):
             try:
                 status, _, data = await self._request("GET", "/models", None, _REACH_TIMEOUT_S)
@@ -113,7 +110,6 @@ class Endpoint:
         raise NoReply(self._said(f"{last} (call {attempt + 1} of {self._config.retries + 1}, the last)"))
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._connections.close()
 
     async def _answer(self, question: bytes, accept: Callable[[str], T | None]) -> tuple[str, T]:

@@ -54,10 +54,7 @@ class Rubric:
 
     def message(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> str:
         """What the judge is asked.
-
-        Raises:
-            RubricError: the template needs a key that this row has not, or prints what is null.
-        """
+        Raises RubricError: the template needs a key that this row has not, or prints what is null."""
         digest = hashlib.sha256(f"{len(prompt.text)} {prompt.text}{response}".encode("utf-8", "surrogatepass"))
         values: dict[str, Any] = {
             "prompt": prompt.text,

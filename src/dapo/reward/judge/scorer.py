@@ -37,10 +37,7 @@ class JudgeScorer:
 
     async def start(self) -> None:
         """Read the rubric and look for the endpoint.
-
-        Raises:
-            RewardError: the rubric cannot be read, the key is missing, or there is no server at the address.
-        """
+        Raises RewardError: the rubric cannot be read, the key is missing, or there is no server at the address."""
         await self._ready()
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
@@ -60,10 +57,7 @@ class JudgeScorer:
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`.
-
-        Raises:
-            RewardError: the endpoint refuses all questions: key, address or model are wrong.
-        """
+        Raises RewardError: the endpoint refuses all questions: key, address or model are wrong."""
         rubric, endpoint = await self._ready()
         try:
             message = rubric.message(prompt, response, finish_reason)

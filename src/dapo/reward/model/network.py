@@ -66,10 +66,7 @@ class RewardNetwork:
 
 def load_network(config: ModelReward) -> RewardNetwork:
     """The reward model that a recipe names, tried with two texts.
-
-    Raises:
-        RewardError: not found, not readable, not a reward model, or one whose scores would be wrong here.
-    """
+    Raises RewardError: not found, not readable, not a reward model, or one whose scores would be wrong here."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise RewardError("reward.device: is cuda, but there is none here; use reward.device=cpu")
     name = config.path

@@ -75,10 +75,7 @@ class ModelScorer:
 
     async def start(self) -> None:
         """Load model and tokenizer, and try them.
-
-        Raises:
-            RewardError: they cannot be loaded, or this is not a reward model.
-        """
+        Raises RewardError: they cannot be loaded, or this is not a reward model."""
         await self._loaded()
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:

@@ -42,10 +42,7 @@ def save_value_head(folder: str | Path, weight: torch.Tensor, bias: torch.Tensor
 
 def load_value_head(file: str | Path, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``(weight [1, hidden], bias [1])``, float32.
-
-    Raises:
-        RewardError: the file cannot be read, or holds another head than this model needs.
-    """
+    Raises RewardError: the file cannot be read, or holds another head than this model needs."""
     from safetensors.torch import load_file
 
     try:

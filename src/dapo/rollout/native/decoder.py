@@ -39,8 +39,6 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A sample in flight."""
-
     key: int
     request: Request
     index: int
@@ -115,10 +113,7 @@ class Decoder:
 
     def check(self, request: Request) -> None:
         """Refuse a request that cannot be served.
-
-        Raises:
-            EngineError: as :func:`~dapo.rollout.native.checks.check_request` says.
-        """
+        Raises EngineError: as :func:`~dapo.rollout.native.checks.check_request` says."""
         check_request(
             request,
             vocabulary=self._vocabulary,

@@ -185,10 +185,7 @@ class NativeEngine:
 
     async def drafts(self) -> list[Draft]:
         """The samples in flight of all streams, as far as they are: for who watches them being written.
-
-        Raises:
-            EngineError: the engine is closed, or broke down.
-        """
+        Raises EngineError: the engine is closed, or broke down."""
         found: list[Draft] = []
         await self._call(lambda: found.extend(self._decoder.drafts()))
         return found

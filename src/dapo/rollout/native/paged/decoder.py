@@ -131,11 +131,7 @@ class PagedDecoder:
         return bool(self._waiting or self._rows or self._leaving)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served.
-
-        Raises:
-            EngineError: says which and why.
-        """
+        """Refuse a request that cannot be served. Raises EngineError: says which and why."""
         check_request(
             request,
             vocabulary=self._vocabulary,
@@ -432,7 +428,6 @@ class PagedDecoder:
     # -- pages -----------------------------------------------------------------------------------------------------
 
     def _end(self, rows: Sequence[int]) -> None:
-        """Free rows and their pages."""
         self._runner.stop(rows)
         for row in rows:
             del self._rows[row]

@@ -28,11 +28,7 @@ class PageAllocator:
         return self._count
 
     def take(self, count: int) -> PageArray:
-        """``count`` pages, each with one owner.
-
-        Raises:
-            ValueError: more than are free.
-        """
+        """``count`` pages, each with one owner. Raises ValueError: more than are free."""
         if count > self._count:
             raise ValueError(f"{count} pages asked for, {self._count} are free")
         self._count -= count
@@ -74,10 +70,7 @@ class BlockTables:
 
     def grow(self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
         """Give each of ``rows`` room for ``tokens``. All at once: at 1,024 rows a loop would cost a step of decoding.
-
-        Raises:
-            ValueError: more pages are missing than are free.
-        """
+        Raises ValueError: more pages are missing than are free."""
         missing = self.missing(rows, tokens)
         pages = self._allocator.take(int(missing.sum()))
         row = np.repeat(rows, missing)
@@ -86,7 +79,6 @@ class BlockTables:
         self.held[rows] += missing.astype(np.int32)
 
     def end(self, row: int) -> None:
-        """Release the pages of a row."""
         self._allocator.release(self.table[row, : self.held[row]])
         self.held[row] = 0
         self.table[row] = 0
@@ -98,5 +90,4 @@ class BlockTables:
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
-    """Pages that hold ``tokens``."""
     return -(-tokens // page_tokens)

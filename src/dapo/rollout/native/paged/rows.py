@@ -27,11 +27,7 @@ class Rows:
     def __init__(
         self, rows: int, max_tokens: int, pages_per_row: int, stop_ids: Sequence[int], device: torch.device | str
     ) -> None:
-        """
-        Args:
-            max_tokens: longest response.
-            pages_per_row: width of the block tables.
-        """
+        """``max_tokens``: longest response. ``pages_per_row``: width of the block tables."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
