@@ -140,9 +140,9 @@ def check_fingerprint(
             raise ValueError
     except (OSError, ValueError):
         if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
-            listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
+            listener.warning(f"{file}: cannot be read, so what has changed since the run began is not known")
         return []
-    for name in ("settings", "in_memory"):  # resume.py has looked at them
+    for name in ("settings", "in_memory", "changes"):  # resume.py has looked at them
         then.pop(name, None)
     of_older = "prompts" not in then
     if "prompt" in then:  # without the rows to evaluate on, which may be others

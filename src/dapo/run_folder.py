@@ -5,8 +5,8 @@
     runs/NAME/
       config.yaml        the resolved recipe; `dapo train runs/NAME/config.yaml run.dir=...` runs it again
       environment.json   versions, platform, git commit, command line; the same of every time it was resumed
-      fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
-      changes.jsonl      settings that were changed when it went on (changes.py)
+      fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py); its settings, and
+                         those that were changed when it went on (changes.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
       resources.jsonl    what the run used of its machine (observe/resources.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
@@ -68,10 +68,6 @@ class RunFolder:
     @property
     def fingerprint(self) -> Path:
         return self.root / "fingerprint.json"
-
-    @property
-    def changes(self) -> Path:
-        return self.root / "changes.jsonl"
 
     @property
     def metrics(self) -> Path:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dapo.changes import Change
 from dapo.config import Config, build_config
 from dapo.errors import UserError
 from dapo.observe.alarms import FIRST, RULES, WINDOW, History, alarms_on
 from dapo.observe.run_view import HACKING
 
 
-def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def alarm_history(
+    config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], changes: Sequence[Change] = ()
+) -> list[dict[str, Any]]:
     """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
     recipe = readable_recipe(config)
     found: dict[str, dict[str, Any]] = {
@@ -21,7 +24,8 @@ def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]
     steps = [entry for entry in entries if entry.get("step")]
     for end in range(1, len(steps) + 1) if recipe is not None else ():
         assert recipe is not None
-        history = History(steps[: min(FIRST, end)], steps[max(0, end - WINDOW) : end], recipe)
+        first, last = steps[: min(FIRST, end)], steps[max(0, end - WINDOW) : end]
+        history = History.of_step(last[-1]["step"], first, last, recipe, changes)
         for name, seen in alarms_on(history).items():
             found[name]["steps"].append(steps[end - 1]["step"])
             found[name]["seen"] = seen
