@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,11 +42,10 @@ class Change:
 
 def read_changes(file: Path) -> list[Change]:
     """The changes of a run, from its fingerprint.json; none if it cannot be read. Raises UserError: one is damaged."""
-    recorded: Any = ()
-    with suppress(OSError, ValueError, AttributeError):
-        recorded = read_json(file).get("changes", ())
     try:
-        return [Change(**one) for one in recorded]
+        return [Change(**one) for one in read_json(file).get("changes", ())]
+    except (OSError, ValueError, AttributeError):
+        return []
     except TypeError as error:
         raise UserError(f"{file}: changes: one is not a change of a setting: {error}; mend or remove it") from None
 

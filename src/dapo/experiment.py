@@ -312,12 +312,8 @@ class Experiment:
             forget_steps(folder.samples, after=kept)
         with writing(folder.fingerprint):
             settings = redact(self.config.model_dump(mode="json"))  # with the changes that led to them, in one write
-            beside = {
-                "settings": settings,
-                "in_memory": self._inputs.in_memory,
-                "changes": [*map(asdict, self.changes)],
-            }
-            write_json(folder.fingerprint, {**self.fingerprint, **beside})
+            beside = {"in_memory": self._inputs.in_memory, "changes": [*map(asdict, self.changes)]}
+            write_json(folder.fingerprint, {**self.fingerprint, "settings": settings, **beside})
         self.resources = make_recorder(folder.resources, self.config.run.resources_every_s)
         if self.resources is not None:
             self._closing.callback(self.resources.close)
@@ -347,10 +343,7 @@ class Experiment:
             )
             self.best.evaluations_since = 0
         if dropped := self.buffer.drop_longer():
-            self.listener.warning(
-                f"rollout.max_response_length={self.config.rollout.max_response_length}: {counted(dropped, 'group')} "
-                "carried over from the step before had longer responses and were dropped"
-            )
+            self.listener.warning(f"rollout.max_response_length: dropped {counted(dropped, 'longer carried group')}")
         if self.at.step is None:  # otherwise they are published once its updates are done
             await self.engine.load_weights(*self.trainer.publish())
 
@@ -361,12 +354,8 @@ class Experiment:
         self.preparer.use(config)
 
     def _keeper(self, folder: RunFolder) -> Keeper:
-        roles: dict[str, Role] = {
-            "buffer": self.buffer,
-            "prepare": self.preparer,
-            "monitor": self.monitor,
-            "alarms": self.alarms,
-        }
+        roles: dict[str, Role] = {"buffer": self.buffer, "prepare": self.preparer}
+        roles |= {"monitor": self.monitor, "alarms": self.alarms}
         return Keeper(
             folder,
             self.config.run,
@@ -401,18 +390,16 @@ class Experiment:
             return None
         self.stopping.doing = f"the evaluation {name}"
         self.listener.phase(f"evaluating {name}")
-        found = await evaluate(
+        return await evaluate(
             self.heldout, self.engine, self.scorer, self.template.decode, self.config, self.listener.advance
         )
-        return found
 
     async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
         self.at.seconds.lap("rl")
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
-        count = self.at.steps_done
-        done = "1 step was done" if count == 1 else f"{count} steps were done"
+        done = "1 step was done" if self.at.steps_done == 1 else f"{self.at.steps_done} steps were done"
         if self.stopping.signal is not None:
             reason += f" by {self.stopping.signal.name}"
         with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed

@@ -161,8 +161,7 @@ def check_fingerprint(
             + (older if of_older else "")
         )
     for found in changed:
-        what = found.key.partition(".")[0]
-        listener.warning(f"the {what} is not the one that the run started with: {found}")
+        listener.warning(f"the {found.key.partition('.')[0]} is not the one that the run started with: {found}")
     return changed
 
 

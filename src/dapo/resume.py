@@ -130,11 +130,10 @@ def require_nothing_in_memory(run: Path) -> None:
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
     """Raises ConfigError: ``folder`` is no run's, or ``config`` would make it another run, or cannot hold yet."""
-    deterministic = config.runtime.deterministic
     refused = [
         f"{found} ({_why_not(found.key)})"
         for found in _differences(folder, config)
-        if not may_change(found.key, deterministic)
+        if not may_change(found.key, config.runtime.deterministic)
     ]
     if refused:
         lines = "\n".join(refused)

@@ -164,19 +164,15 @@ def estimate_means(values: Values, shares: Sequence[bool], seed: int = 0, resamp
             found.append(Estimate(float(mean)))
         else:  # rounding in the sums must not put a mean outside of its own interval
             bounds = [mean, *np.quantile(resampled, [0.025, 0.975])]
-            if share:
-                trials = _independent_trials(column)
+            if share:  # with the trials that are worth as much; two prompts all right and two all wrong are added, as
+                more = np.concatenate(
+                    [column, [0.0, 0.0, 1.0, 1.0]]
+                )  # Agresti and Coull do: few answers tell no spread
+                trials = float(prompts * more.mean() * (1 - more.mean()) / more.var())
                 wilson = estimate_share(float(mean) * trials, trials)
                 bounds += [wilson.low, wilson.high]
             found.append(Estimate(float(mean), float(min(bounds)), float(max(bounds))))
     return found
-
-
-def _independent_trials(shares: Values) -> float:
-    """Yes-or-no trials that would tell as much as these shares ``[P]``, from P on: P p (1 - p) / variance. With two
-    prompts all right and two all wrong added (as by Agresti and Coull), as a few partly right ones do not tell it."""
-    more = np.concatenate([shares, [0.0, 0.0, 1.0, 1.0]])
-    return float(len(shares) * more.mean() * (1 - more.mean()) / more.var())
 
 
 def estimate_share(successes: float, trials: float) -> Estimate:

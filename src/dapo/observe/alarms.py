@@ -66,15 +66,6 @@ class History:
     last: Sequence[Entry]
     config: Config
 
-    @classmethod
-    def of_step(
-        cls, step: int, first: Sequence[Entry], last: Sequence[Entry], config: Config, changes: Sequence[Change]
-    ) -> History:
-        """As seen at the end of ``step``, by its own settings: steps with another algorithm or rollout are no measure.
-        ``config``: the newest."""
-        steps = (c.step for c in changes if c.step <= step and c.key.startswith(("algorithm.", "rollout.")))
-        return cls(first, last[max(steps, default=0) - step - 1 :], config_of_step(config, changes, step))
-
     def newest(self, name: str, count: int = LAST) -> list[float]:
         """The last ``count`` values; empty unless every one of these steps has one."""
         values = [entry.get(name) for entry in self.last[-count:]]
@@ -319,7 +310,10 @@ class Alarms:
         old = self._state
         first = old.first if len(old.first) == FIRST else (*old.first, entry)
         last = (*old.last, entry)[-WINDOW:]
-        found = alarms_on(History.of_step(step, first, last, self._config, self.changes))
+        # each step by its own settings; steps with another algorithm or rollout are no measure
+        starts = (c.step for c in self.changes if c.step <= step and c.key.startswith(("algorithm.", "rollout.")))
+        config = config_of_step(self._config, self.changes, step)
+        self.found = found = alarms_on(History(first, last[max(starts, default=0) - step - 1 :], config))
         # one that goes on and off is one alarm: it is forgotten after as many calm steps as it would have waited
         on = {name: alarm for name, alarm in old.on.items() if name in found or step - alarm.last <= alarm.gap}
         said = []

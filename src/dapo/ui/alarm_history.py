@@ -8,7 +8,7 @@ from typing import Any
 from dapo.changes import Change
 from dapo.config import Config, build_config
 from dapo.errors import UserError
-from dapo.observe.alarms import FIRST, RULES, WINDOW, History, alarms_on
+from dapo.observe.alarms import RULES, Alarms
 from dapo.observe.run_view import HACKING
 
 
@@ -21,13 +21,14 @@ def alarm_history(
         rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
         for rule in RULES
     }
-    steps = [entry for entry in entries if entry.get("step")]
-    for end in range(1, len(steps) + 1) if recipe is not None else ():
-        assert recipe is not None
-        first, last = steps[: min(FIRST, end)], steps[max(0, end - WINDOW) : end]
-        history = History.of_step(last[-1]["step"], first, last, recipe, changes)
-        for name, seen in alarms_on(history).items():
-            found[name]["steps"].append(steps[end - 1]["step"])
+    alarms = None if recipe is None else Alarms(recipe, changes)
+    for entry in entries:
+        if alarms is None or not (step := entry.get("step")):
+            continue
+        alarms.observe(step, entry)
+        alarms.settle()
+        for name, seen in alarms.found.items():
+            found[name]["steps"].append(step)
             found[name]["seen"] = seen
     return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
 
