@@ -153,8 +153,7 @@ class ExperienceBuffer:
         self._restore(_Position(**state))
 
     def drop_longer(self) -> int:
-        """Drop carried groups with a response over ``rollout.max_response_length``, which was larger when they were
-        sampled. Returns how many."""
+        """Drop carried groups with a response over ``rollout.max_response_length``, once larger; returns how many."""
         before, limit = self._carried, self._config.rollout.max_response_length
         self._carried = tuple(group for group in before if max(s.length for s in group.samples) <= limit)
         return len(before) - len(self._carried)

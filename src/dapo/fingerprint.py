@@ -140,7 +140,8 @@ def check_fingerprint(
             raise ValueError
     except (OSError, ValueError):
         if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
-            listener.warning(f"{file}: cannot be read, so what has changed since the run began is not known")
+            unknown = "whether data and model are still the same is not known, nor what was changed so far"
+            listener.warning(f"{file}: cannot be read, so {unknown}")
         return []
     for name in ("settings", "in_memory", "changes"):  # resume.py has looked at them
         then.pop(name, None)
