@@ -339,6 +339,14 @@ def test_surplus_is_carried_over():
         assert second.stats.drawn == 0
 
 
+def test_carried_groups_over_the_limit_are_dropped_and_counted():
+    changes = {"rollout.max_staleness": 1, "rollout.max_response_length": 5, "algorithm.overlong_buffer.len": 1}
+    carried = [waiting_group(0, 5, 0), waiting_group(1, 6, 0), waiting_group(2, 9, 0)]
+    buffer = in_order(every_second, carried, version=0, changes=changes)
+    assert buffer.drop_longer() == 2 and buffer.drop_longer() == 0
+    assert [group.draw for group in buffer.state()["carried"]] == [0]
+
+
 def test_stale_groups_are_dropped_and_counted():
     changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
     for train_version in (None, 2):  # the engine is two versions on, or the trainer will be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import dapo.experiment
 import dapo.prepare
 from dapo.algorithm.objective import DapoObjective
+from dapo.buffer import ExperienceBuffer
 from dapo.changes import Change, read_changes
 from dapo.checkpoints import Checkpoints
 from dapo.cli import app
@@ -81,7 +84,7 @@ def stopped_at(folder: Path, owner: type, method: str, number: int) -> None:
 
 
 def changes_of(folder: Path) -> list[str]:
-    return [str(change) for change in read_changes(RunFolder(folder).changes)]
+    return [str(change) for change in read_changes(RunFolder(folder).fingerprint)]
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,40 @@ def test_what_was_changed_after_the_checkpoint_is_changed_there_now(two: Path) -
     assert [entry["lr"] for entry in steps_of(two)] == [1e-3, 1e-3, 1e-3] and changes_of(two) == []
 
 
+def fails(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    def stop(*given: Any, **named: Any) -> None:
+        raise Stopped
+
+    patch.setattr(owner, name, stop)
+
+
+def test_a_kill_while_changes_are_recorded_records_each_once(two: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
+        fails(patch, dapo.experiment, "write_json")
+        go_on(two, "training.steps=3", "training.learning_rate=1e-3")
+    go_on(two)  # config.yaml has them already
+    assert changes_of(two) == ["step 3: training.steps 2 -> 3", SAID]
+
+
+@pytest.mark.parametrize("place", ["step-00002", "step-00002-rollout"])
+def test_a_change_that_is_taken_back_before_any_step_had_it_leaves_no_trace(tmp_path: Path, place: str) -> None:
+    """The comparison before and after training and the best step stay, too."""
+    folder = tmp_path / "run"
+    before = run(folder, TWO | {"evaluation.every": 1}, heldout=PROMPTS[:4])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        fails(patch, *((ExperienceBuffer, "fill") if place == "step-00002" else (Preparer, "batch")))
+        go_on(folder, "training.steps=3", "training.learning_rate=1e-3", "evaluation.top_k=3", heldout=PROMPTS[4:9])
+    assert last_checkpoint(folder).name == place and len(changes_of(folder)) == 5
+    listener = Recorder()
+    back = ("training.learning_rate=3e-3", "evaluation.top_k=0")
+    summary = go_on(folder, *back, listener=listener, heldout=PROMPTS[:4])
+    kept = [] if place == "step-00002" else [SAID, "step 4: training.learning_rate 0.001 -> 0.003"]  # its step began
+    assert set(changes_of(folder)) == {"step 3: training.steps 2 -> 3", *kept}
+    assert [entry["lr"] for entry in steps_of(folder)] == [3e-3, 3e-3, 1e-3 if kept else 3e-3]
+    assert summary["accuracy_before"] == before["accuracy_before"] and RunView.read(folder).comparable_from == 0
+    assert not any("cannot be compared" in text for text in listener.warnings)
+
+
 def test_an_adaptive_kl_coefficient_stays_unless_it_is_changed_itself() -> None:
     def config(**kl: Any) -> Any:
         return config_for(Path("run"), {f"algorithm.kl.{key}": value for key, value in kl.items()})
@@ -309,6 +346,38 @@ def test_other_rows_to_evaluate_on_are_told_and_not_compared(tmp_path: Path) -> 
     assert RunView.read(folder).comparable_from == 3
 
 
+def test_a_finished_run_keeps_its_evaluations_until_another_step_follows(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    before = run(folder, TWO | {"evaluation.every": 1}, heldout=PROMPTS[:4])
+    listener = Recorder()
+    summary = go_on(folder, "evaluation.max_response_length=3", listener=listener, heldout=PROMPTS[:4])
+    assert {key: summary[key] for key in ("accuracy_before", "accuracy_after", "best")} == {
+        key: before[key] for key in ("accuracy_before", "accuracy_after", "best")
+    }
+    assert RunView.read(folder).comparable_from == 0
+    assert not any("cannot be compared" in text for text in listener.warnings)
+    summary = go_on(folder, "training.steps=3", listener=listener, heldout=PROMPTS[:4])
+    assert "accuracy_before" not in summary and summary["best"]["step"] == 3
+    assert any("cannot be compared" in text for text in listener.warnings)
+
+
+def test_a_run_without_evaluations_is_told_of_none(two: Path) -> None:
+    listener = Recorder()
+    go_on(two, "training.steps=3", "rollout.max_response_length=5", listener=listener)
+    assert not any("evaluation" in text for text in listener.warnings)
+
+
+def test_carried_groups_over_a_lowered_length_are_dropped(tmp_path: Path) -> None:
+    folder, listener = tmp_path / "run", Recorder()
+    run(folder, TWO | {"rollout.max_staleness": 1})
+    shorter = ("rollout.max_response_length=3", "algorithm.overlong_buffer.len=1")
+    go_on(folder, "training.steps=3", *shorter, listener=listener)
+    (said,) = [text for text in listener.warnings if "carried group" in text]
+    assert re.fullmatch(r"rollout.max_response_length: dropped [1-9]\d* longer carried groups?", said)
+    lines = (RunFolder(folder).samples / "step-00003.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["length"] for line in lines) <= 3
+
+
 def test_a_patience_does_not_make_it_another_evaluation(tmp_path: Path) -> None:
     assert not Change(2, "evaluation.patience", None, 3, "").of_evaluation
     assert Change(2, "evaluation.temperature", 0.0, 1.0, "").of_evaluation
@@ -343,6 +412,7 @@ def test_a_dry_run_inspect_report_and_page_tell_of_it(two: Path) -> None:
 
 
 def test_a_damaged_record_is_named(two: Path) -> None:
-    RunFolder(two).changes.write_text('{"step": 3}\n')
-    with pytest.raises(UserError, match=r"changes\.jsonl: a line is not a change of a setting"):
+    record = RunFolder(two).fingerprint
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"changes": [{"step": 3}]}))
+    with pytest.raises(UserError, match=r"fingerprint\.json: changes: one is not a change of a setting"):
         resume_config(two, None, ["training.steps=3"])

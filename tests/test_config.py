@@ -504,6 +504,7 @@ def test_warnings() -> None:
         }
     )
     one, two, three, four = warnings_for(config)
+    assert two not in warnings_for(config, [{"prompt": "1+1=", "answer": "2"}]) and two in warnings_for(config, [])
     assert "one update per rollout step" in one
     assert "evaluation.every" in two
     assert "follows the clock" in three

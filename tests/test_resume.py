@@ -391,11 +391,12 @@ def test_a_setting_that_was_edited_in_the_run_folder_is_refused_too(stopped: Pat
 
 def test_files_may_lie_elsewhere_if_they_hold_the_same(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (stopped / "moved").mkdir()
-    for name in ("train.jsonl", "model"):
+    for name in ("train.jsonl", "heldout.jsonl", "model"):
         (stopped / name).rename(stopped / "moved" / name)
     moved = [f"data.train={stopped}/moved/train.jsonl", f"model.path={stopped}/moved/model"]
-    go_on(stopped, "training.steps=2", *moved)
+    said = go_on(stopped, "training.steps=2", *moved, f"evaluation.data={stopped}/moved/heldout.jsonl")
     assert len(steps_of(stopped / "run")) == 2
+    assert "cannot be compared" not in said and "accuracy_before" in RunFolder(stopped / "run").summary.read_text()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -148,6 +148,12 @@ class ExperienceBuffer:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data."""
         self._restore(_Position(**state))
 
+    def drop_longer(self) -> int:
+        """Drop carried groups with a response over ``rollout.max_response_length``, once larger; returns how many."""
+        before, limit = self._carried, self._config.rollout.max_response_length
+        self._carried = tuple(group for group in before if max(s.length for s in group.samples) <= limit)
+        return len(before) - len(self._carried)
+
     def _position(self) -> _Position:
         rate = self._keep_rate
         source = self._source.state()

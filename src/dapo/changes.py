@@ -1,19 +1,19 @@
 """Settings that were changed when a run went on: old and new value, and the first rollout step with the new one.
 
-``changes.jsonl`` of a run folder has a line for each.
+``fingerprint.json`` of a run folder lists them, beside the settings that they led to.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dapo.config import Config, build_config
 from dapo.errors import UserError, shortened
-from dapo.files import json_line, lines_of, parse_json, write_atomic
+from dapo.files import read_json
 
 _LEARNED = ("algorithm.", "rollout.", "training.")
 _EVALUATED = ("evaluation.", "rollout.max_response_length", "fingerprint.evaluation", "fingerprint.reward")
@@ -41,17 +41,13 @@ class Change:
 
 
 def read_changes(file: Path) -> list[Change]:
-    """The changes of a run; none where there is no file. Raises UserError: it is damaged."""
+    """The changes of a run, from its fingerprint.json; none if it cannot be read. Raises UserError: one is damaged."""
     try:
-        return [Change(**parse_json(line)) for line in lines_of(file)] if file.is_file() else []
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: a line is not a change of a setting: {error}; mend it, or remove the file") from None
-
-
-def write_changes(file: Path, changes: Sequence[Change]) -> None:
-    """Replace the record of a run. One that never had any gets no file. Raises OSError: it cannot be written."""
-    if changes or file.exists():
-        write_atomic(file, (json_line(asdict(change)) for change in changes))
+        return [Change(**one) for one in read_json(file).get("changes", ())]
+    except (OSError, ValueError, AttributeError):
+        return []
+    except TypeError as error:
+        raise UserError(f"{file}: changes: one is not a change of a setting: {error}; mend or remove it") from None
 
 
 def config_of_step(config: Config, changes: Sequence[Change], step: int) -> Config:
@@ -65,7 +61,7 @@ def config_of_step(config: Config, changes: Sequence[Change], step: int) -> Conf
         for name in sections:
             place = place[name]
         place[last] = change.old
-    return build_config(tree, "changes.jsonl") if later else config
+    return build_config(tree, "fingerprint.json: changes") if later else config
 
 
 class Difference(NamedTuple):

@@ -12,6 +12,7 @@ import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 from dapo.budget import Budget
 from dapo.buffer import ExperienceBuffer, Fill
-from dapo.changes import Change, config_of_step, write_changes
+from dapo.changes import Change, config_of_step
 from dapo.checkpoints import Place
 from dapo.config import Config, warnings_for
 from dapo.data.template import PromptTemplate
@@ -72,7 +73,7 @@ from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
 from dapo.run_folder import RunFolder
 from dapo.step_under_way import StepUnderWay, unless
-from dapo.terminal import visible
+from dapo.terminal import counted, visible
 from dapo.training.faults import FaultFolder
 from dapo.training.lora import begin_adapter
 from dapo.training.trainer import Trainer
@@ -92,7 +93,7 @@ class Experiment:
         config = on_its_day(config, inputs.resume) if inputs.resume else config
         self.listener = listener
         check_trackers(config)
-        for warning in warnings_for(config):
+        for warning in warnings_for(config, inputs.heldout):
             listener.warning(warning)
         self.device = device_of(config)
         listener.phase("loading tokenizer and data")
@@ -119,6 +120,7 @@ class Experiment:
         self.check_scorer: Scorer | None = make_scorer(config.monitor.check) if config.monitor.check else None
         self.monitor = Monitor(config.monitor, self.check_scorer, config.seed)
         self.alarms = Alarms(config)
+        self.changes: Sequence[Change] = ()
         closers = {"the reward": self.scorer, "the held-out check": self.check_scorer, "the monitor": self.monitor}
         for what, role in closers.items():
             if role is not None:
@@ -290,26 +292,25 @@ class Experiment:
         self.stopping.run = folder.root
         self.index = BackgroundIndex(folder.root, tell)
         self._closing.push_async_callback(partial(in_thread, self.index.close))
-        latest, kept, changes = None, None, []
+        latest, kept = None, None
         if resumed is not None:
             deterministic = self.config.runtime.deterministic
             contents = check_fingerprint(folder.fingerprint, self.fingerprint, self.listener, deterministic)
             latest = await in_thread(self.keeper.checkpoints.latest_intact, tell)
-            changes = changes_at(folder, self.config, latest, contents)
+            self.changes = self.alarms.changes = changes_at(folder, self.config, latest, contents)
             folder.reopen(self.config)
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
             if latest is not None:
-                await self._load(latest, changes)
+                await self._load(latest)
             if not self.at.budget.used_up:  # those that a shorter run ended with
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.at.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
             forget_steps(folder.samples, after=kept)
         with writing(folder.fingerprint):
-            write_changes(folder.changes, changes)  # first: they are found by comparing with the settings
-            settings = redact(self.config.model_dump(mode="json"))
-            beside = {"settings": settings, "in_memory": self._inputs.in_memory}
-            write_json(folder.fingerprint, {**self.fingerprint, **beside})
+            settings = redact(self.config.model_dump(mode="json"))  # with the changes that led to them, in one write
+            beside = {"in_memory": self._inputs.in_memory, "changes": [*map(asdict, self.changes)]}
+            write_json(folder.fingerprint, {**self.fingerprint, "settings": settings, **beside})
         self.resources = make_recorder(folder.resources, self.config.run.resources_every_s)
         if self.resources is not None:
             self._closing.callback(self.resources.close)
@@ -322,23 +323,24 @@ class Experiment:
             self.listener.phase(f"{self.at.budget.reason()}; to go on: {self.at.budget.how_to_go_on()}")
         self.listener.started(plan_of(self.config))
 
-    async def _load(self, checkpoint: Path, changes: Sequence[Change]) -> None:
+    async def _load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint. Up to the next step it has the settings that it was taken under."""
         place = Place.parse(checkpoint.name) or Place(0)
-        self._use(config_of_step(self.config, changes, place.begun))
+        self._use(config_of_step(self.config, self.changes, place.begun))
         await self.keeper.load(checkpoint)
-        new = [change for change in changes if change.step > place.steps]
-        for change in new:
-            self.listener.phase(f"changed from {change}")
+        for change in self.changes:
+            if change.step > place.steps:
+                self.listener.phase(f"changed from {change}")
         if place.between_steps:
             self._use(self.config)
-        if any(change.of_evaluation for change in new):
+        if self._evaluated_otherwise and (self.at.step or not self.at.budget.used_up):
             self.listener.warning(
                 "evaluations so far cannot be compared with those from now on: what is evaluated, or how, has changed; "
                 "the best one is looked for anew"
             )
-            self.best.forget()
-            self.at.scores = {}
+            self.best.evaluations_since = 0
+        if dropped := self.buffer.drop_longer():
+            self.listener.warning(f"rollout.max_response_length: dropped {counted(dropped, 'longer carried group')}")
         if self.at.step is None:  # otherwise they are published once its updates are done
             await self.engine.load_weights(*self.trainer.publish())
 
@@ -349,12 +351,8 @@ class Experiment:
         self.preparer.use(config)
 
     def _keeper(self, folder: RunFolder) -> Keeper:
-        roles: dict[str, Role] = {
-            "buffer": self.buffer,
-            "prepare": self.preparer,
-            "monitor": self.monitor,
-            "alarms": self.alarms,
-        }
+        roles: dict[str, Role] = {"buffer": self.buffer, "prepare": self.preparer}
+        roles |= {"monitor": self.monitor, "alarms": self.alarms}
         return Keeper(
             folder,
             self.config.run,
@@ -389,18 +387,16 @@ class Experiment:
             return None
         self.stopping.doing = f"the evaluation {name}"
         self.listener.phase(f"evaluating {name}")
-        found = await evaluate(
+        return await evaluate(
             self.heldout, self.engine, self.scorer, self.template.decode, self.config, self.listener.advance
         )
-        return found
 
     async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
         self.at.seconds.lap("rl")
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
-        count = self.at.steps_done
-        done = "1 step was done" if count == 1 else f"{count} steps were done"
+        done = "1 step was done" if self.at.steps_done == 1 else f"{self.at.steps_done} steps were done"
         if self.stopping.signal is not None:
             reason += f" by {self.stopping.signal.name}"
         with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
@@ -419,6 +415,11 @@ class Experiment:
         """Whether a signal leaves no more time than a checkpoint takes."""
         return self.stopping.seconds_left < self.keeper.seconds_to_save
 
+    @property
+    def _evaluated_otherwise(self) -> bool:
+        """Whether evaluations so far cannot be compared with the next one."""
+        return 0 <= self.best.observed < max((c.step for c in self.changes if c.of_evaluation), default=0)
+
     async def _maybe_evaluate(self, budget: Budget, clock: Clock) -> dict[str, float]:
         """Evaluation metrics after every so many steps and after the last one; ``budget``: with the present one."""
         every, step, last = self.config.evaluation.every, budget.steps, budget.used_up
@@ -428,6 +429,9 @@ class Experiment:
         clock.lap("evaluation")
         if found is None:
             return {}
+        if self._evaluated_otherwise:  # not before: until now a run can go on with the evaluation that it had
+            self.best.forget()
+            self.at.scores = {}
         self.after = found
         self.at.scores["after"] = scores_of(found)
         self.best.observe(step, found.metrics())

@@ -135,9 +135,10 @@ def check_fingerprint(
             raise ValueError
     except (OSError, ValueError):
         if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
-            listener.warning(f"{file}: cannot be read, so whether data and model are still the same is not known")
+            unknown = "whether data and model are still the same is not known, nor what was changed so far"
+            listener.warning(f"{file}: cannot be read, so {unknown}")
         return []
-    for name in ("settings", "in_memory"):  # resume.py has looked at them
+    for name in ("settings", "in_memory", "changes"):  # resume.py has looked at them
         then.pop(name, None)
     of_older = "prompts" not in then
     if "prompt" in then:  # without the rows to evaluate on, which may be others
@@ -156,8 +157,7 @@ def check_fingerprint(
             + (older if of_older else "")
         )
     for found in changed:
-        what = found.key.partition(".")[0]
-        listener.warning(f"the {what} is not the one that the run started with: {found}")
+        listener.warning(f"the {found.key.partition('.')[0]} is not the one that the run started with: {found}")
     return changed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
 MAY_CHANGE = (
     *_keys("training", "steps minutes max_skipped_updates mismatch_alarm offload_optimizer"),
     *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
-    *_keys("evaluation", "data rows every patience min_improvement samples_per_prompt max_response_length stop"),
+    *_keys("evaluation", "rows every patience min_improvement samples_per_prompt max_response_length stop"),
     *_keys("evaluation", "temperature top_p top_k min_p"),
     *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
     *_keys("reward", "url token_env api_key_env cache"),
@@ -65,6 +64,7 @@ MAY_CHANGE_UNLESS_DETERMINISTIC = (
 BY_CONTENT = (
     *_keys("model", "path tokenizer"),
     *_keys("data", "train chat_template today"),
+    "evaluation.data",
     *_keys("reward", "function rubric"),
 )
 """Names of files and folders: they may lie elsewhere now, as long as what is in them is the same. And
@@ -130,11 +130,10 @@ def require_nothing_in_memory(run: Path) -> None:
 
 def check_resumable(folder: RunFolder, config: Config) -> None:
     """Raises ConfigError: ``folder`` is no run's, or ``config`` would make it another run, or cannot hold yet."""
-    deterministic = config.runtime.deterministic
     refused = [
         f"{found} ({_why_not(found.key)})"
         for found in _differences(folder, config)
-        if not may_change(found.key, deterministic)
+        if not may_change(found.key, config.runtime.deterministic)
     ]
     if refused:
         lines = "\n".join(refused)
@@ -148,9 +147,9 @@ def check_resumable(folder: RunFolder, config: Config) -> None:
 def changes_at(
     folder: RunFolder, config: Config, checkpoint: Path | None, contents: Sequence[Difference] = ()
 ) -> list[Change]:
-    """All changes of a run that goes on with ``config``, the earlier ones first; those that were made after
-    ``checkpoint``, which it goes on from, are made there now. None: it starts anew, and no step had other settings.
-    ``contents``: what has changed in files.
+    """All changes of a run that goes on with ``config``, the earlier ones first. Those recorded after ``checkpoint``,
+    which it goes on from, count no more: what differs from the settings that were in force there is changed there now.
+    None: it starts anew, and no step had other settings. ``contents``: what has changed in files since the last start.
 
     Raises:
         ConfigError: a setting that changes between two steps only, and ``checkpoint`` is inside of one.
@@ -159,10 +158,20 @@ def changes_at(
     if checkpoint is None:
         return []
     place = Place.parse(checkpoint.name) or Place(0)
-    begun = place.begun  # the last step that has its settings
-    earlier = [replace(change, step=min(change.step, begun + 1)) for change in read_changes(folder.changes)]
+    begun, later = place.begun, (*FROM_THE_NEXT_STEP, *BETWEEN_STEPS)  # begun: the last step that has its settings
+
+    def first(key: str) -> int:
+        return begun + 1 if _is_one_of(key, later) else place.steps + 1
+
+    recorded = read_changes(folder.fingerprint)
+    earlier = [one for one in recorded if one.step < first(one.key)]
     moved = ("run.", *(key for key in BY_CONTENT if not key.startswith("reward.")))
-    found = [one for one in _differences(folder, config) if not one.key.startswith(moved)]
+    new = [one for one in _differences(folder, config) if not one.key.startswith(moved)]
+    new += [one._replace(key=f"fingerprint.{one.key}") for one in contents]
+    merged: dict[str, Difference] = {}
+    for one in [*(Difference(c.key, c.old, c.new) for c in recorded if c not in earlier), *new]:
+        merged[one.key] = one._replace(was=merged.get(one.key, one).was)
+    found = [one for one in merged.values() if one.was != one.now]
     inside = [] if place.between_steps else [str(one) for one in found if _is_one_of(one.key, BETWEEN_STEPS)]
     if inside:
         raise ConfigError(
@@ -171,10 +180,7 @@ def changes_at(
             + f"\nWhat would work: finish that step without them, with training.steps={begun}; or move "
             f"checkpoints/{place.name} elsewhere, to go on from the checkpoint before it"
         )
-    found += [one._replace(key=f"fingerprint.{one.key}") for one in contents]
-    later = (*FROM_THE_NEXT_STEP, *BETWEEN_STEPS)
-    steps = [begun + 1 if _is_one_of(one.key, later) else place.steps + 1 for one in found]
-    return earlier + [Change(step, *one, f"{date.today()}") for step, one in zip(steps, found, strict=True)]
+    return earlier + [Change(first(one.key), *one, f"{date.today()}") for one in found]
 
 
 def on_its_day(config: Config, folder: RunFolder) -> Config:

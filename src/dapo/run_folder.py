@@ -5,8 +5,8 @@
     runs/NAME/
       config.yaml        the resolved recipe; `dapo train runs/NAME/config.yaml run.dir=...` runs it again
       environment.json   versions, platform, git commit, command line; the same of every time it was resumed
-      fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py)
-      changes.jsonl      settings that were changed when it went on (changes.py)
+      fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py); its settings, and
+                         those that were changed when it went on (changes.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
       resources.jsonl    what the run used of its machine (observe/resources.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
@@ -51,63 +51,34 @@ from dapo.redaction import redact, redact_command
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
 
 
+class _Inside:
+    """A path in a run folder, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type | None = None) -> Path:
+        return folder.root / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The paths of one run."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        return self.root / "environment.json"
-
-    @property
-    def fingerprint(self) -> Path:
-        return self.root / "fingerprint.json"
-
-    @property
-    def changes(self) -> Path:
-        return self.root / "changes.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def resources(self) -> Path:
-        return self.root / "resources.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def faults(self) -> Path:
-        return self.root / "faults"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def model_before(self) -> Path:
-        return self.root / "model-before"
-
-    @property
-    def model_after(self) -> Path:
-        return self.root / "model-after"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
+    config = _Inside("config.yaml")
+    environment = _Inside("environment.json")
+    fingerprint = _Inside("fingerprint.json")
+    metrics = _Inside("metrics.jsonl")
+    resources = _Inside("resources.jsonl")
+    samples = _Inside("samples")
+    tensorboard = _Inside("tensorboard")
+    faults = _Inside("faults")
+    checkpoints = _Inside("checkpoints")
+    model_before = _Inside("model-before")
+    model_after = _Inside("model-after")
+    summary = _Inside("summary.json")
 
     @classmethod
     def create(

@@ -205,6 +205,21 @@ def test_rows_that_are_partly_right_are_resampled_unless_all_are_the_same() -> N
     assert (estimate.low, estimate.high) == (pytest.approx(0.4755, abs=0.002), pytest.approx(0.5245, abs=0.002))
 
 
+def test_another_right_answer_does_not_lower_the_upper_bound() -> None:
+    """50 rows of 8 samples: none right is 0 to 7.1%, with a trial for each row; one in another row is no less."""
+    lows, highs = [], []
+    for right in (0, 1, 2, 4, 8, 16, 32, 50):
+        shares = np.zeros((50, 1))
+        shares[:right] = 1 / 8
+        (few,), (most,) = estimate_means(shares, [True]), estimate_means(1 - shares, [True])
+        assert few.low is not None and few.high is not None and most.low is not None and most.high is not None
+        assert (most.low, most.high) == (pytest.approx(1 - few.high), pytest.approx(1 - few.low))
+        lows.append(few.low)
+        highs.append(few.high)
+    assert highs[0] == pytest.approx(0.0713, abs=1e-4)
+    assert lows == sorted(lows) and highs == sorted(highs) and len(set(highs)) == len(highs)
+
+
 def test_rewards_that_are_all_the_same_have_no_interval() -> None:
     (estimate,) = estimate_means(np.full((10, 1), -1.0), [False])
     assert (estimate.value, estimate.low, estimate.high) == (-1.0, None, None)

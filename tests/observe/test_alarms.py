@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dapo.changes import Change
 from dapo.config import Config, build_config, load_config, nested
 from dapo.config.reference import all_values
 from dapo.observe import alarms
 from dapo.observe.alarms import FIRST, REPEAT, RULES, SPIKE_HISTORY, Alarms
 from dapo.observe.metrics import describe
 from dapo.state import read_state, write_state
+from dapo.ui.alarm_history import alarm_history
 from run_cases import Recorder, run, steps_of
 
 Metrics = dict[str, float | None]
@@ -57,9 +59,9 @@ HEALTHY: Metrics = {
 }
 
 
-def raised(steps: Iterable[Metrics], config: Config = CONFIG) -> list[tuple[int, str]]:
+def raised(steps: Iterable[Metrics], config: Config = CONFIG, changes: Sequence[Change] = ()) -> list[tuple[int, str]]:
     """(step, text) of all that is said over a history that begins with step 1."""
-    watch, found = Alarms(config), []
+    watch, found = Alarms(config, changes), []
     for step, metrics in enumerate(steps, start=1):
         _, said = watch.observe(step, metrics)
         watch.settle()
@@ -209,6 +211,20 @@ def test_starvation_depends_on_what_happens_at_the_limit() -> None:
     assert raised(full, config_with(**few, algorithm__filter_groups__enable=False)) == []
     once = [HEALTHY | {"groups/drawn": 16.0}] * 10
     assert raised(once, config_with(algorithm__filter_groups__max_num_gen_batches=1)) == []
+
+
+def test_steps_before_a_change_of_sampling_are_no_measure_of_those_after_it() -> None:
+    """From step 11 on 32 groups are wanted, and there are as many; of 16 two thirds are none too few of 32."""
+    changes = [Change(11, "rollout.prompts_per_step", 16, 32, ""), Change(12, "training.steps", 20, 30, "")]
+    full = {"groups/drawn": 48.0, "groups/kept": 32.0}
+    steps = [HEALTHY] * 10 + [HEALTHY | full] * 5
+    recipe = config_with(rollout__prompts_per_step=32)
+    assert raised(steps, recipe, changes) == [] and raised(steps, recipe) != []
+    few = [HEALTHY | {"groups/drawn": 48.0, "groups/kept": 16.0}] * 3
+    assert [step for step, _ in raised(steps + few, recipe, changes)] == [17]  # the mean of 32, 16 and 16 is too few
+    entries = [{"step": step, **metrics} for step, metrics in enumerate(steps + few, start=1)]
+    told = {alarm["name"]: alarm["steps"] for alarm in alarm_history(recipe.model_dump(mode="json"), entries, changes)}
+    assert told["starvation"] == [17, 18] and sum(map(len, told.values())) == 2
 
 
 TRAINS: dict[str, Any] = {"algorithm__filter_groups__on_starved": "train"}

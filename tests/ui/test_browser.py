@@ -10,13 +10,14 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from dapo.changes import Change, write_changes
+from dapo.changes import Change
 from dapo.files import lock_file
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import write_samples
@@ -251,7 +252,7 @@ def test_signs_that_hide_or_turn_text_around_are_shown(page: Any, tmp_path: Path
 def test_a_changed_setting_is_a_line_with_its_words(page: Any, tmp_path: Path) -> None:
     folder = page_run(tmp_path / "r", steps=3)
     change = Change(2, "training.learning_rate", 1e-6, 5e-7, "2026-01-02")
-    write_changes(folder.changes, [change])
+    folder.fingerprint.write_text(json.dumps({"changes": [asdict(change)]}))
     with served(tmp_path / "r") as address:
         page.goto(address)
         ready(page, "overview")

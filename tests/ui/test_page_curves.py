@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from dapo.changes import Change
 from dapo.ui import curves
 from dapo.ui.alarm_history import alarm_history
 from page_run import step_metrics
@@ -41,6 +44,11 @@ def test_runs_of_one_experiment_differ_in_seed_and_folder_alone() -> None:
     assert curves.experiment(one) == curves.experiment(same) != ""
     assert curves.experiment(one) != curves.experiment({**same, "training": {"steps": 5, "lr": 2e-3}})
     assert curves.experiment({"seed": 1}) == ""
+    halved, longer = Change(3, "training.lr", 2e-3, 1e-3, "2026-01-02"), Change(3, "training.steps", 2, 5, "2026-01-02")
+    falling = one | {"training": one["training"] | {"final_learning_rate": 0.0}}
+    assert curves.experiment(one, [halved]) != curves.experiment(one) == curves.experiment(one, [longer])
+    assert curves.experiment(one, [halved]) == curves.experiment(same, [replace(halved, date="2026-02-03"), longer])
+    assert curves.experiment(falling, [longer]) != curves.experiment(falling)
 
 
 def test_time_left_is_of_the_steps_or_of_the_minutes_if_they_end_first() -> None:

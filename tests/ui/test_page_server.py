@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from urllib.error import HTTPError
 import pytest
 from typer.testing import CliRunner
 
-from dapo.changes import Change, write_changes
+from dapo.changes import Change
 from dapo.cli import app as program
 from dapo.config import ExactReward, TrainingConfig
 from dapo.errors import UserError
@@ -504,7 +505,7 @@ def test_curves_say_where_settings_were_changed(tmp_path: Path) -> None:
         Change(2, "training.steps", 9, 12, "2026-01-02"),
         Change(3, "algorithm.clip_ratio_high", 0.28, 0.2, "2026-01-03"),
     ]
-    write_changes(folder.changes, changed)
+    folder.fingerprint.write_text(json.dumps({"changes": [asdict(one) for one in changed]}))
     with served(tmp_path / "r") as address:
         for axis, place in (("step", 2), ("tokens", 200)):
             (mark,) = get(f"{address}/api/curves?run=r&metric=accuracy&x={axis}")[1]["r"]["changes"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import TYPE_CHECKING
 
 from dapo.escapes import eaten_in
@@ -101,17 +101,19 @@ def _divisors_near(total: int, wanted: int) -> list[int]:
     return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])
 
 
-def warnings_for(config: Config) -> list[str]:
-    """Combinations that run but probably are not what was meant, and texts whose backslashes were eaten."""
+def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
+    """Combinations that run but probably are not what was meant, and texts whose backslashes were eaten.
+    ``heldout``: rows from Python in place of ``evaluation.data``."""
+    rows = config.evaluation.data if heldout is None else heldout
     found = eaten_in(config.model_dump(mode="json"))
     if config.training.steps and config.updates_per_step == 1:
         found.append(
             "one update per rollout step: the ratio stays 1 and clipping does nothing; the paper makes 16 (smaller "
             "training.groups_per_update, or more training.epochs_per_rollout)"
         )
-    if config.evaluation.every and not config.evaluation.data:
+    if config.evaluation.every and not rows:
         found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
-    if config.evaluation.patience and not (config.evaluation.every and config.evaluation.data):
+    if config.evaluation.patience and not (config.evaluation.every and rows):
         found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
     if config.data.system is not None and config.data.template == "plain":
         found.append("data.system: has no effect with data.template=plain, which has no system message")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dapo.config import EvaluationConfig
@@ -56,13 +56,7 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {
-            "metric": self.metric,
-            "value": self.value,
-            "step": self.step,
-            "evaluations_since": self.evaluations_since,
-            "observed": self.observed,
-        }
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "config"}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():

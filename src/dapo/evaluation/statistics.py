@@ -139,7 +139,8 @@ def estimate_means(values: Values, shares: Sequence[bool], seed: int = 0, resamp
 
     Prompts, whose samples are not independent, are drawn with replacement, the same ones for all columns: a percentile
     bootstrap. It is too narrow over a few zeros and ones, and without a width where all prompts have the same value:
-    shares have Wilson's interval there, with a trial for each prompt, and other values that are all the same none.
+    shares have Wilson's interval there, with a trial for each prompt, and other values that are all the same none. It
+    is too narrow where few prompts are partly right, too: shares have the outer bounds of both.
     ``values``: ``[P, M]``, a row for each prompt, at least one. ``shares``: of each column, whether it holds shares.
     """
     prompts, columns = values.shape
@@ -162,12 +163,19 @@ def estimate_means(values: Values, shares: Sequence[bool], seed: int = 0, resamp
         elif same:
             found.append(Estimate(float(mean)))
         else:  # rounding in the sums must not put a mean outside of its own interval
-            low, high = np.quantile(resampled, [0.025, 0.975])
-            found.append(Estimate(float(mean), float(min(low, mean)), float(max(high, mean))))
+            bounds = [mean, *np.quantile(resampled, [0.025, 0.975])]
+            if share:  # with the trials that are worth as much; two prompts all right and two all wrong are added, as
+                more = np.concatenate(
+                    [column, [0.0, 0.0, 1.0, 1.0]]
+                )  # Agresti and Coull do: few answers tell no spread
+                trials = float(prompts * more.mean() * (1 - more.mean()) / more.var())
+                wilson = estimate_share(float(mean) * trials, trials)
+                bounds += [wilson.low, wilson.high]
+            found.append(Estimate(float(mean), float(min(bounds)), float(max(bounds))))
     return found
 
 
-def estimate_share(successes: float, trials: int) -> Estimate:
+def estimate_share(successes: float, trials: float) -> Estimate:
     """A share and its 95% Wilson interval: it has a width where all trials went the same way, too.
     ``trials``: at least one, independent of each other. ``successes``: a sum of shares where a trial has one."""
     z = 1.959964

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
+from dapo.changes import Change, config_of_step
 from dapo.config import Config
 
 Entry = Mapping[str, float | None]
@@ -294,8 +295,8 @@ class _State:
 class Alarms:
     """The alarms of a run. What is said of a step counts once it is settled: one that is interrupted is seen again."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, changes: Sequence[Change] = ()) -> None:
+        self._config, self.changes = config, changes
         self._state = _State()
         self._next: _State | None = None
 
@@ -309,7 +310,10 @@ class Alarms:
         old = self._state
         first = old.first if len(old.first) == FIRST else (*old.first, entry)
         last = (*old.last, entry)[-WINDOW:]
-        found = alarms_on(History(first, last, self._config))
+        # each step by its own settings; steps with another algorithm or rollout are no measure
+        starts = (c.step for c in self.changes if c.step <= step and c.key.startswith(("algorithm.", "rollout.")))
+        config = config_of_step(self._config, self.changes, step)
+        self.found = found = alarms_on(History(first, last[max(starts, default=0) - step - 1 :], config))
         # one that goes on and off is one alarm: it is forgotten after as many calm steps as it would have waited
         on = {name: alarm for name, alarm in old.on.items() if name in found or step - alarm.last <= alarm.gap}
         said = []

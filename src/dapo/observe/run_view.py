@@ -48,8 +48,8 @@ _ENDS = ("all steps are done", "the minutes are over", "converged")
 
 @dataclass(frozen=True)
 class RunView:
-    """One run folder, read once. ``metrics`` holds the lines of metrics.jsonl, step 0 included; ``changes`` those of
-    changes.jsonl."""
+    """One run folder, read once. ``metrics`` holds the lines of metrics.jsonl, step 0 included; ``changes`` the
+    settings that were changed under way."""
 
     folder: RunFolder
     config: Mapping[str, Any]
@@ -68,7 +68,7 @@ class RunView:
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
         recorded = (_recipe(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
-        return cls(folder, *recorded, metrics, read_changes(folder.changes))
+        return cls(folder, *recorded, metrics, read_changes(folder.fingerprint))
 
     @cached_property
     def steps_done(self) -> int:
@@ -175,7 +175,7 @@ class RunView:
     @property
     def comparable_from(self) -> int:
         """The step from which evaluations are of the same rows and settings as the last one; 0: all are."""
-        return max((change.step for change in self.changes if change.of_evaluation), default=0)
+        return max((c.step for c in self.changes if c.of_evaluation and c.step <= self.steps_done), default=0)
 
     @cached_property
     def damage(self) -> str | None:

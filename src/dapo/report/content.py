@@ -224,7 +224,7 @@ def _alarms_again(run: RunView) -> list[str]:
     from dapo.observe.alarms import Alarms
 
     try:
-        alarms = Alarms(load_config(run.folder.config))
+        alarms = Alarms(load_config(run.folder.config), run.changes)
     except UserError as error:  # such as a recipe of an earlier version
         return [f"the alarms on the metrics cannot be told: {error}"]
     said = []

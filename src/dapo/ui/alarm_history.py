@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dapo.changes import Change
 from dapo.config import Config, build_config
 from dapo.errors import UserError
-from dapo.observe.alarms import FIRST, RULES, WINDOW, History, alarms_on
+from dapo.observe.alarms import RULES, Alarms
 from dapo.observe.run_view import HACKING
 
 
-def alarm_history(config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def alarm_history(
+    config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], changes: Sequence[Change] = ()
+) -> list[dict[str, Any]]:
     """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
     recipe = readable_recipe(config)
     found: dict[str, dict[str, Any]] = {
         rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
         for rule in RULES
     }
-    steps = [entry for entry in entries if entry.get("step")]
-    for end in range(1, len(steps) + 1) if recipe is not None else ():
-        assert recipe is not None
-        history = History(steps[: min(FIRST, end)], steps[max(0, end - WINDOW) : end], recipe)
-        for name, seen in alarms_on(history).items():
-            found[name]["steps"].append(steps[end - 1]["step"])
+    alarms = None if recipe is None else Alarms(recipe, changes)
+    for entry in entries:
+        if alarms is None or not (step := entry.get("step")):
+            continue
+        alarms.observe(step, entry)
+        alarms.settle()
+        for name, seen in alarms.found.items():
+            found[name]["steps"].append(step)
             found[name]["seen"] = seen
     return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
 

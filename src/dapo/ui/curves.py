@@ -111,10 +111,14 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)]
 
 
-def experiment(recipe: Mapping[str, Any]) -> str:
-    """What stands for a recipe without its seed: the same for runs that repeat one experiment. Empty: there is none."""
+def experiment(recipe: Mapping[str, Any], changes: Sequence[Change] = ()) -> str:
+    """What stands for a recipe without its seed and for its changes under way: the same for runs that repeat one
+    experiment. Empty: there is no recipe. That a run was made longer counts only where its rate follows the length."""
     values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(_OF_THE_RUN)}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest() if values else ""
+    length = () if "training.final_learning_rate" in values else ("training.steps", "training.minutes")
+    changed = [(c.step, c.key, c.old, c.new) for c in changes if not c.key.startswith((*_OF_THE_RUN, *length))]
+    text = json.dumps([values, sorted(changed, key=str)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest() if values else ""
 
 
 def ablation_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -305,7 +305,7 @@ def _details(runs: Runs) -> APIRouter:
         view = runs.get(name).view
         return {
             "readable": readable_recipe(view.config) is not None,
-            "alarms": [*hacking_history(view.hacking), *alarm_history(view.config, view.metrics)],
+            "alarms": [*hacking_history(view.hacking), *alarm_history(view.config, view.metrics, view.changes)],
             "warnings": view.warnings(),
             "steps": view.steps_done,
         }
@@ -354,7 +354,7 @@ def _experiments(views: Mapping[str, RunView]) -> list[list[str]]:
     """The runs, those together whose recipes are the same but for the seed."""
     sets: dict[str, list[str]] = {}
     for name, view in views.items():
-        sets.setdefault(curves.experiment(view.recipe) or name, []).append(name)
+        sets.setdefault(curves.experiment(view.recipe, view.changes) or name, []).append(name)
     return list(sets.values())
 
 
