@@ -390,6 +390,11 @@ def test_a_patience_does_not_make_it_another_evaluation(tmp_path: Path) -> None:
 SAID = "step 3: training.learning_rate 0.003 -> 0.001"
 
 
+def test_fewer_steps_than_are_done_are_refused(two: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training\.steps=1: 2 steps of .* are done already"):
+        go_on(two, "training.steps=1")
+
+
 def test_a_dry_run_inspect_report_and_page_tell_of_it(two: Path) -> None:
     record = RunFolder(two).fingerprint  # as of a run whose model, rows and reward lie in files
     record.write_text(json.dumps(json.loads(record.read_text()) | {"in_memory": []}))

@@ -587,7 +587,7 @@ def test_memory_that_runs_out_is_explained_and_the_run_goes_on_with_less(
     key = "training.tokens_per_micro_batch"
     less = re.match(rf"memory ran out: {re.escape(str(error))}\nWhat takes less: .*{key}=(\d+)\b", said)
     assert less is not None and int(less[1]) < changes[key]
-    assert f'to go on: dapo.train(..., resume="{tmp_path}")' in said
+    assert f'to go on: dapo.train("{tmp_path}/model-before", ..., resume="{tmp_path}")' in said
     changes[key] = int(less[1])
     assert run(tmp_path, changes, resume=RunFolder(tmp_path))["updates"] == 2
 

@@ -307,11 +307,12 @@ class CheckpointWriter:
         def write() -> None:
             started = time.monotonic()
             try:
-                done.set_result(self._save(snapshot, loop))
+                result: Path | BaseException = self._save(snapshot, loop)
             except BaseException as error:  # for who waits, who may be gone by now
-                done.set_result(error)
+                result = error
             if snapshot.bytes:  # otherwise there was nothing to write
                 self.longest_s = max(self.longest_s, time.monotonic() - started)
+            done.set_result(result)
 
         limit = time.monotonic() + WAIT_S + snapshot.bytes / SLOWEST_DISK
         self._under_way = done, snapshot, limit

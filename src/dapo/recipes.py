@@ -19,8 +19,7 @@ def shipped_recipes() -> list[Path]:
 def existing_recipe(recipe: str | Path) -> Path:
     """``recipe``, or where there is no such file and it is only the name of a shipped one, that one's file."""
     known = {path.stem: path for path in shipped_recipes()}
-    exists = os.path.exists(recipe)  # noqa: PTH110  (False for a name that no file can have)
-    return Path(recipe) if exists else known.get(str(recipe), Path(recipe))
+    return Path(recipe) if os.path.exists(recipe) else known.get(str(recipe), Path(recipe))  # noqa: PTH110
 
 
 def demo_of(recipe: Path) -> str | None:

@@ -152,13 +152,17 @@ def changes_at(
     None: it starts anew, and no step had other settings. ``contents``: what has changed in files since the last start.
 
     Raises:
-        ConfigError: a setting that changes between two steps only, and ``checkpoint`` is inside of one.
+        ConfigError: a setting that changes between two steps only, and ``checkpoint`` is inside of one; or fewer steps.
         UserError: the record of earlier changes is damaged.
     """
     if checkpoint is None:
         return []
     place = Place.parse(checkpoint.name) or Place(0)
     begun, later = place.begun, (*FROM_THE_NEXT_STEP, *BETWEEN_STEPS)  # begun: the last step that has its settings
+    if config.training.steps < place.steps:
+        raise ConfigError(
+            f"training.steps={config.training.steps}: {place.steps} steps of {folder.root} are done already"
+        )
 
     def first(key: str) -> int:
         return begun + 1 if _is_one_of(key, later) else place.steps + 1

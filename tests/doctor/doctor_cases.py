@@ -364,7 +364,7 @@ MISTAKES: dict[str, Mistake] = {
         "1 rows have a placeholder for an answer, such as train.jsonl:2: answer is 'N/A'",
     ),
     "a backslash that was eaten in the recipe": Mistake(
-        "settings", "warn", _recipe(data__system="Use \frac."), "data.system holds the control character"
+        "settings", "warn", _recipe(data__instruction="Use \frac."), "data.instruction holds the control character"
     ),
     "integers that became floats": Mistake(
         "gold-as-written",
