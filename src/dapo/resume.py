@@ -118,9 +118,7 @@ def require_nothing_in_memory(run: Path) -> None:
     """Raises ConfigError: the run was given something by ``dapo.train`` that its folder does not hold."""
     named: list[str] = []
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # there may be no such run
-        recorded = read_json(RunFolder(run).fingerprint)
-        older = {"prompts": "prompts" in recorded["data.train"], "reward": recorded["reward"]["kind"] == "python"}
-        named = list(recorded.get("in_memory", [name for name, there in older.items() if there]))
+        named = list(read_json(RunFolder(run).fingerprint)["in_memory"])
     if named:
         raise ConfigError(
             f"--resume {run}: was begun in Python, and its folder does not hold what was passed there as "
