@@ -267,7 +267,7 @@ def test_the_command_line_refuses_to_go_on_with_what_only_python_has(settings: d
     assert f"does not hold what was passed there as {', '.join(named)}; go on in Python" in " ".join(
         done.stderr.split()
     )
-    assert f"dapo.train({'...' if older else chr(34)}" in done.stderr
+    assert 'dapo.train("' in done.stderr
 
 
 def test_what_the_run_folder_names_goes_on_from_the_command_line(settings: dict[str, Any], tmp_path: Path) -> None:

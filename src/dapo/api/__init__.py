@@ -161,8 +161,7 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
 def _free_folder() -> str:
     """Of a run that names none: so the result of an earlier one stays what it was."""
-    names = (f"runs/python{number}" for number in ("", *(f"-{k}" for k in range(2, 10_000))))
-    return next(name for name in names if not Path(name).exists())
+    return next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
 
 
 def _run(config: Config, listener: Listener, inputs: Inputs) -> Result:
