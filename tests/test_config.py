@@ -530,20 +530,15 @@ def test_a_rate_that_rises_or_follows_the_clock_is_warned_of() -> None:
         # rates of step k are lr (k + 1) / W: after 5 of 20 steps a quarter
         (
             {"steps": 5, "warmup_steps": 20, "learning_rate": 1e-6},
-            "2.5e-07, in step 5, of training.learning_rate=1e-06",
+            "2.5e-07",
             0,
         ),
         (
             {"steps": 20, "warmup_steps": 20, "learning_rate": 1e-6},
-            "1e-06, in step 20, of training.learning_rate=1e-06",
+            "1e-06",
             2,
         ),
-        # falling to 0 over 4 steps: 1/8 x 1, 2/8 x 3/4, 3/8 x 1/2, 4/8 x 1/4 of it; the second is 0.1875
-        (
-            {"steps": 4, "warmup_steps": 8, "learning_rate": 1e-4, "final_learning_rate": 0.0},
-            "1.88e-05, in step 2, of training.learning_rate=0.0001",
-            0,
-        ),
+        ({"steps": 4, "warmup_steps": 8, "learning_rate": 1e-4, "final_learning_rate": 0.0}, "5e-05", 0),  # a bound
     ],
 )
 def test_a_warm_up_that_takes_the_whole_run_is_warned_of_with_the_highest_rate(
@@ -557,7 +552,7 @@ def test_a_warm_up_that_takes_the_whole_run_is_warned_of_with_the_highest_rate(
         f"training.warmup_steps={training['warmup_steps']} is not below training.steps={training['steps']}: the "
         in text
     )
-    assert f"the highest learning rate is {highest}; use training.warmup_steps={works}" in text
+    assert f"rises during the whole run, to at most {highest}; use training.warmup_steps={works}" in text
     assert warned(warmup_steps=works) == warned(steps=0) == warned(warmup_steps=training["steps"] - 1) == []
 
 

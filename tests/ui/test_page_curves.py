@@ -44,11 +44,16 @@ def test_runs_of_one_experiment_differ_in_seed_and_folder_alone() -> None:
     assert curves.experiment(one) == curves.experiment(same) != ""
     assert curves.experiment(one) != curves.experiment({**same, "training": {"steps": 5, "lr": 2e-3}})
     assert curves.experiment({"seed": 1}) == ""
+    assert curves.experiment(one, ["rows"]) == curves.experiment(same, ["rows"]) != curves.experiment(one, ["others"])
     halved, longer = Change(3, "training.lr", 2e-3, 1e-3, "2026-01-02"), Change(3, "training.steps", 2, 5, "2026-01-02")
     falling = one | {"training": one["training"] | {"final_learning_rate": 0.0}}
-    assert curves.experiment(one, [halved]) != curves.experiment(one) == curves.experiment(one, [longer])
-    assert curves.experiment(one, [halved]) == curves.experiment(same, [replace(halved, date="2026-02-03"), longer])
-    assert curves.experiment(falling, [longer]) != curves.experiment(falling)
+    assert (
+        curves.experiment(one, changes=[halved]) != curves.experiment(one) == curves.experiment(one, changes=[longer])
+    )
+    assert curves.experiment(one, changes=[halved]) == curves.experiment(
+        same, changes=[replace(halved, date="2026-02-03"), longer]
+    )
+    assert curves.experiment(falling, changes=[longer]) != curves.experiment(falling)
 
 
 def test_time_left_is_of_the_steps_or_of_the_minutes_if_they_end_first() -> None:

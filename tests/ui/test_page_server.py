@@ -122,9 +122,11 @@ def test_the_defaults_of_another_version_are_not_known(tmp_path: Path) -> None:
 
 
 def test_runs_with_other_seeds_are_told_and_drawn_as_one(tmp_path: Path) -> None:
-    for name, settings in {"a": {"seed": 1}, "b": {"seed": 2}, "c": {"training.steps": 7}}.items():
+    for name, settings in {"a": {"seed": 1}, "b": {"seed": 2}, "c": {"training.steps": 7}, "d": {"seed": 1}}.items():
         page_run(tmp_path / name, steps=3 if name == "b" else 2, settings=settings)
     with served(tmp_path) as address:
+        again = get(f"{address}/api/metrics?run=a&run=d")[1]  # one seed twice is no second seed
+        assert again["experiments"] == [["a"], ["d"]]
         names = "run=a&run=c&run=b"
         found = get(f"{address}/api/metrics?{names}")[1]
         assert found["experiments"] == [["a", "b"], ["c"]] and found["seeds"] == {"a": 1, "b": 2, "c": 0}

@@ -10,7 +10,6 @@ from dapo.escapes import eaten_in
 
 if TYPE_CHECKING:  # the tree calls these checks when it is built
     from dapo.config.reward import RewardConfig
-    from dapo.config.sections import TrainingConfig
     from dapo.config.tree import Config
 
 
@@ -124,7 +123,11 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
             f"{training.learning_rate:g}: the rate rises over the run"
         )
     if 0 < training.steps <= training.warmup_steps:
-        found.append(_unreached_rate(training))
+        steps, warmup, rate = training.steps, training.warmup_steps, training.learning_rate
+        found.append(
+            f"training.warmup_steps={warmup} is not below training.steps={steps}: the learning rate rises during the "
+            f"whole run, to at most {rate * steps / warmup:.3g}; use training.warmup_steps={steps // 10}"
+        )
     if config.runtime.deterministic and training.minutes is not None and training.final_learning_rate is not None:
         found.append(
             "runtime.deterministic: with training.minutes the rate that falls to training.final_learning_rate follows "
@@ -142,16 +145,3 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
     if kl.mode == "loss" and kl.estimator == "k1":
         found.append("algorithm.kl: k1 in the loss has a gradient of zero mean; use k2 or k3")
     return found
-
-
-def _unreached_rate(training: TrainingConfig) -> str:
-    """Of a warm-up that takes the whole run: the highest learning rate that is used, and in which step."""
-    steps, warmup, full = training.steps, training.warmup_steps, training.learning_rate
-    final = full if training.final_learning_rate is None else training.final_learning_rate
-    rates = [(full + k / steps * (final - full)) * (k + 1) / warmup for k in range(steps)]
-    highest = max(rates)
-    return (
-        f"training.warmup_steps={warmup} is not below training.steps={steps}: the highest learning rate is "
-        f"{highest:.3g}, in step {rates.index(highest) + 1}, of training.learning_rate={full:g}; use "
-        f"training.warmup_steps={steps // 10}"
-    )

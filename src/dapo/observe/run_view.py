@@ -82,6 +82,13 @@ class RunView:
         return str(reward.get("function")) if reward.get("kind") == "python" else None
 
     @property
+    def started_from(self) -> list[Any]:
+        """What stands for the content of model, rows and reward."""
+        return [
+            _mapping(self.folder.fingerprint).get(key) for key in ("model", "data.train", "evaluation.data", "reward")
+        ]
+
+    @property
     def recipe(self) -> Mapping[str, Any]:
         """The recipe to show: where a function or rows were passed from Python, it says so."""
         recipe, started_from = dict(self.config), _mapping(self.folder.fingerprint)

@@ -111,13 +111,13 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)]
 
 
-def experiment(recipe: Mapping[str, Any], changes: Sequence[Change] = ()) -> str:
-    """What stands for a recipe without its seed and for its changes under way: the same for runs that repeat one
-    experiment. Empty: there is no recipe. That a run was made longer counts only where its rate follows the length."""
+def experiment(recipe: Mapping[str, Any], content: Any = None, changes: Sequence[Change] = ()) -> str:
+    """What stands for a recipe without its seed, for the ``content`` of what it names and for changes under way: the
+    same for runs that repeat an experiment. Empty: no recipe. Longer runs differ where the rate follows the length."""
     values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(_OF_THE_RUN)}
     length = () if "training.final_learning_rate" in values else ("training.steps", "training.minutes")
     changed = [(c.step, c.key, c.old, c.new) for c in changes if not c.key.startswith((*_OF_THE_RUN, *length))]
-    text = json.dumps([values, sorted(changed, key=str)], sort_keys=True, default=str)
+    text = json.dumps([values, content, sorted(changed, key=str)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest() if values else ""
 
 

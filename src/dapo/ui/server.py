@@ -351,11 +351,13 @@ def _left(run: Run) -> dict[str, Any] | None:
 
 
 def _experiments(views: Mapping[str, RunView]) -> list[list[str]]:
-    """The runs, those together whose recipes are the same but for the seed."""
-    sets: dict[str, list[str]] = {}
+    """The runs, those together that are the same but for the seed, of which each counts once."""
+    sets: dict[tuple[str, int], dict[Any, str]] = {}
     for name, view in views.items():
-        sets.setdefault(curves.experiment(view.recipe, view.changes) or name, []).append(name)
-    return list(sets.values())
+        key, seed = curves.experiment(view.recipe, view.started_from, view.changes) or name, view.recipe.get("seed")
+        number = next(k for k in range(len(views)) if seed not in sets.get((key, k), {}))
+        sets.setdefault((key, number), {})[seed] = name
+    return [list(runs.values()) for runs in sets.values()]
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
