@@ -36,9 +36,9 @@ import numpy as np
 import yaml
 
 from dapo.config import load_config
-from dapo.files import write_atomic
 from dapo.observe.metrics import read_metrics
-from dapo.progress import PlainListener
+from dapo.observe.progress import PlainListener
+from dapo.util.files import write_atomic
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -181,8 +181,8 @@ def train(options: argparse.Namespace) -> None:
     """Train one cell in this process."""
     from rollout_ours import measure_limits
 
-    from dapo.inputs import device_of
-    from dapo.launch import run_experiment
+    from dapo.model.placement import device_of
+    from dapo.orchestrator.launch import run_experiment
 
     cell = next(c for c in declared(options.declared, options.table) if [c.name] == options.only)
     folder = options.out / cell.name

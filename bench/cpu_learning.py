@@ -22,11 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dapo.commands.demo.run import make_world
 from dapo.config import Config, load_config
-from dapo.demo.run import make_world
-from dapo.launch import run_experiment
-from dapo.progress import QuietListener
-from dapo.recipes import recipe_path
+from dapo.config.recipes import recipe_path
+from dapo.observe.progress import QuietListener
+from dapo.orchestrator.launch import run_experiment
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sides import make_trl

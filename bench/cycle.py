@@ -38,7 +38,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from dapo.files import write_json
+from dapo.util.files import write_json
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

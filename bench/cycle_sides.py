@@ -81,9 +81,9 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
 def ours(job: dict[str, Any], report: Report) -> None:
     """A run of the ordinary loop, by its own metrics and the clock between two steps."""
     from dapo.config import build_config, nested
-    from dapo.inputs import Inputs
-    from dapo.launch import run_experiment
-    from dapo.progress import QuietListener
+    from dapo.observe.progress import QuietListener
+    from dapo.orchestrator.inputs import RunOverrides
+    from dapo.orchestrator.launch import run_experiment
 
     random_weights = job["rows"] is None
     last = [mark()]
@@ -108,7 +108,9 @@ def ours(job: dict[str, Any], report: Report) -> None:
         give_lengths(job["task"])
     with tempfile.TemporaryDirectory() as folder:
         config = build_config(nested(settings_of(job) | job["set"] | {"run.dir": f"{folder}/run"}), "benchmark")
-        inputs = Inputs(model=model, tokenizer=tokenizer, rows=rows_of(job), reward=reward if random_weights else None)
+        inputs = RunOverrides(
+            model=model, tokenizer=tokenizer, rows=rows_of(job), reward=reward if random_weights else None
+        )
         run_experiment(config, Watch(), inputs)
     report.say("memory", bytes=peak_bytes())
 
@@ -133,7 +135,7 @@ def random_model(job: dict[str, Any]) -> tuple[Any, Any]:
     """A model of the shape in the task's folder that nothing stops, and a tokenizer of a few signs."""
     from rollout_ours import load
 
-    from dapo.demo.task import make_tokenizer
+    from dapo.commands.demo.task import make_tokenizer
 
     weights = job.get("weights", "float32")
     model, tokenizer = load(job["task"].model, True, job["device"], weights), make_tokenizer()
@@ -144,7 +146,7 @@ def random_model(job: dict[str, Any]) -> tuple[Any, Any]:
 
 def give_lengths(task: Task) -> None:
     """Have each group of a rollout sampled up to the length of a real response, a different one for each."""
-    import dapo.inputs
+    import dapo.orchestrator.inputs
     from dapo.rollout.native.engine import NativeEngine
 
     lengths = [min(length, task.limit) for _, length in drawn_lengths(task.prompts)]
@@ -155,7 +157,7 @@ def give_lengths(task: Task) -> None:
                 [replace(r, sampling=replace(r.sampling, max_tokens=lengths[r.id % len(lengths)])) for r in requests]
             )
 
-    dapo.inputs.NativeEngine = Measured  # type: ignore[misc]
+    dapo.orchestrator.inputs.NativeEngine = Measured  # type: ignore[misc]
 
 
 def peak_bytes() -> int:

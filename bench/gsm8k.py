@@ -175,10 +175,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from rollout_ours import measure_limits
 
     from dapo.config import load_config
-    from dapo.inputs import device_of
-    from dapo.launch import run_experiment
-    from dapo.progress import make_listener
-    from dapo.recipes import recipe_path
+    from dapo.config.recipes import recipe_path
+    from dapo.model.placement import device_of
+    from dapo.observe.progress import make_listener
+    from dapo.orchestrator.launch import run_experiment
 
     config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
     limits = measure_limits(device_of(config).type)

@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from dapo.commands.demo.run import make_world
 from dapo.config import load_config
-from dapo.demo.run import make_world
-from dapo.launch import run_experiment
+from dapo.config.recipes import recipe_path
 from dapo.observe.metrics import read_metrics
-from dapo.progress import QuietListener
-from dapo.recipes import recipe_path
+from dapo.observe.progress import QuietListener
+from dapo.orchestrator.launch import run_experiment
 
 EVERYTHING = ["run.save_samples=true", "run.resources_every_s=1", "run.trackers=[tensorboard]"]
 NOTHING = ["run.save_samples=false", "run.resources_every_s=0"]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from dapo.config import CodeReward
 from dapo.records import Prompt
-from dapo.reward.code.sandbox import Limits, Sandbox
+from dapo.reward.code.sandbox import Sandbox, SandboxLimits
 from dapo.reward.code.scorer import CodeScorer
 
 
@@ -63,7 +63,7 @@ async def rate(workers: int, seconds: float, file: str | None) -> float:
 async def bare_starts(workers: int, seconds: float) -> float:
     """Starts a second of an empty sandbox with an interpreter in it."""
     python = str(Path(sys.executable).resolve())
-    command = [*Sandbox(Limits(2**30, 32, 2**26)).command(), python, "-I", "-S", "-E", "-c", "pass"]
+    command = [*Sandbox(SandboxLimits(2**30, 32, 2**26)).command(), python, "-I", "-S", "-E", "-c", "pass"]
     end, done = time.perf_counter() + seconds, 0
 
     async def keep_busy() -> None:

@@ -47,7 +47,7 @@ class Work:
         """Prompts for all cycles, each used once."""
         import numpy as np
 
-        from dapo.demo.task import draw_expressions
+        from dapo.commands.demo.task import draw_expressions
 
         count = self.prompts * (self.warmup + self.cycles)
         expressions = draw_expressions(np.random.default_rng(self.seed), count, set(), range(3, 6))
@@ -99,7 +99,7 @@ def load(work: Work) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from dapo.demo.task import make_model, make_tokenizer
+    from dapo.commands.demo.task import make_model, make_tokenizer
 
     dtype = torch.bfloat16 if work.dtype == "pure-bfloat16" else torch.float32
     if work.model == "demo":
@@ -114,9 +114,9 @@ def load(work: Work) -> tuple[Any, Any]:
 def run_ours(work: Work) -> Timing:
     """A run of the ordinary loop; times are those of its own metrics and of the clock between two steps."""
     from dapo.config import build_config, nested
-    from dapo.inputs import Inputs
-    from dapo.launch import run_experiment
-    from dapo.progress import QuietListener
+    from dapo.observe.progress import QuietListener
+    from dapo.orchestrator.inputs import RunOverrides
+    from dapo.orchestrator.launch import run_experiment
 
     model, tokenizer = load(work)
     if not work.natural:  # nothing stops a response but the limit
@@ -161,7 +161,7 @@ def run_ours(work: Work) -> Timing:
 
     with tempfile.TemporaryDirectory() as folder:
         config = build_config(nested(settings | {"run.dir": f"{folder}/run"}), "benchmark")
-        run_experiment(config, Watch(), Inputs(model=model, tokenizer=tokenizer, rows=work.rows, reward=reward))
+        run_experiment(config, Watch(), RunOverrides(model=model, tokenizer=tokenizer, rows=work.rows, reward=reward))
     seconds, cpu_seconds = marks[-1].since(marks[work.warmup - 1])
     steps = metrics_of[work.warmup :]
     phases = {name: sum(m[f"time/{name}"] for m in steps) for name in ("rollout", "prepare", "update", "sync")}

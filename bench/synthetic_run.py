@@ -22,9 +22,9 @@ import numpy as np
 from dapo.config import build_config, nested
 from dapo.observe.index import SampleIndex
 from dapo.observe.metrics import MetricsLog
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import write_samples
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.run_folder import RunFolder
 
 ROWS = 4096
 """Of the data that prompts are drawn from."""

@@ -175,7 +175,7 @@ def trl(job: dict[str, Any], report: Report) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from dapo.demo.task import make_tokenizer
+    from dapo.commands.demo.task import make_tokenizer
 
     limits = measure_limits(job["device"])
     report.say("limits", **asdict(limits))
@@ -250,11 +250,11 @@ def size(job: dict[str, Any], report: Report) -> None:
     """One step of a whole run with responses of the full length: the most memory, predicted and taken."""
     from transformers import AutoConfig
 
+    from dapo.checks.memory import predict_memory
     from dapo.config import build_config, nested
-    from dapo.doctor.memory import predict_memory
-    from dapo.inputs import Inputs
-    from dapo.launch import run_experiment
-    from dapo.progress import QuietListener
+    from dapo.observe.progress import QuietListener
+    from dapo.orchestrator.inputs import RunOverrides
+    from dapo.orchestrator.launch import run_experiment
     from dapo.training.lora import trainable_shape
 
     class Watch(QuietListener):
@@ -278,7 +278,7 @@ def size(job: dict[str, Any], report: Report) -> None:
         memory = predict_memory(config, shape, cuda)
         parts = {part.name: getattr(memory, part.name) for part in fields(memory)}
         report.say("predicted", bytes=memory.total(cuda), parts=parts)
-        run_experiment(config, Watch(), Inputs(tokenizer=tokenizer, rows=rows_of(work), reward=alternating()))
+        run_experiment(config, Watch(), RunOverrides(tokenizer=tokenizer, rows=rows_of(work), reward=alternating()))
     report.say("memory", bytes=peak_bytes(), reserved=torch.cuda.max_memory_reserved() if cuda else 0)
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import metadata
 def train_a_step() -> None:
     """One rollout step with a model of random weights, and one held-out evaluation."""
     from dapo import train
-    from dapo.demo.task import make_model, make_tokenizer
+    from dapo.commands.demo.task import make_model, make_tokenizer
 
     tokenizer = make_tokenizer()
     prompts = [{"prompt": f"{a}*3+{b}-1=", "answer": str((a * 3 + b - 1) % 10)} for a in range(10) for b in range(10)]

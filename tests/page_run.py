@@ -12,9 +12,9 @@ import numpy as np
 
 from dapo.config import build_config, nested
 from dapo.observe.metrics import MetricsLog
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import write_samples
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.run_folder import RunFolder
 from run_cases import TOKENIZER
 
 SCRIPT = "<script>document.title='owned'</script><b>bold</b>"
@@ -87,8 +87,8 @@ def add_step(folder: RunFolder, step: int) -> None:
 @contextlib.contextmanager
 def served(*folders: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[str]:
     """A real server over these folders; gives its address, without the token."""
-    from dapo.hosts import listening_socket
-    from dapo.ui.serving import address_of, make_server
+    from dapo.commands.ui.serving import address_of, make_server
+    from dapo.util.network import listening_socket
 
     listening = listening_socket(host, [0])
     server = make_server(folders, token, period=0.05)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from dapo.checkpoints import Checkpoints
+from dapo.commands.demo.task import make_tokenizer
 from dapo.config import Config, build_config, nested
-from dapo.demo.task import make_tokenizer
-from dapo.inputs import Inputs
-from dapo.launch import run_experiment
+from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.metrics import read_metrics
-from dapo.progress import QuietListener
+from dapo.observe.progress import QuietListener
+from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment
 from dapo.records import Reward
-from dapo.run_folder import RunFolder
 from helpers import random_model
 
 TOKENIZER = make_tokenizer()
@@ -107,7 +107,7 @@ def run(
 ) -> dict[str, Any]:
     """Run with the settings above and ``changes`` (dotted keys); returns the summary."""
     given = {"model": tiny_model(), "tokenizer": TOKENIZER, "rows": PROMPTS, "reward": text_sum} | inputs
-    return run_experiment(config_for(folder, changes), listener or Recorder(), Inputs(**given))
+    return run_experiment(config_for(folder, changes), listener or Recorder(), RunOverrides(**given))
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -11,9 +11,9 @@ import numpy as np
 
 from dapo.config import build_config, nested
 from dapo.observe.metrics import MetricsLog
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import write_samples
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.run_folder import RunFolder
 
 ROWS = [
     {"prompt": "2+2=", "answer": "4", "scale": 3},

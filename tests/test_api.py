@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 import dapo
 from dapo.api import SIZES, Interrupted, Result, rows
-from dapo.cli import app
+from dapo.commands import app
 from dapo.config import build_config, nested
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
-from dapo.files import json_line
+from dapo.util.files import json_line
 from run_cases import PROMPTS, SETTINGS, TOKENIZER, Recorder, loads_whole, text_sum, tiny_model, weights_hash
 
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import dapo
 from dapo.api.inference import EvaluationResult
-from dapo.cli import app
+from dapo.commands import app
 from dapo.errors import ConfigError, DataError, ModelError, UserError
-from dapo.files import json_line
+from dapo.util.files import json_line
 from run_cases import PROMPTS, SETTINGS, TOKENIZER, Recorder, text_sum, tiny_model
 
 EXACT = {"reward.kind": "exact", "evaluation.max_response_length": 6}

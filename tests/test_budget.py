@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from dapo.budget import Budget
+from dapo.commands.replay.stored import read_step
 from dapo.config import TrainingConfig
 from dapo.errors import RewardError
-from dapo.experiment import Clock
-from dapo.inputs import Inputs
-from dapo.launch import run_experiment
-from dapo.replay.stored import read_step
-from dapo.run_folder import RunFolder
+from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.budget import Budget
+from dapo.orchestrator.experiment import Clock
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model
 
 
@@ -111,7 +111,7 @@ def test_a_run_ends_with_its_minutes_evaluates_and_goes_on_when_given_more(tmp_p
     heard = Recorder()
     for minutes, total in ((120, 3), (175, 5)):  # nothing is left to do; more minutes are more steps
         config = config_for(tmp_path, changes | {"training.minutes": minutes})
-        run_experiment(config, heard, Inputs(**inputs, model=tiny_model(), resume=folder))
+        run_experiment(config, heard, RunOverrides(**inputs, model=tiny_model(), resume=folder))
         assert json.loads(folder.summary.read_text())["steps"] == total
     assert any(phase.endswith("to go on: training.minutes=240") for phase in heard.phases)
     assert [step["time/training"] for step in steps_of(tmp_path)][-1] == pytest.approx(10_000, abs=400)

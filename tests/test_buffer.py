@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.algorithm.shaping import shape_rewards
-from dapo.buffer import ExperienceBuffer, FillStats
 from dapo.config import build_config
 from dapo.errors import RewardError, StarvedError
-from dapo.filling import Filling
+from dapo.orchestrator.buffer import ExperienceBuffer, FillStats
+from dapo.orchestrator.rollout_batch import Filling
+from dapo.orchestrator.state import read_state, write_state
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Engine, EngineError
 from dapo.rollout.seeds import sample_seed
-from dapo.state import read_state, write_state
 
 N, G = 4, 3
 MIXED, RIGHT, WRONG = (1, 0, 1), (1, 1, 1), (0, 0, 0)

@@ -12,34 +12,34 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import dapo.experiment
-import dapo.prepare
+import dapo.orchestrator.batch_builder
+import dapo.orchestrator.experiment
 from dapo.algorithm.objective import DapoObjective
-from dapo.buffer import ExperienceBuffer
-from dapo.changes import Change, read_changes
-from dapo.checkpoints import Checkpoints
-from dapo.cli import app
-from dapo.config.reference import all_values
-from dapo.errors import ConfigError, UserError
-from dapo.inputs import Inputs
-from dapo.launch import run_experiment
-from dapo.observe.run_view import RunView
-from dapo.prepare import Preparer
-from dapo.report.content import sections_of
-from dapo.report.write import as_markdown
-from dapo.resume import (
+from dapo.commands import app
+from dapo.commands.report.content import sections_of
+from dapo.commands.report.write import as_markdown
+from dapo.commands.ui.curves import marks
+from dapo.config.changeable import (
     BETWEEN_STEPS,
     BY_CONTENT,
     FIXED,
     FROM_THE_NEXT_STEP,
     MAY_CHANGE,
     MAY_CHANGE_UNLESS_DETERMINISTIC,
-    resume_config,
 )
-from dapo.run_folder import RunFolder
+from dapo.config.reference import all_values
+from dapo.errors import ConfigError, UserError
+from dapo.observe.changes import Change, read_changes
+from dapo.observe.checkpoints import Checkpoints
+from dapo.observe.run_folder import RunFolder
+from dapo.observe.run_view import RunView
+from dapo.orchestrator.batch_builder import BatchBuilder
+from dapo.orchestrator.buffer import ExperienceBuffer
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment
+from dapo.orchestrator.resume import resume_config
 from dapo.training.checkpoint import load_tensors
 from dapo.training.trainer import Trainer
-from dapo.ui.curves import marks
 from run_cases import (
     PROMPTS,
     TOKENIZER,
@@ -64,7 +64,7 @@ def go_on(folder: Path, *overrides: str, listener: Recorder | None = None, **inp
     """As `dapo train --resume` does, with what a test passes from Python."""
     given = {"model": tiny_model(), "tokenizer": TOKENIZER, "rows": PROMPTS, "reward": text_sum} | inputs
     config = resume_config(folder, None, overrides)
-    return run_experiment(config, listener or Recorder(), Inputs(**given, resume=RunFolder(folder)))
+    return run_experiment(config, listener or Recorder(), RunOverrides(**given, resume=RunFolder(folder)))
 
 
 def stopped_at(folder: Path, owner: type, method: str, number: int) -> None:
@@ -172,14 +172,14 @@ def test_a_changed_warm_up_is_that_of_the_present_step(two: Path) -> None:
 def objectives(patch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
     """The step and the upper clip bound of each objective that is made from now on."""
     made: list[tuple[int, float]] = []
-    original = dapo.prepare.Preparer.objective.fget  # type: ignore[attr-defined]
+    original = dapo.orchestrator.batch_builder.BatchBuilder.objective.fget  # type: ignore[attr-defined]
 
-    def watched(self: Preparer) -> DapoObjective:
+    def watched(self: BatchBuilder) -> DapoObjective:
         found: DapoObjective = original(self)
         made.append((self._config.training.groups_per_update, found.clip_ratio_high))
         return found
 
-    patch.setattr(Preparer, "objective", property(watched))
+    patch.setattr(BatchBuilder, "objective", property(watched))
     return made
 
 
@@ -234,7 +234,7 @@ def fails(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 
 def test_a_kill_while_changes_are_recorded_records_each_once(two: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
-        fails(patch, dapo.experiment, "write_json")
+        fails(patch, dapo.orchestrator.experiment, "write_json")
         go_on(two, "training.steps=3", "training.learning_rate=1e-3")
     go_on(two)  # config.yaml has them already
     assert changes_of(two) == ["step 3: training.steps 2 -> 3", SAID]
@@ -246,7 +246,7 @@ def test_a_change_that_is_taken_back_before_any_step_had_it_leaves_no_trace(tmp_
     folder = tmp_path / "run"
     before = run(folder, TWO | {"evaluation.every": 1}, heldout=PROMPTS[:4])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        fails(patch, *((ExperienceBuffer, "fill") if place == "step-00002" else (Preparer, "batch")))
+        fails(patch, *((ExperienceBuffer, "fill") if place == "step-00002" else (BatchBuilder, "batch")))
         go_on(folder, "training.steps=3", "training.learning_rate=1e-3", "evaluation.top_k=3", heldout=PROMPTS[4:9])
     assert last_checkpoint(folder).name == place and len(changes_of(folder)) == 5
     listener = Recorder()
@@ -263,7 +263,7 @@ def test_an_adaptive_kl_coefficient_stays_unless_it_is_changed_itself() -> None:
     def config(**kl: Any) -> Any:
         return config_for(Path("run"), {f"algorithm.kl.{key}": value for key, value in kl.items()})
 
-    preparer = Preparer(config(mode="loss", coef=0.1, target=0.01, horizon=1000), policy_of_a_trainer())
+    preparer = BatchBuilder(config(mode="loss", coef=0.1, target=0.01, horizon=1000), policy_of_a_trainer())
     preparer.load_state({"coef": 0.25})
     preparer.use(config(mode="loss", coef=0.1, target=0.02, horizon=2000))
     assert preparer.kl_coef == 0.25 and preparer._adaptive is not None and preparer._adaptive.target == 0.02
@@ -282,7 +282,7 @@ def policy_of_a_trainer() -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "method", "number", "name"),
-    [(Trainer, "update", 4, "step-00001-update-00001"), (Preparer, "batch", 2, "step-00001-rollout")],
+    [(Trainer, "update", 4, "step-00001-update-00001"), (BatchBuilder, "batch", 2, "step-00001-rollout")],
 )
 def test_a_step_under_way_is_finished_with_the_settings_it_began_with(
     tmp_path: Path, owner: type, method: str, number: int, name: str, monkeypatch: pytest.MonkeyPatch

@@ -21,27 +21,27 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dapo import checkpoints as module
-from dapo import keeping
-from dapo.budget import Budget
-from dapo.checkpoints import MANIFEST, Checkpoints, CheckpointWriter, Place, Snapshot, damages
-from dapo.cli.run_report import facts
-from dapo.cli.train import _where_it_goes_on
+from dapo.commands.inspect.run_report import facts
+from dapo.commands.train import _where_it_goes_on
 from dapo.config import EvaluationConfig
 from dapo.errors import UserError
-from dapo.evaluation.best import Best
-from dapo.files import write_json
-from dapo.inputs import Inputs
-from dapo.keeping import Keeper, RunState
-from dapo.launch import run_experiment
+from dapo.evaluation.early_stopping import EarlyStopping
+from dapo.observe import checkpoints as module
+from dapo.observe.checkpoints import MANIFEST, CheckpointId, Checkpoints, CheckpointWriter, Snapshot, damages
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
-from dapo.process import Stopping
-from dapo.run_folder import RunFolder
-from dapo.state import read_state, write_state
+from dapo.orchestrator import checkpointer as keeping
+from dapo.orchestrator.budget import Budget
+from dapo.orchestrator.checkpointer import Checkpointer, RunState
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment
+from dapo.orchestrator.state import read_state, write_state
 from dapo.training import checkpoint
 from dapo.training.checkpoint import load_tensors, save_tensors
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
+from dapo.util.files import write_json
+from dapo.util.process import Shutdown
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model, weights_hash
 
 EACH = {"run.save_every": 1, "training.steps": 3}
@@ -68,7 +68,9 @@ def three(done: Path, tmp_path: Path) -> Path:
 
 def go_on(folder: Path, changes: dict[str, Any] | None = None) -> tuple[dict[str, Any], Recorder]:
     listener = Recorder()
-    inputs = Inputs(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum, resume=RunFolder(folder))
+    inputs = RunOverrides(
+        model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum, resume=RunFolder(folder)
+    )
     return run_experiment(config_for(folder, EACH | (changes or {})), listener, inputs), listener
 
 
@@ -178,7 +180,7 @@ def test_a_best_step_whose_checkpoint_is_damaged_is_not_the_best_any_longer(tmp_
     checkpoints = Checkpoints(RunFolder(tmp_path).checkpoints)
     checkpoints.set_best({"step": 3, "metric": "eval/accuracy", "value": 2.0, "path": "checkpoints/step-00003"})
     truncate(RunFolder(tmp_path).checkpoints / "step-00003" / "state.json")
-    inputs = Inputs(
+    inputs = RunOverrides(
         model=tiny_model(),
         tokenizer=TOKENIZER,
         rows=PROMPTS,
@@ -220,7 +222,7 @@ def a_snapshot(step: int, size: int = 100, write: Callable[[Path], None] | None 
     def fill(folder: Path) -> None:
         (folder / "data").write_bytes(b"x" * size)
 
-    return Snapshot(Place(step), write or fill, size)
+    return Snapshot(CheckpointId(step), write or fill, size)
 
 
 def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,14 +319,21 @@ def test_room_is_looked_for_for_small_files_too_as_many_as_the_one_before_had(
         checkpoints.save(a_snapshot(2, 1000))
     free[0] = 3000
     checkpoints.save(a_snapshot(2, 1000))
-    assert checkpoints.places() == [Place(1), Place(2)]
+    assert checkpoints.places() == [CheckpointId(1), CheckpointId(2)]
 
 
 def test_one_from_inside_of_a_step_stays_until_there_is_a_later_one(tmp_path: Path) -> None:
     """Neither the number to keep nor the multiples of steps count those."""
     checkpoints = Checkpoints(tmp_path, keep_last=1, keep_every=2)
     seen = []
-    for place in (Place(1), Place(2), Place(2, updates=3), Place(2, updates=4), Place(3), Place(4, sampling=True)):
+    for place in (
+        CheckpointId(1),
+        CheckpointId(2),
+        CheckpointId(2, updates=3),
+        CheckpointId(2, updates=4),
+        CheckpointId(3),
+        CheckpointId(4, sampling=True),
+    ):
         checkpoints.save(Snapshot(place, lambda folder: (folder / "data").touch(), 0))
         seen.append([one.name for one in checkpoints.places()])
     assert seen == [
@@ -401,7 +410,7 @@ def test_the_run_folder_stays_locked_as_long_as_a_writer_hangs_that_is_not_waite
         pass
     release.set()
     with folder.lock():  # which is waited for for a second
-        assert Checkpoints(tmp_path).places() == [Place(1)]
+        assert Checkpoints(tmp_path).places() == [CheckpointId(1)]
 
 
 def test_a_writer_that_is_done_or_was_never_begun_frees_the_folder_at_once(tmp_path: Path) -> None:
@@ -414,7 +423,7 @@ def test_a_writer_that_is_done_or_was_never_begun_frees_the_folder_at_once(tmp_p
         await writer.close(5, then=lambda: freed.append(2))
 
     asyncio.run(main())
-    assert freed == [1, 2] and not said and Checkpoints(tmp_path).places() == [Place(1)]
+    assert freed == [1, 2] and not said and Checkpoints(tmp_path).places() == [CheckpointId(1)]
 
 
 def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(
@@ -438,10 +447,10 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     trainer = Trainer(tiny_model(), config_for(tmp_path).training, 1.0)
     count = sum(p.numel() for p in trainer.policy.model.parameters())
     assert expected_bytes(trainer) == 12 * count  # before the first update too
-    folder, best = RunFolder(tmp_path), Best(EvaluationConfig())
+    folder, best = RunFolder(tmp_path), EarlyStopping(EvaluationConfig())
     config = config_for(tmp_path, {"run.stop_within_s": 100})
     at = RunState(Budget(config.training))
-    keeper = Keeper(folder, config.run, at, best, {}, trainer, TOKENIZER, Stopping(), print)
+    keeper = Checkpointer(folder, config.run, at, best, {}, trainer, TOKENIZER, Shutdown(), print)
     assert keeper.seconds_to_save == pytest.approx(3 * 12 * count / 100e6 + 2)
     keeper._writer.longest_s = 7.0
     assert keeper.seconds_to_save == 23
@@ -484,9 +493,9 @@ def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(keeping, "CheckpointWriter", fail)
     folder, config = RunFolder(tmp_path), config_for(tmp_path)
-    at, best, trainer = RunState(Budget(config.training)), Best(EvaluationConfig()), cast("Any", None)
+    at, best, trainer = RunState(Budget(config.training)), EarlyStopping(EvaluationConfig()), cast("Any", None)
     with pytest.raises(OSError, match="no thread") as caught:
-        Keeper(folder, config.run, at, best, {}, trainer, TOKENIZER, Stopping(), print)
+        Checkpointer(folder, config.run, at, best, {}, trainer, TOKENIZER, Shutdown(), print)
     with folder.lock():
         assert caught.tb  # keeps what failed alive, and the lock with it, if it had taken one
 
@@ -550,7 +559,7 @@ def test_a_cancelled_wait_leaves_the_write_alone(tmp_path: Path) -> None:
 
 def test_what_is_half_written_is_no_checkpoint(tmp_path: Path) -> None:
     """Entry 81: killed inside of a save, there is a staging folder, which no name of a checkpoint fits."""
-    seen: list[list[Place]] = []
+    seen: list[list[CheckpointId]] = []
     checkpoints = Checkpoints(tmp_path)
 
     def write(folder: Path) -> None:
@@ -558,5 +567,5 @@ def test_what_is_half_written_is_no_checkpoint(tmp_path: Path) -> None:
         seen.append(checkpoints.places())
 
     checkpoints.save(a_snapshot(1, write=write))
-    assert seen == [[]] and checkpoints.places() == [Place(1)]
+    assert seen == [[]] and checkpoints.places() == [CheckpointId(1)]
     assert set(json.loads((tmp_path / "step-00001" / MANIFEST).read_text())["files"]) == {"data"}

@@ -17,14 +17,14 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo.cli import app
-from dapo.cli.options import files_and_settings
-from dapo.cli.train import _longer as longer
-from dapo.cli.train import next_commands
+from dapo.commands import app
+from dapo.commands.demo.task import make_tokenizer
+from dapo.commands.shared.options import files_and_settings
+from dapo.commands.train import _longer as longer
+from dapo.commands.train import next_commands
 from dapo.config import build_config, load_config
-from dapo.demo.task import make_tokenizer
+from dapo.config.recipes import recipe_path
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
-from dapo.recipes import recipe_path
 from dapo.rollout.engine import NotFiniteError
 
 RECIPE = {
@@ -59,7 +59,7 @@ def replace_run(monkeypatch: pytest.MonkeyPatch, effect: Any) -> list[Any]:
         return effect
 
     Path(RECIPE["model"]["path"]).mkdir(parents=True, exist_ok=True)  # a training asks first whether it can be had
-    for name, function in (("dapo.launch", "run_experiment"), ("dapo.demo", "run_demo")):
+    for name, function in (("dapo.orchestrator.launch", "run_experiment"), ("dapo.commands.demo.run", "run_demo")):
         module = ModuleType(name)
         setattr(module, function, stand_in)
         module.run_word_problems = stand_in
@@ -150,7 +150,7 @@ def test_a_dry_run_prints_the_recipe_and_its_numbers_and_writes_nothing(workplac
 
 
 def test_a_dry_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo.cli import train
+    from dapo.commands import train
 
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, color_system=None, width=80)
@@ -166,7 +166,7 @@ def test_a_dry_run_shows_no_secrets() -> None:
 
 def subprocess_run(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = (
-        "import sys\nfrom dapo.cli import main\ntry:\n    main()\n"
+        "import sys\nfrom dapo.commands import main\ntry:\n    main()\n"
         "finally:\n    print('HEAVY', *({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
     environment = {**os.environ, "NO_COLOR": "1"}
@@ -257,7 +257,7 @@ def test_a_signal_ends_a_demo_as_it_ends_a_training(monkeypatch: pytest.MonkeyPa
         signal.raise_signal(signal.SIGTERM)
 
     replace_run(monkeypatch, {})
-    monkeypatch.setattr(sys.modules["dapo.demo"], "run_demo", demo)
+    monkeypatch.setattr(sys.modules["dapo.commands.demo.run"], "run_demo", demo)
     result = run("demo")
     assert result.exit_code == (75 if begun else 143)
     said = "to go on: dapo train --resume runs/cpu-demo" if begun else "before the run had begun"

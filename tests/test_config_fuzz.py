@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from dapo.config import Config, all_keys, load_config, warnings_for
+from dapo.config.plan import plan_of
 from dapo.config.reference import Key, keys_of
 from dapo.errors import ConfigError
-from dapo.plan import plan_of
-from dapo.run_folder import config_yaml
+from dapo.observe.run_folder import config_yaml
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
 

@@ -29,14 +29,11 @@ import typer.main
 import yaml
 from typer.testing import CliRunner
 
-from dapo.cli import app
-from dapo.cli.errors import EXIT_CODES
+from dapo.commands import app
+from dapo.commands.demo.task import make_model, make_tokenizer
+from dapo.commands.shared.errors import EXIT_CODES
 from dapo.config import TrainingConfig, build_config, load_config, warnings_for
-from dapo.config.reference import all_values
-from dapo.demo.task import make_model, make_tokenizer
-from dapo.model.loading import load_model
-from dapo.observe.metrics import describe
-from dapo.resume import (
+from dapo.config.changeable import (
     BETWEEN_STEPS,
     BY_CONTENT,
     FIXED,
@@ -44,6 +41,9 @@ from dapo.resume import (
     MAY_CHANGE,
     MAY_CHANGE_UNLESS_DETERMINISTIC,
 )
+from dapo.config.reference import all_values
+from dapo.model.loading import load_model
+from dapo.observe.metrics import describe
 from dapo.stages.sft import imitate
 from dapo.training.trainer import Trainer
 

@@ -7,7 +7,7 @@ import yaml
 
 from dapo.config import build_config, warnings_for
 from dapo.data.rows import EATEN, Keys, check_row, parse_json
-from dapo.escapes import eaten, eaten_in
+from dapo.util.escapes import eaten, eaten_in
 
 # --- what JSON, YAML and Python make of LaTeX with single backslashes ---------------------------------------------
 

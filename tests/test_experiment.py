@@ -25,26 +25,26 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from dapo.cli import app
+from dapo.commands import app
 from dapo.config import Config, all_keys, build_config
 from dapo.errors import ConfigError, DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
-from dapo.experiment import Experiment
-from dapo.files import json_line
-from dapo.inputs import Inputs
-from dapo.launch import run_experiment, run_to_end
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.observe.metrics import describe
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import read_samples, updates_path
-from dapo.observe.step import WATCHED
-from dapo.process import in_thread
-from dapo.resume import check_resumable
+from dapo.orchestrator.experiment import Experiment
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment, run_to_end
+from dapo.orchestrator.resume import check_resumable
+from dapo.orchestrator.step_metrics import WATCHED
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
-from dapo.run_folder import RunFolder
 from dapo.training.checkpoint import load_tensors
 from dapo.training.trainer import Trainer
+from dapo.util.files import json_line
+from dapo.util.process import in_thread
 from run_cases import (
     PROMPTS,
     TOKENIZER,
@@ -572,7 +572,9 @@ def test_a_run_folder_in_place_of_a_model_is_told_where_its_model_is(tmp_path: P
         MemoryError("Unable to allocate 9.00 GiB for an array"),
     ],
 )
-@pytest.mark.parametrize("where", ["dapo.training.trainer.Trainer.update", "dapo.prepare.Preparer.batch"])
+@pytest.mark.parametrize(
+    "where", ["dapo.training.trainer.Trainer.update", "dapo.orchestrator.batch_builder.BatchBuilder.batch"]
+)
 def test_memory_that_runs_out_is_explained_and_the_run_goes_on_with_less(
     where: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -719,7 +721,7 @@ def test_what_needs_no_weights_is_refused_before_they_are_loaded(
     changes: dict[str, Any], reward: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("dapo.experiment.policy_model", lambda *_: loaded.append("the model"))
+    monkeypatch.setattr("dapo.orchestrator.experiment.policy_model", lambda *_: loaded.append("the model"))
     monkeypatch.setattr("dapo.training.lora.load_model", lambda *_, **__: loaded.append("the weights"))
     monkeypatch.chdir(tmp_path)
     settings = {"model.path": saved_model(tmp_path / "model"), "model.compute_dtype": "float32"} | changes
@@ -1010,7 +1012,7 @@ def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: 
     experiment = Experiment(
         config_for(tmp_path / "run", {"training.steps": 1000}),
         listener,
-        Inputs(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum),
+        RunOverrides(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum),
     )
 
     async def notebook() -> None:
@@ -1191,7 +1193,7 @@ def test_the_recipe_in_the_run_folder_runs_again(tmp_path: Path) -> None:
     tree = yaml.safe_load(RunFolder(tmp_path / "run").config.read_text())
     tree["run"]["dir"] = str(tmp_path / "again")
     config: Config = build_config(tree)
-    inputs = Inputs(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum)
+    inputs = RunOverrides(model=tiny_model(), tokenizer=TOKENIZER, rows=PROMPTS, reward=text_sum)
     run_experiment(config, Recorder(), inputs)
     first, again = (weights_hash(RunFolder(tmp_path / name).model_after) for name in ("run", "again"))
     assert first == again
@@ -1207,6 +1209,6 @@ def test_a_folder_that_the_caller_holds_is_in_use_from_then_to_the_end(tmp_path:
 
     with contextlib.ExitStack() as lock:
         lock.enter_context(folder.lock())
-        inputs = Inputs(tiny_model(), TOKENIZER, PROMPTS, reward=text_sum, folder=folder, lock=lock)
+        inputs = RunOverrides(tiny_model(), TOKENIZER, PROMPTS, reward=text_sum, folder=folder, lock=lock)
         run_experiment(config, Looks(), inputs)
     assert len(states) > 2 and set(states) == {"running"} and RunView.read(folder.root).state == "finished"

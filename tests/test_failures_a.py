@@ -16,19 +16,19 @@ import torch
 
 from dapo.algorithm.shaping import overlong_penalty, shape_rewards
 from dapo.config import DataConfig
+from dapo.config.plan import plan_of
 from dapo.data.template import PromptTemplate
 from dapo.evaluation.result import Evaluation
-from dapo.experiment import Experiment
-from dapo.inputs import Inputs
-from dapo.launch import run_to_end
+from dapo.observe.progress import closing_lines
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
-from dapo.plan import plan_of
-from dapo.prepare import Preparer
-from dapo.progress import closing_lines
+from dapo.orchestrator.batch_builder import BatchBuilder
+from dapo.orchestrator.experiment import Experiment
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_to_end
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Request
 from dapo.rollout.native.engine import NativeEngine
-from dapo.run_folder import RunFolder
 from dapo.training.packing import PackedBatch
 from data.tokenizers_for_tests import CHAT_WITH_BOS, char_tokenizer
 from run_cases import (
@@ -49,7 +49,7 @@ from run_cases import (
 
 def experiment(folder: Path, changes: dict[str, Any], **inputs: Any) -> Experiment:
     given = {"model": tiny_model(), "tokenizer": TOKENIZER, "rows": PROMPTS, "reward": text_sum} | inputs
-    made = Experiment(config_for(folder, changes), Recorder(), Inputs(**given))
+    made = Experiment(config_for(folder, changes), Recorder(), RunOverrides(**given))
     run_to_end(made)
     return made
 
@@ -271,7 +271,7 @@ def test_trainer_and_engine_see_the_same_ids_with_one_bos_failures_37_38(
     requests: dict[int, Request] = {}
     sampled: dict[tuple[int, int], list[int]] = {}
     packed: list[PackedBatch] = []
-    generate, updates = NativeEngine.generate, Preparer.updates
+    generate, updates = NativeEngine.generate, BatchBuilder.updates
 
     async def watched(self: NativeEngine, wanted: Sequence[Request]) -> AsyncIterator[Sample]:
         requests.update({r.id: r for r in wanted})
@@ -279,12 +279,12 @@ def test_trainer_and_engine_see_the_same_ids_with_one_bos_failures_37_38(
             sampled[sample.request_id, sample.index] = sample.token_ids.tolist()
             yield sample
 
-    def seen(self: Preparer, batch: PackedBatch, done: int = 0) -> Any:
+    def seen(self: BatchBuilder, batch: PackedBatch, done: int = 0) -> Any:
         packed.append(batch)
         return updates(self, batch, done)
 
     monkeypatch.setattr(NativeEngine, "generate", watched)
-    monkeypatch.setattr(Preparer, "updates", seen)
+    monkeypatch.setattr(BatchBuilder, "updates", seen)
     tokenizer = char_tokenizer(adds_bos=adds_bos, chat_template=CHAT_WITH_BOS)
     changes = {"data.template": "chat", "data.max_prompt_length": 40, "training.tokens_per_micro_batch": 128}
     run(tmp_path / "run", changes, model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)

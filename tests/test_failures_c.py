@@ -14,12 +14,12 @@ import pytest
 
 from dapo.algorithm.advantage import with_advantages
 from dapo.config import Config, all_keys, build_config, load_config
+from dapo.config.plan import plan_line, plan_of
 from dapo.config.reference import keys_of
 from dapo.errors import UserError
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
-from dapo.plan import plan_line, plan_of
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.run_folder import RunFolder
 from dapo.training.packing import pack
 from data.tokenizers_for_tests import char_tokenizer
 from run_cases import PROMPTS, Recorder, config_for, run, steps_of

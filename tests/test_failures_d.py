@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from dapo.inputs import Inputs
-from dapo.launch import run_experiment
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
-from dapo.run_folder import RunFolder
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment
 from run_cases import TOKENIZER, Recorder, config_for, run, text_sum, tiny_model
 
 
@@ -55,7 +55,7 @@ def test_rows_after_a_resume_are_those_of_the_run_that_was_not_stopped_failures_
     }
     run(tmp_path / "whole", changes | {"training.steps": 10}, rows=rows)
     run(tmp_path / "parts", changes | {"training.steps": 8}, rows=rows)
-    given = Inputs(
+    given = RunOverrides(
         model=tiny_model(), tokenizer=TOKENIZER, rows=rows, reward=text_sum, resume=RunFolder(tmp_path / "parts")
     )
     run_experiment(config_for(tmp_path / "parts", changes | {"training.steps": 10}), Recorder(), given)

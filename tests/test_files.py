@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from dapo.files import flush_to_disk, new_folder, plain, write_atomic, write_json
 from dapo.training.checkpoint import save_tensors
+from dapo.util.files import flush_to_disk, new_folder, plain, write_atomic, write_json
 
 
 def test_json_holds_plain_types_and_null_for_what_is_not_finite(tmp_path: Path) -> None:

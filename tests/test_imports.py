@@ -24,7 +24,16 @@ def loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["dapo", "dapo.config", "dapo.cli", "dapo.plan", "dapo.progress", "dapo.run_folder", "dapo.records"]
+    "module",
+    [
+        "dapo",
+        "dapo.config",
+        "dapo.commands",
+        "dapo.config.plan",
+        "dapo.observe.progress",
+        "dapo.observe.run_folder",
+        "dapo.records",
+    ],
 )
 def test_light_modules_stay_light(module: str) -> None:
     assert not loaded_by(f"import {module}") & set(HEAVY)
@@ -71,9 +80,53 @@ def test_rewards_see_no_tensor_but_that_of_a_reward_model() -> None:
 @pytest.mark.parametrize("folder", ["rollout", "training", "algorithm", "model"])
 def test_only_the_orchestrator_and_the_buffer_know_rewards(folder: str) -> None:
     named = [(p.name, m) for p in files(folder) for m in imports_of(p)]
-    assert [(name, m) for name, m in named if m.startswith(("dapo.reward", "dapo.experiment", "dapo.cli"))] == []
+    assert [
+        (name, m) for name, m in named if m.startswith(("dapo.reward", "dapo.orchestrator.experiment", "dapo.commands"))
+    ] == []
 
 
 def test_records_need_numpy_only() -> None:
     tops = {module.partition(".")[0] for module in imports_of(PACKAGE / "records.py")}
     assert tops <= {*sys.stdlib_module_names, "numpy"}
+
+
+ORDER = (
+    *(
+        "errors",
+        "util",
+        "records",
+        "config",
+        "data",
+        "algorithm",
+        "model",
+        "training",
+        "rollout",
+        "reward",
+        "evaluation",
+    ),
+    *("observe", "checks", "orchestrator", "inference", "stages", "api", "commands"),
+)
+"""Folders and the loose modules from below to above (decision 39)."""
+
+
+def named_anywhere(path: Path) -> Iterator[str]:
+    """Every module of ours that a file names in an import, also for type checkers only."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_each_folder_imports_only_from_those_below_it() -> None:
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert there - {"__init__", "__main__"} == set(ORDER)
+    upwards = [
+        f"{path.relative_to(PACKAGE)}: {module}"
+        for path in files(".")
+        if (room := path.relative_to(PACKAGE).parts[0].removesuffix(".py")) in ORDER
+        for module in named_anywhere(path)
+        if module.startswith("dapo.") and (other := module.split(".")[1]) in ORDER
+        if ORDER.index(other) > ORDER.index(room)
+    ]
+    assert upwards == []

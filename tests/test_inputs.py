@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from dapo import inputs
+from dapo.checks.start import notice_generation_config
 from dapo.config import build_config, load_config, nested
+from dapo.config.plan import missing_files, plan_of
 from dapo.errors import ConfigError, DataError, ModelError
-from dapo.inputs import determinism, notice_generation_config
-from dapo.plan import missing_files, plan_of
+from dapo.model.placement import determinism
+from dapo.orchestrator import inputs
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, text_sum, tiny_model
 
 LONG = {"prompt": "1+2" * 20 + "=", "answer": "3"}  # 61 tokens, far above data.max_prompt_length=8

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from dapo.commands.demo.task import make_model, make_tokenizer
 from dapo.config import build_config, nested
-from dapo.demo.task import make_model, make_tokenizer
-from dapo.experiment import Experiment
-from dapo.inputs import Inputs
-from dapo.launch import run_to_end
 from dapo.observe.metrics import read_metrics
+from dapo.observe.progress import QuietListener
 from dapo.observe.samples import read_samples
-from dapo.prepare import Preparer, Update
-from dapo.progress import QuietListener
+from dapo.orchestrator.batch_builder import BatchBuilder, Update
+from dapo.orchestrator.experiment import Experiment
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_to_end
 
 BASE: dict[str, Any] = {
     "seed": 5,
@@ -57,7 +57,7 @@ def run(folder: Path, reward: Any = starts_low, **settings: Any) -> Experiment:
     tokenizer = make_tokenizer()
     model = make_model(1, len(tokenizer))
     experiment = Experiment(
-        config, QuietListener(), Inputs(model=model, tokenizer=tokenizer, rows=PROMPTS, reward=reward)
+        config, QuietListener(), RunOverrides(model=model, tokenizer=tokenizer, rows=PROMPTS, reward=reward)
     )
     run_to_end(experiment)
     return experiment
@@ -71,14 +71,14 @@ def metrics(experiment: Experiment) -> dict[str, Any]:
 def updates(monkeypatch: pytest.MonkeyPatch) -> list[Update]:
     """Every update that a run makes, in order."""
     seen: list[Update] = []
-    plain = Preparer.updates
+    plain = BatchBuilder.updates
 
-    def record(self: Preparer, packed: Any, done: int = 0) -> Any:
+    def record(self: BatchBuilder, packed: Any, done: int = 0) -> Any:
         for update in plain(self, packed, done):
             seen.append(update)
             yield update
 
-    monkeypatch.setattr(Preparer, "updates", record)
+    monkeypatch.setattr(BatchBuilder, "updates", record)
     return seen
 
 

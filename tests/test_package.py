@@ -33,9 +33,9 @@ def test_the_wheel_holds_the_package_its_types_its_rubric_and_every_recipe(wheel
     assert "cpu-demo.yaml" in recipes
     assert {f"dapo/shipped_recipes/{name}" for name in recipes} | {"dapo/py.typed"} <= names
     assert "dapo/reward/judge/rubric.jinja" in names
-    static = ROOT / "src" / "dapo" / "ui" / "static"
-    page = {f"dapo/ui/static/{path.relative_to(static)}" for path in static.rglob("*") if path.is_file()}
-    assert "dapo/ui/static/index.html" in page and page <= names
+    static = ROOT / "src" / "dapo" / "commands" / "ui" / "static"
+    page = {f"dapo/commands/ui/static/{path.relative_to(static)}" for path in static.rglob("*") if path.is_file()}
+    assert "dapo/commands/ui/static/index.html" in page and page <= names
     sources = {f"dapo/{path.relative_to(ROOT / 'src' / 'dapo')}" for path in (ROOT / "src" / "dapo").rglob("*.py")}
     assert sources == {name for name in names if name.endswith(".py")}
     assert not [name for name in names if name.startswith(("tests", "src"))]
@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_package_its_types_its_rubric_and_every_recipe(wheel
 
 def test_an_installed_program_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = "from dapo.config import load_config\nfrom dapo.recipes import recipe_path\n"
+    code = "from dapo.config import load_config\nfrom dapo.config.recipes import recipe_path\n"
     code += "path = recipe_path('cpu-demo'); load_config(path); print(path)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(

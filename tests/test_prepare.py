@@ -19,7 +19,7 @@ import torch
 from dapo.algorithm.advantage import advantages
 from dapo.config import Config, build_config, nested
 from dapo.model.loading import load_model
-from dapo.prepare import Preparer, Update
+from dapo.orchestrator.batch_builder import BatchBuilder, Update
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.packing import PackedBatch
 from dapo.training.policy import Policy
@@ -73,8 +73,8 @@ GROUPS = [make_group([1, -1, -1, -1], [3, 2, 4, 1]), make_group([1, 1, -1, -1], 
 
 def prepare(
     policy: Policy, groups: Sequence[Group], **changes: Any
-) -> tuple[Preparer, list[Group], PackedBatch, list[Update]]:
-    preparer = Preparer(make_config(**changes), policy)
+) -> tuple[BatchBuilder, list[Group], PackedBatch, list[Update]]:
+    preparer = BatchBuilder(make_config(**changes), policy)
     batch = preparer.batch(groups, version=0)
     return preparer, list(batch.groups), batch.packed, list(preparer.updates(batch.packed))
 
@@ -177,7 +177,7 @@ def test_a_recomputed_proximal_policy_measures_the_mismatch_with_the_engine(poli
     engine = np.split(policy.logprobs(packed).numpy() + off, [3, 5, 9])
     samples = [replace(s, logprobs=lp, versions=s.versions + 4) for s, lp in zip(group.samples, engine, strict=True)]
     samples[2] = replace(samples[2], versions=samples[2].versions - 1)
-    preparer = Preparer(make_config(algorithm__proximal="recompute"), policy)
+    preparer = BatchBuilder(make_config(algorithm__proximal="recompute"), policy)
     mismatch = preparer.batch([replace(group, samples=tuple(samples))], version=4).mismatch
     assert mismatch is not None and mismatch.tokens == 6
     assert mismatch.mean == pytest.approx(0.75 / 6, rel=1e-5) and mismatch.maximum == pytest.approx(0.5, rel=1e-5)
@@ -259,7 +259,7 @@ def test_kl_in_the_reward_is_of_a_sample_that_is_not_in_the_loss_too(policy: Pol
 
 def test_the_reference_is_the_policy_as_it_was_at_the_start() -> None:
     policy = Policy(load_model(random_model("qwen2")), 1.0, 200)
-    preparer = Preparer(make_config(algorithm__kl__mode="measure"), policy)
+    preparer = BatchBuilder(make_config(algorithm__kl__mode="measure"), policy)
     packed = preparer.batch(GROUPS, version=0).packed
     before = policy.logprobs(packed)
     with torch.no_grad():

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from dapo.config import build_config
-from dapo.plan import missing_files, plan_of
-from dapo.progress import (
+from dapo.config.plan import missing_files, plan_of
+from dapo.observe.progress import (
     Listener,
     LiveListener,
     Pace,

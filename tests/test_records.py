@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dapo.orchestrator.state import STATE, read_state, write_state
 from dapo.records import LONGEST_TEXT, Reward, Sample
-from dapo.state import STATE, read_state, write_state
 
 
 def a_sample(tokens: int = 3, **changes: Any) -> Sample:

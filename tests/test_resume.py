@@ -26,24 +26,24 @@ import yaml
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from dapo.checkpoints import MANIFEST, Checkpoints, Place, _describe
-from dapo.cli import app
+from dapo.commands import app
 from dapo.errors import ConfigError, StarvedError, UserError
-from dapo.evaluation.best import Best
-from dapo.files import json_line, write_json
-from dapo.fingerprint import fingerprint_model, fingerprint_prompts, fingerprint_tokenizer
-from dapo.inputs import Inputs
-from dapo.launch import run_experiment
+from dapo.evaluation.early_stopping import EarlyStopping
+from dapo.observe.checkpoints import MANIFEST, CheckpointId, Checkpoints, _describe
+from dapo.observe.fingerprint import fingerprint_model, fingerprint_prompts, fingerprint_tokenizer
 from dapo.observe.metrics import read_metrics
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import TokenArrays
-from dapo.prepare import Preparer
+from dapo.orchestrator.batch_builder import BatchBuilder
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment
+from dapo.orchestrator.resume import check_resumable, resume_config
 from dapo.records import Prompt, Reward
-from dapo.resume import check_resumable, resume_config
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
-from dapo.run_folder import RunFolder
 from dapo.training.checkpoint import load_tensors
 from dapo.training.trainer import Trainer
+from dapo.util.files import json_line, write_json
 from run_cases import (
     PROMPTS,
     TOKENIZER,
@@ -84,7 +84,7 @@ def resume(folder: Path, changes: Mapping[str, Any] | None = None, listener: Any
     given = {"model": tiny_model(), "tokenizer": TOKENIZER, "rows": PROMPTS, "reward": text_sum} | inputs
     given |= {"heldout": PROMPTS[:4]} if "heldout" not in inputs else {}
     config = config_for(folder, LONG | dict(changes or {}))
-    return run_experiment(config, listener or Recorder(), Inputs(**given, resume=RunFolder(folder)))
+    return run_experiment(config, listener or Recorder(), RunOverrides(**given, resume=RunFolder(folder)))
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -483,16 +483,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        (Place(12), "step-00012"),
-        (Place(12, sampling=True), "step-00012-rollout"),
-        (Place(12, 3), "step-00012-update-00003"),
-        (Place(12, sampling=True, repeat=2), "step-00012-rollout.2"),
+        (CheckpointId(12), "step-00012"),
+        (CheckpointId(12, sampling=True), "step-00012-rollout"),
+        (CheckpointId(12, 3), "step-00012-update-00003"),
+        (CheckpointId(12, sampling=True, repeat=2), "step-00012-rollout.2"),
     ],
 )
-def test_names_of_checkpoints(place: Place, name: str) -> None:
-    assert place.name == name and Place.parse(name) == place
-    assert Place(12) < Place(12, sampling=True) < Place(12, sampling=True, repeat=2) < Place(12, 1) < Place(13)
-    assert Place.parse("best.json") is None and Place.parse(".step-00001.tmp") is None
+def test_names_of_checkpoints(place: CheckpointId, name: str) -> None:
+    assert place.name == name and CheckpointId.parse(name) == place
+    assert (
+        CheckpointId(12)
+        < CheckpointId(12, sampling=True)
+        < CheckpointId(12, sampling=True, repeat=2)
+        < CheckpointId(12, 1)
+        < CheckpointId(13)
+    )
+    assert CheckpointId.parse("best.json") is None and CheckpointId.parse(".step-00001.tmp") is None
 
 
 def test_checkpoints_hold_nothing_that_unpickles(tmp_path: Path) -> None:
@@ -617,8 +623,8 @@ def test_the_demo_killed_ten_times_and_resumed_equals_uninterrupted(tmp_path: Pa
         (Trainer, "update", 3),
         (Trainer, "publish", 2),
         (Trainer, "save", 3),
-        (Preparer, "batch", 2),
-        (Best, "observe", 2),
+        (BatchBuilder, "batch", 2),
+        (EarlyStopping, "observe", 2),
     ],
 )
 def test_an_interrupt_while_something_is_done_is_neither_lost_nor_made_twice(
@@ -820,7 +826,7 @@ def run_dated(folder: Path, *, steps: int = 2, resume: bool = False, **changes: 
         check_resumable(RunFolder(folder / "run"), config)
     tokenizer = copy.deepcopy(TOKENIZER)
     given = {"model": tiny_model(), "tokenizer": tokenizer, "rows": PROMPTS, "reward": text_sum} | inputs
-    return run_experiment(config, Recorder(), Inputs(**given))
+    return run_experiment(config, Recorder(), RunOverrides(**given))
 
 
 def prompts_seen(folder: Path) -> set[str]:

@@ -15,11 +15,11 @@ import pytest
 
 from dapo.config import Config, build_config, load_config
 from dapo.config.reward import REWARD_KINDS
+from dapo.config.secrets import BLANK, redact, redact_command
 from dapo.errors import UserError
+from dapo.evaluation.votes import Shown, Vote, add_vote
 from dapo.observe.index import forget_steps
-from dapo.observe.votes import Shown, Vote, add_vote
-from dapo.redaction import BLANK, redact, redact_command
-from dapo.run_folder import RunFolder
+from dapo.observe.run_folder import RunFolder
 
 
 def make_config(folder: Path, **sections: Any) -> Config:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dapo.checkpoints import Checkpoints
-from dapo.files import json_line
-from dapo.process import RESUMABLE, Stopping, awake_for_signals, closed_in_time
+from dapo.observe.checkpoints import Checkpoints
+from dapo.util.files import json_line
+from dapo.util.process import RESUMABLE, Shutdown, awake_for_signals, closed_in_time
 from run_cases import PROMPTS, TOKENIZER, config_for, last_checkpoint, steps_of, tiny_model, weights_hash
 
 REWARD = "def reward(prompt, response, answer):\n    return sum(map(ord, response)) % 4 == 0\n"
@@ -50,7 +50,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def start(*words: str, inside: str = "") -> subprocess.Popen[str]:
     """``dapo`` in a process of its own, after some statements that make it slow where a test wants that."""
-    code = f"{inside}\nimport sys\nfrom dapo.cli import main\nsys.argv = ['dapo', *{[*words]!r}]\nmain()\n"
+    code = f"{inside}\nimport sys\nfrom dapo.commands import main\nsys.argv = ['dapo', *{[*words]!r}]\nmain()\n"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -202,9 +202,9 @@ def _session(leader: int) -> list[str]:
 @pytest.mark.nightly
 def test_before_there_is_a_run_folder_there_is_nothing_to_go_on_with(recipe: Path) -> None:
     inside = (
-        "import time, dapo.inputs\nfrom pathlib import Path\n"
+        "import time, dapo.orchestrator.inputs\nfrom pathlib import Path\n"
         f"def load(*a, **k):\n    Path({str(recipe.parent / 'loading')!r}).touch()\n    time.sleep(60)\n"
-        "import dapo.experiment\ndapo.experiment.load_tokenizer = load\n"
+        "import dapo.orchestrator.experiment\ndapo.experiment.load_tokenizer = load\n"
     )
     process = start("train", str(recipe), inside=inside)
     until((recipe.parent / "loading").exists, process)
@@ -221,7 +221,7 @@ def test_the_same_signal_passed_on_twice_counts_once() -> None:
     """A terminal sends Ctrl-C to a launcher and to its child, and the launcher passes it on."""
     asked: list[int] = []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without it
-    with Stopping(within_s=60) as stopping:
+    with Shutdown(within_s=60) as stopping:
         stopping.ask(lambda: asked.append(1))
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -237,13 +237,13 @@ def test_each_signal_that_leaves_time_is_heard_unless_the_program_was_started_to
     number, asked = signal.Signals[name], list[int]()
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        with Stopping(within_s=60) as stopping:
+        with Shutdown(within_s=60) as stopping:
             stopping.ask(lambda: asked.append(1))
             signal.raise_signal(number)
             assert asked == [1] and stopping.signal == number and stopping.exit_code == 128 + number
         assert signal.getsignal(number) == signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)  # as `nohup` does, and `&` in a script with SIGINT
-        with Stopping(within_s=60) as stopping:
+        with Shutdown(within_s=60) as stopping:
             stopping.ask(lambda: asked.append(2))
             signal.raise_signal(number)
         assert asked == [1] and stopping.signal is None and signal.getsignal(number) == signal.SIG_IGN
@@ -252,10 +252,10 @@ def test_each_signal_that_leaves_time_is_heard_unless_the_program_was_started_to
 
 
 def test_the_kernel_repeats_the_signal_of_a_limit_and_that_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.process._ECHO_S", 0.0)
-    monkeypatch.setattr(Stopping, "_end", staticmethod(lambda code, text: ends.append(code)))
+    monkeypatch.setattr("dapo.util.process._ECHO_S", 0.0)
+    monkeypatch.setattr(Shutdown, "_end", staticmethod(lambda code, text: ends.append(code)))
     ends: list[int] = []
-    with Stopping(within_s=60) as stopping:
+    with Shutdown(within_s=60) as stopping:
         stopping.ask(lambda: None)
         for number in (signal.SIGXCPU, signal.SIGXCPU):
             signal.raise_signal(number)
@@ -284,7 +284,7 @@ def test_a_signal_that_another_thread_gets_wakes_the_loop_at_once() -> None:
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        with Stopping() as stopping:
+        with Shutdown() as stopping:
             asyncio.run(main())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

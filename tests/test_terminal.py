@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from dapo.cli.errors import complain
-from dapo.progress import PlainListener
-from dapo.report.blocks import Answer, Code, Rows, Section, Text
-from dapo.report.write import write_report
-from dapo.terminal import Terminal, counted
+from dapo.commands.report.blocks import Answer, Code, Rows, Section, Text
+from dapo.commands.report.write import write_report
+from dapo.commands.shared.errors import complain
+from dapo.observe.progress import PlainListener
+from dapo.util.terminal import Terminal, counted
 
 
 def bash(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -30,8 +30,8 @@ def bash(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]
 def test_a_run_goes_on_when_the_reader_of_its_lines_goes_away(tmp_path: Path) -> None:
     code = f"""
 import pathlib, time
-from dapo.cli.errors import errors_for_people
-from dapo.progress import make_listener
+from dapo.commands.shared.errors import errors_for_people
+from dapo.observe.progress import make_listener
 with errors_for_people(False):
     listener = make_listener()
     for step in range(3000):
@@ -56,8 +56,8 @@ def test_progress_on_an_ascii_terminal() -> None:
     code = """
 import sys, time
 from rich.text import Text
-from dapo.progress import LiveListener
-from dapo.terminal import Terminal, escape_what_cannot_be_written
+from dapo.observe.progress import LiveListener
+from dapo.util.terminal import Terminal, escape_what_cannot_be_written
 escape_what_cannot_be_written()
 listener = LiveListener(Terminal(force_terminal=True, width=80))
 listener.phase("loading")
@@ -105,9 +105,9 @@ def test_a_report_shows_it_too_in_both_forms(tmp_path: Path) -> None:
 
 RUN = """
 import pathlib, sys
-from dapo.cli.errors import errors_for_people
-from dapo.progress import make_listener
-from dapo.terminal import open_closed_streams
+from dapo.commands.shared.errors import errors_for_people
+from dapo.observe.progress import make_listener
+from dapo.util.terminal import open_closed_streams
 open_closed_streams()
 with errors_for_people(False, output_is_result=False):
     listener = make_listener()

@@ -14,13 +14,13 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from dapo.commands.demo.task import make_model, make_tokenizer
+from dapo.commands.ui import playground, votes
+from dapo.commands.ui.answering import Answerer
+from dapo.commands.ui.runs import NotHere
+from dapo.commands.ui.server import tell_errors
 from dapo.config import build_config, nested
-from dapo.demo.task import make_model, make_tokenizer
-from dapo.run_folder import RunFolder
-from dapo.ui import playground, votes
-from dapo.ui.answering import Answerer
-from dapo.ui.runs import NotHere
-from dapo.ui.server import tell_errors
+from dapo.observe.run_folder import RunFolder
 
 HELD_OUT = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(5) for b in range(5)]
 

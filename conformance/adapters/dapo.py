@@ -12,7 +12,7 @@ import torch
 import dapo
 from conformance.contract import Adapter, LossBatch, Refused
 from conformance.scripted import chain_model, word_tokenizer
-from dapo.algorithm.admission import Verdict, admit, judge
+from dapo.algorithm.admission import GroupVerdict, admit, judge
 from dapo.algorithm.advantage import with_advantages
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.algorithm.objective import DapoObjective, TokenInputs, importance_weights, token_weights
@@ -30,7 +30,7 @@ from dapo.training.trainer import Trainer
 
 
 class DapoAdapter(Adapter):
-    """The algorithm's functions, wired as ``dapo.prepare`` and ``dapo.training.trainer`` wire them."""
+    """The algorithm's functions, wired as ``orchestrator.batch_builder`` and ``training.trainer`` wire them."""
 
     name = f"dapo {dapo.__version__}"
 
@@ -110,7 +110,7 @@ class DapoAdapter(Adapter):
             replace(_sample(reward=reward, correct=verdict), shaped_reward=value)
             for verdict, reward, value in zip(correct, rewards, later, strict=True)
         ]
-        return {"keep": judge(_group(samples), metric=cast(Literal["acc", "score"], metric)) is Verdict.MIXED}
+        return {"keep": judge(_group(samples), metric=cast(Literal["acc", "score"], metric)) is GroupVerdict.MIXED}
 
     def admit(self, *, outcomes: Sequence[bool | None], wanted: int) -> Mapping[str, Any]:
         admission = admit(outcomes, wanted)

@@ -1,5 +1,5 @@
 """``python -m dapo`` is ``dapo``."""
 
-from dapo.cli import main
+from dapo.commands import main
 
 main()

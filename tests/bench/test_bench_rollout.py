@@ -198,7 +198,7 @@ def test_a_side_that_takes_too_long_is_ended_and_reported(tmp_path: Path, peer: 
 
 
 def test_the_real_rollout_reads_prompts_and_compares_with_the_trainer(tmp_path: Path) -> None:
-    from dapo.demo.task import make_model, make_tokenizer
+    from dapo.commands.demo.task import make_model, make_tokenizer
 
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

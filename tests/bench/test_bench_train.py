@@ -30,16 +30,18 @@ import trl_learning  # noqa: E402
 import trl_side  # noqa: E402
 from rollout_work import SHAPES, Shape  # noqa: E402
 
-import dapo.inputs  # noqa: E402
+import dapo.orchestrator.inputs  # noqa: E402
 import rollout  # noqa: E402
 from dapo.config import load_config  # noqa: E402
-from dapo.recipes import recipe_path  # noqa: E402
+from dapo.config.recipes import recipe_path  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A side's process costs ten seconds of imports."""
-    monkeypatch.setattr(dapo.inputs, "NativeEngine", dapo.inputs.NativeEngine)  # the cycle's side replaces it
+    monkeypatch.setattr(
+        dapo.orchestrator.inputs, "NativeEngine", dapo.orchestrator.inputs.NativeEngine
+    )  # the cycle's side replaces it
     scripts = {module.__name__: module for module in (cycle_sides, train_sides, rollout_ours)}
 
     def here(options: Namespace, name: str, script: Path, job: dict[str, Any], *_: Any) -> rollout.Outcome:

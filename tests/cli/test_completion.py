@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dapo.cli import app
+from dapo.commands import app
 from dapo.config import build_config
-from dapo.run_folder import RunFolder
+from dapo.observe.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_options_of_inspect_and_config() -> None:
 
 def test_the_scripts_can_be_shown() -> None:
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    code = "from dapo.cli import main; main()"
+    code = "from dapo.commands import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "--show-completion", "bash"],
         capture_output=True,
@@ -94,7 +94,7 @@ def test_the_scripts_can_be_shown() -> None:
 
 def test_nothing_heavy_is_loaded() -> None:
     code = (
-        "import sys\nfrom dapo.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom dapo.commands import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
         "print('HEAVY', *({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     environment = {

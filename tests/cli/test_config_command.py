@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dapo.cli import app, config
+from dapo.commands import app, config
 from dapo.config import all_keys, build_config, load_config
 from dapo.config.reference import keys_of
 from dapo.config.tree import Config
@@ -137,7 +137,7 @@ def test_as_json() -> None:
 def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(
-        "dapo.terminal.Terminal", lambda: Console(file=out, force_terminal=True, color_system=None, width=120)
+        "dapo.util.terminal.Terminal", lambda: Console(file=out, force_terminal=True, color_system=None, width=120)
     )
     config.config("r.yaml")
     assert "groups_per_update: 64  # changed" in out.getvalue()

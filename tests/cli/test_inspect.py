@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dapo.cli import app
-from dapo.cli.tables import ASCII, columns, curve, number
+from dapo.commands import app
+from dapo.commands.inspect.tables import ASCII, columns, curve, number
 from dapo.config import build_config
 from dapo.observe.metrics import MetricsLog
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import samples_path
-from dapo.run_folder import RunFolder
-from dapo.terminal import visible
+from dapo.util.terminal import visible
 
 ODD_TEXT = "[bold]é\x1b[31mred\x07\n\u202eend[/bold]"
 
@@ -425,7 +425,9 @@ def test_a_folder_of_runs_is_listed(tmp_path: Path, run: RunFolder) -> None:
 
 
 def process(*arguments: object, pipe: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
-    code = "from dapo.cli import main\nimport sys\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    code = (
+        "from dapo.commands import main\nimport sys\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
     words = " ".join(f"'{a}'" for a in arguments)
     command = f"set -o pipefail; '{sys.executable}' -c \"{code}\" {words} {pipe}"
     return subprocess.run(

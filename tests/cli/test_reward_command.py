@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dapo.cli import app
+from dapo.commands import app
 from dapo.config import load_reward
 from dapo.config.reward import ExactReward, FunctionReward, MathReward
 from dapo.errors import ConfigError

@@ -9,7 +9,7 @@ from tokenizers_for_tests import CHAT, char_tokenizer
 from typer.testing import CliRunner
 
 import dapo.data.check
-from dapo.cli import app
+from dapo.commands import app
 from dapo.config import DataConfig
 from dapo.data.check import Measure, check_data
 from dapo.data.lengths import Lengths

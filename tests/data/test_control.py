@@ -4,10 +4,10 @@
 import pytest
 from tokenizers_for_tests import byte_tokenizer, sentencepiece_tokenizer
 
+from dapo.commands.ui.pieces import Pieces
 from dapo.config import DataConfig
 from dapo.data.template import PromptTemplate
 from dapo.rollout.native.stopping import StopTexts
-from dapo.ui.pieces import Pieces
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

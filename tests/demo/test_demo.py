@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dapo.demo import run as demo_run
-from dapo.demo import warmup
-from dapo.demo.run import run_demo
-from dapo.demo.task import Expression, draw_expressions, make_model, make_tokenizer
+from dapo.commands.demo import run as demo_run
+from dapo.commands.demo import warmup
+from dapo.commands.demo.run import run_demo
+from dapo.commands.demo.task import Expression, draw_expressions, make_model, make_tokenizer
+from dapo.observe.progress import QuietListener
 from dapo.observe.run_view import RunView
-from dapo.progress import QuietListener
 from dapo.reward.exact import score_exact
 
 SEEDS = (31, 32, 33, 34, 35)  # never used in tuning

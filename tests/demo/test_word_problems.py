@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo.config import load_config
-from dapo.demo import pretrained
-from dapo.demo.pretrained import make_data, run_word_problems
-from dapo.demo.word_problems import (
+from dapo.commands.demo import pretrained
+from dapo.commands.demo.pretrained import make_data, run_word_problems
+from dapo.commands.demo.word_problems import (
     EXAMPLES,
     NUMBERS,
     SMALL,
@@ -23,9 +22,10 @@ from dapo.demo.word_problems import (
     score,
     split_pairs,
 )
+from dapo.config import load_config
+from dapo.config.recipes import recipe_path
 from dapo.errors import ConfigError
-from dapo.progress import QuietListener
-from dapo.recipes import recipe_path
+from dapo.observe.progress import QuietListener
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / ".models/smollm2-135m-instruct"
@@ -120,7 +120,7 @@ def test_the_recipe_has_all_four_techniques_and_four_updates() -> None:
 
 
 def test_an_unknown_demo_is_named() -> None:
-    from dapo.cli.demo import _chosen
+    from dapo.commands.demo.command import _chosen
 
     with pytest.raises(ConfigError, match=r"dapo demo tetris: .*arithmetic, word-problems"):
         _chosen(["tetris"])

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from dapo.demo.task import make_tokenizer
+from dapo.commands.demo.task import make_tokenizer
 from helpers import random_model
 
 RECIPE: dict[str, Any] = {

@@ -17,17 +17,17 @@ import torch
 from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
 from typer.testing import CliRunner
 
-from dapo.cli import app
+from dapo.checks import host, memory, model, rewards, sampling, settings
+from dapo.checks import rows as prompt_rows
+from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
+from dapo.checks.finding import Finding, exit_code
+from dapo.checks.patient import CheckContext, NotAtHand
+from dapo.checks.reading import as_batch
+from dapo.commands import app
+from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
-from dapo.demo.task import make_tokenizer
-from dapo.doctor import host, memory, model, rewards, sampling, settings
-from dapo.doctor import rows as prompt_rows
-from dapo.doctor.examination import Entry, brief, entries, run_check, run_checks
-from dapo.doctor.finding import Finding, exit_code
-from dapo.doctor.patient import NotAtHand, Patient
-from dapo.doctor.reading import as_batch
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
@@ -248,7 +248,7 @@ def test_a_probe_of_a_reward_that_leaves_right_and_wrong_open_is_no_fault_of_dap
     monkeypatch.setattr(sampling, "set_threads", lambda *_: None)
     source = SimpleNamespace(draw=lambda: Prompt(0, "1+1=", (1,), "2"))
     config = load_config("recipe.yaml", ["model.path=./model"])
-    patient = Patient(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
+    patient = CheckContext(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
     with pytest.raises(NotAtHand, match="right or wrong"):
         list(sampling.check_probe(patient))
 
@@ -291,7 +291,7 @@ def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: py
 def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = load_model("./model")
     parameters = sum(p.numel() for p in shape.parameters())
-    patient = Patient(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
+    patient = CheckContext(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
     for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
         monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
         assert [one.status for one in host.check_snapshot(patient)] == [status]
@@ -301,7 +301,7 @@ def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
     case: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config("recipe.yaml", ["model.path=./model", "training.offload_optimizer=true"])
-    patient = Patient(config, shape=load_model("./model"), device=torch.device("cuda"))
+    patient = CheckContext(config, shape=load_model("./model"), device=torch.device("cuda"))
     every = memory.trained_of(patient.shape)
 
     def statuses(*free: int) -> list[str]:
@@ -445,7 +445,7 @@ def test_a_reward_from_python_is_not_taken_for_the_recipes(case: Path) -> None:
     source = load_prompts(config.data, config.data.train, PromptTemplate(config.data, tokenizer))
     names = {}
     for own in (False, True):
-        patient = Patient(config, files=True, tokenizer=tokenizer, source=source, own_reward=own)
+        patient = CheckContext(config, files=True, tokenizer=tokenizer, source=source, own_reward=own)
         names[own] = {one.name for one in prompt_rows.check_odd(patient)}
     assert names[False] - names[True] == {"answer-format"}
 
@@ -463,25 +463,25 @@ def test_plain_lines_where_there_is_no_terminal(case: Path) -> None:
     assert last.endswith("1 warn, 0 fail") and done.exit_code == 0
 
 
-def _patient() -> Patient:
-    return Patient(build_config({"model": {"path": "m"}}))
+def _patient() -> CheckContext:
+    return CheckContext(build_config({"model": {"path": "m"}}))
 
 
 def test_a_check_that_hangs_or_breaks_hides_no_other() -> None:
-    def hangs(patient: Patient) -> Any:
+    def hangs(patient: CheckContext) -> Any:
         import time
 
         yield Finding("model", "begun", "pass", "")
         time.sleep(3)
 
-    def breaks(patient: Patient) -> Any:
+    def breaks(patient: CheckContext) -> Any:
         raise ZeroDivisionError("oh")
         yield
 
-    def works(patient: Patient) -> Any:
+    def works(patient: CheckContext) -> Any:
         yield Finding("data", "works", "pass", "")
 
-    def waits(patient: Patient) -> Any:
+    def waits(patient: CheckContext) -> Any:
         patient.need(None, "moon")
         yield
 
@@ -507,7 +507,7 @@ def test_the_exit_code_is_that_of_the_command_that_would_have_failed() -> None:
 
 
 def test_a_check_keeps_what_it_found_before_it_broke() -> None:
-    def half(patient: Patient) -> Any:
+    def half(patient: CheckContext) -> Any:
         yield Finding("model", "half", "pass", "")
         raise RuntimeError("gone")
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 
+from dapo.checks import memory
+from dapo.checks.memory import GIB, Memory, predict_memory, predicted_from
 from dapo.config import Config, build_config, nested
-from dapo.doctor import memory
-from dapo.doctor.memory import GIB, Memory, predict_memory, predicted_from
 from dapo.errors import ModelError, UserError
 from dapo.model.loading import load_model
 from dapo.training.lora import trainable_shape
@@ -44,7 +44,7 @@ sys.path[:0] = json.loads(sys.argv[1])
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from dapo.process import peak_memory
+from dapo.util.process import peak_memory
 from run_cases import Recorder, TOKENIZER, run, text_sum, tiny_model
 from test_doctor_memory import SETTINGS, SHAPE, random_model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from dapo.cli import app
+from dapo.commands import app
 from helpers import random_model
 from run_cases import TOKENIZER
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from command_cases import REWARD, dapo, read_lines, save_model, sums, write_rows
 
-from dapo.evaluation.standalone import short_names
+from dapo.inference.evaluate import short_names
 from run_cases import PROMPTS, run
 
 BY_RULE = ["reward.kind=function", "reward.function=rule.py:score", "reward.workers=1"]

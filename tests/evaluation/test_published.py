@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_cases import dapo, save_model, write_rows
 
-from dapo.evaluation import standalone
+from dapo.inference import evaluate as standalone
 from dapo.records import Prompt
 
 SOLUTION = "He sold {k}/2 = <<{k}/2={half}>>{half} in May.\nSo {k}+{half} = {k},{half:03} in all.\n#### {k},{half:03}"

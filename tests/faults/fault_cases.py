@@ -20,7 +20,7 @@ from fault_harness import STEPS, Ended, Fault, Kept, Stage
 from fault_inside import Strike
 
 from dapo.observe.metrics import read_metrics
-from dapo.run_folder import RunFolder
+from dapo.observe.run_folder import RunFolder
 
 RESUMABLE = 75
 ERROR, RECIPE, STOPPED_EARLY, OURS = 1, 2, 3, 70

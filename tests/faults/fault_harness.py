@@ -28,10 +28,10 @@ from typing import Any
 import yaml
 from fault_inside import Start, Strike, become
 
-from dapo.checkpoints import Checkpoints
-from dapo.files import json_line
+from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.metrics import read_metrics
-from dapo.run_folder import RunFolder
+from dapo.observe.run_folder import RunFolder
+from dapo.util.files import json_line
 from run_cases import PROMPTS, TOKENIZER, config_for, tiny_model, without_times
 
 STEPS = 8
@@ -46,7 +46,7 @@ LIMIT_S = 120.0
 """Longest time for any process here, whatever its fault; a fault declares less."""
 GRACE_S = 5.0
 """How long processes that a run has started may outlive it."""
-LOADED = ["dapo.experiment", "dapo.launch", "dapo.cli", "fault_inside", "run_cases"]
+LOADED = ["dapo.orchestrator.experiment", "dapo.orchestrator.launch", "dapo.commands", "fault_inside", "run_cases"]
 LOADED += [f"transformers.models.qwen2.{part}_qwen2" for part in ("modeling", "tokenization")]
 """What a process has loaded that others are made from: nearly all that a run takes its first seconds for."""
 _MARK = "DAPO_FAULT_RUN"

@@ -23,9 +23,9 @@ from typing import Any
 POINTS = {
     "metrics": "dapo.observe.metrics:MetricsLog.append",
     "rollout": "dapo.rollout.native.decoder:Decoder.step",
-    "prepare": "dapo.prepare:Preparer.batch",
+    "prepare": "dapo.orchestrator.batch_builder:BatchBuilder.batch",
     "update": "dapo.training.trainer:Trainer.update",
-    "evaluation": "dapo.experiment:evaluate",
+    "evaluation": "dapo.orchestrator.experiment:evaluate",
     "metrics file": "dapo.observe.metrics:json_line",
     "samples": "dapo.observe.samples:write_atomic",
     "model": "dapo.training.trainer:save_model",
@@ -85,7 +85,7 @@ def become(start: Start) -> None:
     for strike in start.strikes:
         _lay(strike, start)
     sys.argv = ["dapo", *start.words]
-    from dapo.cli import main
+    from dapo.commands import main
 
     main()
 

@@ -152,7 +152,7 @@ def test_the_base_may_be_named_from_the_adapters_folder(tmp_path: Path, monkeypa
 
 
 def test_the_tokenizer_is_that_of_the_base_where_the_adapter_has_none(tmp_path: Path) -> None:
-    from dapo.demo.task import make_tokenizer
+    from dapo.commands.demo.task import make_tokenizer
 
     make_adapter(tmp_path)
     with pytest.raises(ModelError, match="tokenizer"):

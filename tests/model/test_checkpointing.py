@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 
-from dapo.model.checkpointing import checkpoint_layers
+from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.compiling import compile_layers, decoder_layers
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.head import token_logprobs

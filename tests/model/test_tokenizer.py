@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from dapo.demo.task import make_model, make_tokenizer
+from dapo.commands.demo.task import make_model, make_tokenizer
 from dapo.errors import ModelError
 from dapo.model.loading import load_tokenizer
 from dapo.model.tokenizer import save_tokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.observe.metrics import read_metrics
-from dapo.run_folder import RunFolder
+from dapo.observe.run_folder import RunFolder
 from run_cases import PROMPTS, Recorder, run
 
 Points = dict[str, dict[int, float]]

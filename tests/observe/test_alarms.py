@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.changes import Change
+from dapo.commands.ui.alarm_history import alarm_history
 from dapo.config import Config, build_config, load_config, nested
 from dapo.config.reference import all_values
 from dapo.observe import alarms
 from dapo.observe.alarms import FIRST, REPEAT, RULES, SPIKE_HISTORY, Alarms
+from dapo.observe.changes import Change
 from dapo.observe.metrics import describe
-from dapo.state import read_state, write_state
-from dapo.ui.alarm_history import alarm_history
+from dapo.orchestrator.state import read_state, write_state
 from run_cases import Recorder, run, steps_of
 
 Metrics = dict[str, float | None]

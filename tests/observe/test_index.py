@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("duckdb")
 
+from dapo.commands.replay.replay import replay
 from dapo.errors import UserError
 from dapo.observe.index import Manifest, SampleIndex, forget_steps
 from dapo.observe.sample_rows import COLUMNS, read_line, rows_of
 from dapo.observe.samples import discard_samples, samples_path, tokens_path, write_samples
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.replay.replay import replay
 from run_cases import run
 
 

@@ -13,10 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dapo.config import load_config
+from dapo.config.recipes import recipe_path
 from dapo.errors import ConfigError
 from dapo.observe.prometheus import PrometheusTracker
 from dapo.observe.trackers import check_trackers
-from dapo.recipes import recipe_path
 from run_cases import Recorder, run
 
 LOOK = {
@@ -73,7 +73,7 @@ def test_who_connects_and_says_nothing_is_not_waited_for(
     tracker: PrometheusTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HEAD_S", "_LOOK_S"):
-        monkeypatch.setattr(f"dapo.bounded_server.{name}", 0.05)
+        monkeypatch.setattr(f"dapo.util.bounded_server.{name}", 0.05)
     with socket.create_connection(("127.0.0.1", tracker.port), timeout=20) as silent:
         assert silent.recv(1) == b""  # the server has hung up
 

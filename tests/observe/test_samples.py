@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo.algorithm.admission import Verdict
+from dapo.algorithm.admission import GroupVerdict
 from dapo.observe.samples import STATUSES, TokenArrays, read_samples, tokens_path, write_samples
 from dapo.records import Group, Prompt, Reward, Sample
 
@@ -99,7 +99,7 @@ def test_every_status_is_written_as_given(tmp_path: Path) -> None:
 
 
 def test_the_statuses_cover_the_verdicts_of_admission() -> None:
-    assert {str(verdict) for verdict in Verdict} - {"mixed"} <= set(STATUSES)
+    assert {str(verdict) for verdict in GroupVerdict} - {"mixed"} <= set(STATUSES)
 
 
 def test_reading_tokens_takes_their_memory_once(tmp_path: Path) -> None:

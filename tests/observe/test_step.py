@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dapo.buffer import Fill, FillStats
 from dapo.config import Config, build_config, nested
 from dapo.observe.metrics import METRICS, describe
-from dapo.observe.step import mismatch_metrics, statistic, step_metrics, step_warnings
+from dapo.orchestrator.buffer import FillStats, RolloutBatch
+from dapo.orchestrator.step_metrics import mismatch_metrics, statistic, step_metrics, step_warnings
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.mismatch import Mismatch
 from dapo.training.trainer import UpdateReport
@@ -76,7 +76,7 @@ def metrics(
     first_draw: int = 0,
     config: Config | None = None,
 ) -> dict[str, float]:
-    fill = Fill(0, first_draw, tuple(groups), tuple(rejected), stats)
+    fill = RolloutBatch(0, first_draw, tuple(groups), tuple(rejected), stats)
     mismatch = sum((r.mismatch for r in reports), Mismatch())
     groups = groups if trained is None else trained
     found = step_metrics(fill, groups, reports, mismatch, TIMES, config or make_config())
@@ -214,7 +214,7 @@ def test_the_commonest_error_of_a_reward_is_the_one_that_is_quoted() -> None:
     errors = ["time-out", "no JSON", "no JSON"]
     group = make_group(0, [(1, None)] * 3)
     samples = (replace(s, reward=Reward(None, 0.0, error=e)) for s, e in zip(group.samples, errors, strict=True))
-    fill = Fill(0, 0, (replace(group, samples=tuple(samples)),), (), STATS)
+    fill = RolloutBatch(0, 0, (replace(group, samples=tuple(samples)),), (), STATS)
     assert list(step_warnings(fill, ())) == ["1 of 8 scores failed, such as: no JSON"]
 
 
@@ -241,7 +241,7 @@ def test_speeds_are_tokens_over_seconds() -> None:
 def test_the_phases_add_up_to_the_wall_time() -> None:
     """Laps 2 + 0.5 + 1 + 0.5, an evaluation of 3 and 0.25 of other things are 7.25; the update of 1 is 0.75 known."""
     report = replace(make_report(5), seconds_forward=0.25, seconds_backward=0.375, seconds_optimizer=0.125)
-    fill = Fill(0, 0, (), (), STATS)
+    fill = RolloutBatch(0, 0, (), (), STATS)
     found = step_metrics(fill, (), [report], Mismatch(), TIMES | {"evaluation": 3.0, "rest": 0.25}, make_config())
     assert found["time/wall"] == 7.25 and found["time/step"] == 4.0 and found["time/update"] == 1.0
     names = ["rollout", "reward_wait", "prepare", "forward", "backward", "optimizer", "sync", "evaluation", "rest"]
@@ -252,7 +252,7 @@ def test_the_phases_add_up_to_the_wall_time() -> None:
 
 def test_a_wait_for_rewards_is_never_longer_than_the_rollout_it_is_part_of() -> None:
     """It began in a rollout that was interrupted, and 3 s of it are in that one's laps."""
-    fill = Fill(0, 0, (), (), replace(STATS, reward_wait_s=5.0))
+    fill = RolloutBatch(0, 0, (), (), replace(STATS, reward_wait_s=5.0))
     found = step_metrics(fill, (), [], Mismatch(), TIMES, make_config())
     assert (found["time/rollout"], found["time/reward_wait"], found["time/wall"]) == (0.0, 2.0, 4.0)
 

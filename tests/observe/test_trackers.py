@@ -18,9 +18,9 @@ from dapo.config import build_config
 from dapo.errors import ConfigError
 from dapo.observe import services
 from dapo.observe.metrics import MetricsLog, read_metrics
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.tensorboard import TensorBoardTracker
 from dapo.observe.trackers import Background, check_trackers, make_trackers
-from dapo.run_folder import RunFolder
 from run_cases import PROMPTS, Recorder, run
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_file_is_whole(tmp_path: Path)
 
 def test_a_tracker_that_cannot_be_made_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dapo.observe.trackers.check_trackers", lambda config: None)
-    monkeypatch.setattr("dapo.experiment.check_trackers", lambda config: None)
+    monkeypatch.setattr("dapo.orchestrator.experiment.check_trackers", lambda config: None)
     heard = Recorder()
     monkeypatch.setitem(services.TRACKERS, "wandb", lambda folder, key, recipe: 1 / 0)
     summary = run(tmp_path / "other", {"training.steps": 2, "run.trackers": ["wandb"]}, heard)

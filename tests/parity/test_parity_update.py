@@ -18,7 +18,7 @@ from conformance.trl_trainer import make_trainer
 
 from dapo.config import Config, build_config, nested
 from dapo.model.loading import load_model
-from dapo.prepare import Preparer
+from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.packing import select_tokens
 from dapo.training.policy import Policy
@@ -97,7 +97,7 @@ def _config(loss_type: str) -> Config:
 def _ours(model: Any, loss_type: str) -> Mapping[str, torch.Tensor]:
     config = _config(loss_type)
     policy = Policy(load_model(model), TEMPERATURE, config.training.tokens_per_micro_batch)
-    preparer = Preparer(config, policy)
+    preparer = BatchBuilder(config, policy)
     prompts, responses, rewards = _responses()
     samples = [
         Sample(

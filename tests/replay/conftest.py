@@ -30,7 +30,7 @@ def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from replay_cases import recipe
 
     from dapo.errors import NumericalError
-    from dapo.run_folder import RunFolder
+    from dapo.observe.run_folder import RunFolder
     from dapo.training.trainer import Trainer
 
     folder = tmp_path_factory.mktemp("resumed")

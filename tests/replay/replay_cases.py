@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import tokens_path
-from dapo.run_folder import RunFolder
 from run_cases import PROMPTS, run
 
 CHECKER = """

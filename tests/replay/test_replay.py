@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from replay_cases import change_lines, change_tokens, make_run, recipe
 
+from dapo.commands.replay.recompute import reports_differ
+from dapo.commands.replay.replay import Replay, replay
+from dapo.commands.replay.stored import read_step
 from dapo.errors import UserError
 from dapo.observe.metrics import read_metrics
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.sample_rows import rows_of
 from dapo.observe.samples import TokenArrays, discard_samples, tokens_path, updates_path
 from dapo.records import Sample
-from dapo.replay.recompute import reports_differ
-from dapo.replay.replay import Replay, replay
-from dapo.replay.stored import read_step
-from dapo.run_folder import RunFolder
 from dapo.training.trainer import Trainer
 from run_cases import Recorder, run
 

@@ -11,8 +11,8 @@ import pytest
 from replay_cases import change_lines
 from typer.testing import CliRunner
 
-from dapo.cli import app
-from dapo.cli.replay import _print_tokens
+from dapo.commands import app
+from dapo.commands.replay.command import _print_tokens
 
 
 def dapo_replay(*arguments: object) -> Any:

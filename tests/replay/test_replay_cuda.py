@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from replay_cases import make_run
 
-from dapo.replay.replay import replay
+from dapo.commands.replay.replay import replay
 from run_cases import ON_GPU, steps_of, wide_model, without_times
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products, before there is a handle

@@ -23,7 +23,7 @@ from dapo.config import HttpReward
 from dapo.records import Prompt, Reward
 from dapo.reward.client import make_client
 
-COMMAND = "import typer; from dapo.cli.reward_server import reward_server; typer.run(reward_server)"
+COMMAND = "import typer; from dapo.commands.reward_server import reward_server; typer.run(reward_server)"
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ from dapo.reward.client import make_client
 from dapo.reward.client import scorer as scorer_module
 from dapo.reward.client.secrecy import shown
 from dapo.reward.contract import Doubt
-from dapo.reward.server import Limits, Service, create_app
+from dapo.reward.server import ServerLimits, Service, create_app
 
 BUSY = response({"detail": "busy"}, "503 Service Unavailable")
 
@@ -141,7 +141,7 @@ def test_what_a_server_does_not_take_is_sent_in_smaller_parts_and_alone_is_a_fai
 
 def reward_server(scorer: Any = None, **limits: int) -> tuple[Any, Service]:
     config = ExactReward(kind="exact")
-    service = Service(scorer or make_scorer(config), config, Limits(**limits))
+    service = Service(scorer or make_scorer(config), config, ServerLimits(**limits))
     service.state = "ready"
     return create_app(service), service
 

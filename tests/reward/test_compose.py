@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from dapo.config import ComposeReward, load_config
 from dapo.errors import ConfigError, RewardError
-from dapo.observe.step import _path_element
+from dapo.orchestrator.step_metrics import _path_element
 from dapo.records import Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.compose import ComposedScorer

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
+from dapo.checks.answers import _ends_in
+from dapo.commands.demo.word_problems import score as score_word_problem
+from dapo.config.secrets import redact
 from dapo.data.overlap import words_of
-from dapo.demo.word_problems import score as score_word_problem
-from dapo.doctor.answers import _ends_in
 from dapo.evaluation.lenient import last_number
-from dapo.redaction import redact
 from dapo.reward.code.blocks import find_program
 from dapo.reward.exact import score_exact
 from dapo.reward.judge.rubric import Rubric
@@ -17,7 +17,7 @@ from dapo.reward.math.notation import canonical
 from dapo.reward.math.qualifiers import bare
 from dapo.reward.math.score import score_math
 from dapo.rollout.native.stopping import StopTexts
-from dapo.terminal import visible
+from dapo.util.terminal import visible
 
 LENGTH = 20_000
 RULES = ["boxed", "answer_line"]

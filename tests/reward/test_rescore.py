@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dapo.algorithm.admission import Verdict
+from dapo.algorithm.admission import GroupVerdict
+from dapo.commands.reward.rescore import GroupChange, StepChange, StoredRows, kinds_of_change, rescore
 from dapo.config import CodeReward, ExactReward, FunctionReward, load_config
 from dapo.errors import DataError, UserError
 from dapo.observe.samples import samples_path
 from dapo.records import Reward
-from dapo.reward.rescore import GroupChange, StepChange, StoredRows, kinds_of_change, rescore
 from stored_run import FAILED, RIGHT, ROWS, WRONG, group, stored_run
 
 EXACT = ExactReward(kind="exact")
@@ -113,8 +113,8 @@ def test_the_numbers_of_a_step(tmp_path, function):
         (2, 2, ("recovered",)),
     ]
     assert [(one.draw, one.row, one.before, one.after) for one in step.group_changes] == [
-        (0, 0, Verdict.MIXED, Verdict.ALL_RIGHT),
-        (1, 1, Verdict.ALL_WRONG, Verdict.MIXED),
+        (0, 0, GroupVerdict.MIXED, GroupVerdict.ALL_RIGHT),
+        (1, 1, GroupVerdict.ALL_WRONG, GroupVerdict.MIXED),
     ]
     assert json.loads(json.dumps(step.as_json()))["group_changes"][0]["after"] == "all_right"
 
@@ -195,11 +195,13 @@ def test_groups_without_right_and_wrong_are_judged_by_their_spread(tmp_path, fun
     steps = {1: [group(0, 0, [("4", flat), ("5", spread)]), group(1, 1, [("6", flat), ("7", flat)])]}
     (step,) = rescored(stored_run(tmp_path / "run", steps, settings=settings), function("scaled"))
     assert (step.kept_before, step.kept_after) == (1, 0)
-    assert [(one.draw, one.before, one.after) for one in step.group_changes] == [(0, Verdict.MIXED, Verdict.FLAT)]
+    assert [(one.draw, one.before, one.after) for one in step.group_changes] == [
+        (0, GroupVerdict.MIXED, GroupVerdict.FLAT)
+    ]
 
 
 def test_groups_that_are_no_longer_kept_and_newly_kept_are_told_apart():
-    lost, found = (Verdict.MIXED, Verdict.ALL_RIGHT), (Verdict.ALL_WRONG, Verdict.MIXED)
+    lost, found = (GroupVerdict.MIXED, GroupVerdict.ALL_RIGHT), (GroupVerdict.ALL_WRONG, GroupVerdict.MIXED)
     changes = tuple(GroupChange(3, draw, draw, *verdicts) for draw, verdicts in enumerate((found, lost, found)))
     step = StepChange(3, 24, 20, 5.0, 7.0, 1, 2, 6, 4, 5, (), changes)
     numbers = step.numbers()

@@ -18,7 +18,7 @@ from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client import make_client
 from dapo.reward.contract import Doubt
-from dapo.reward.server import Limits, Service, create_app
+from dapo.reward.server import ServerLimits, Service, create_app
 
 HALF = "\ud800"
 """Half of a letter, which UTF-8 cannot hold."""
@@ -62,7 +62,7 @@ class Odd:
 
 
 def service_of(scorer: Odd, **limits: int) -> Service:
-    service = Service(scorer, ExactReward(kind="exact"), Limits(**limits))
+    service = Service(scorer, ExactReward(kind="exact"), ServerLimits(**limits))
     service.state = "ready"
     return service
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from dapo.model.loading import copy_model, load_model
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
 from dapo.rollout.engine import EngineError, Request, Sampling
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.stopping import StopTexts
-from dapo.run_folder import RunFolder
 from helpers import random_model
 from run_cases import PROMPTS, run
 

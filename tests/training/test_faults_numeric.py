@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from training_cases import SHAPE, make_group, make_inputs, make_sample, make_trainer, random_groups, weights_of
 
 from dapo.algorithm.objective import DapoObjective, TokenInputs
-from dapo.checkpoints import Checkpoints
 from dapo.config import TrainingConfig
 from dapo.errors import NumericalError
 from dapo.model.loading import copy_model, load_model
+from dapo.observe.checkpoints import Checkpoints
+from dapo.observe.run_folder import RunFolder
 from dapo.rollout.engine import EngineError, Request, Sampling
 from dapo.rollout.native.engine import NativeEngine
-from dapo.run_folder import RunFolder
 from dapo.training import faults
 from dapo.training.faults import FaultFolder, read_fault
 from dapo.training.packing import pack

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 from dapo.algorithm.objective import DapoObjective
 from dapo.config.sections import ModelConfig, TrainingConfig
 from dapo.errors import ConfigError, ModelError
-from dapo.inputs import Inputs
-from dapo.launch import run_experiment
 from dapo.model.adapters import WEIGHTS_FILE, adapter_parameters
 from dapo.model.loading import copy_model, load_model
-from dapo.process import Stopped
-from dapo.resume import resume_config
-from dapo.run_folder import RunFolder
+from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.launch import run_experiment
+from dapo.orchestrator.resume import resume_config
 from dapo.training.lora import _check_same, begin_adapter, load_trainable
 from dapo.training.packing import pack
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
+from dapo.util.process import Stopped
 from helpers import random_model
 from run_cases import PROMPTS, TOKENIZER, Recorder, last_checkpoint, run, steps_of, text_sum, tiny_model, without_times
 
@@ -221,7 +221,7 @@ def test_a_resumed_run_ends_with_the_same_bits(base: Path, tmp_path: Path) -> No
     with pytest.raises((KeyboardInterrupt, Stopped)):
         run_lora(tmp_path / "cut", base, changes, listener=Recorder(stop))
     config = resume_config(tmp_path / "cut")
-    inputs = Inputs(rows=PROMPTS, reward=text_sum, resume=RunFolder(tmp_path / "cut"))
+    inputs = RunOverrides(rows=PROMPTS, reward=text_sum, resume=RunFolder(tmp_path / "cut"))
     run_experiment(config, Recorder(), inputs)
     whole, cut = (tmp_path / name / "model-after" / WEIGHTS_FILE for name in ("whole", "cut"))
     assert whole.read_bytes() == cut.read_bytes()

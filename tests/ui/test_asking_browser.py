@@ -12,10 +12,10 @@ from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-import dapo.ui
+import dapo.commands.ui
+from dapo.commands.ui.answering import Answerer, Asked, Busy
 from dapo.errors import UserError
-from dapo.observe.votes import read_votes
-from dapo.ui.answering import Answerer, Asked, Busy
+from dapo.evaluation.votes import read_votes
 from ui_run import HELD_OUT, run_with_models, serving
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -54,7 +54,7 @@ class Scripted(Answerer):
 def add_page(app: FastAPI) -> None:
     """A page that holds one view and nothing else, under the policy of the real one."""
     headers = {"Content-Security-Policy": POLICY}
-    app.mount("/static", StaticFiles(directory=Path(dapo.ui.__file__).parent / "static"))
+    app.mount("/static", StaticFiles(directory=Path(dapo.commands.ui.__file__).parent / "static"))
 
     @app.get("/start/{view}.js")
     def start(view: str) -> Response:
@@ -141,7 +141,7 @@ def test_a_vote_that_was_not_kept_is_sent_again(browser: Any, tmp_path: Path, mo
         page = opened(browser, str(client.base_url.join("/view/votes")), [])
         page.get_by_role("button", name="Compare").click()
         with monkeypatch.context() as patch:
-            patch.setattr("dapo.ui.votes.add_vote", full)
+            patch.setattr("dapo.commands.ui.votes.add_vote", full)
             page.get_by_role("button", name="Right is better").click()
             page.get_by_text("this vote is not kept yet: no space left").wait_for()
         page.get_by_role("button", name="Send the vote again").click()

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dapo.changes import Change
-from dapo.ui import curves
-from dapo.ui.alarm_history import alarm_history
+from dapo.commands.ui import curves
+from dapo.commands.ui.alarm_history import alarm_history
+from dapo.observe.changes import Change
 from page_run import step_metrics
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from dapo.commands.ui import queries
+from dapo.commands.ui.queries import GroupFilter
+from dapo.commands.ui.runs import NotHere, Runs, check_folders
+from dapo.commands.ui.texts import pieces, tokens_of
+from dapo.commands.ui.thinned import thinned
 from dapo.errors import UserError
-from dapo.ui import queries
-from dapo.ui.queries import GroupFilter
-from dapo.ui.runs import NotHere, Runs, check_folders
-from dapo.ui.texts import pieces, tokens_of
-from dapo.ui.thinned import thinned
 from page_run import add_step, page_run
 from run_cases import TOKENIZER
 

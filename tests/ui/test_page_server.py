@@ -24,18 +24,18 @@ from urllib.error import HTTPError
 import pytest
 from typer.testing import CliRunner
 
-from dapo.changes import Change
-from dapo.cli import app as program
+from dapo.commands import app as program
+from dapo.commands.ui.live import Live
+from dapo.commands.ui.runs import Runs
+from dapo.commands.ui.serving import PORTS, address_of, beside, token_for
 from dapo.config import ExactReward, TrainingConfig
 from dapo.errors import UserError
-from dapo.files import lock_file
-from dapo.hosts import listening_socket
+from dapo.observe.changes import Change
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import write_samples
-from dapo.ui.live import Live
-from dapo.ui.runs import Runs
-from dapo.ui.serving import PORTS, address_of, beside, token_for
+from dapo.util.files import lock_file
+from dapo.util.network import listening_socket
 from page_run import RIGHT, SCRIPT, add_step, made_group, page_run, served
 
 pytest.importorskip("duckdb")
@@ -221,15 +221,15 @@ def test_a_fault_of_ours_is_not_told_as_something_missing(page: str, monkeypatch
     def faulty(*_: object) -> None:
         raise KeyError("draw")
 
-    monkeypatch.setattr("dapo.ui.queries.group", faulty)
+    monkeypatch.setattr("dapo.commands.ui.queries.group", faulty)
     assert get(f"{page}/api/group?run=r&step=1&draw=10")[0] == 500
 
 
 def test_of_a_large_group_there_are_beginnings_and_each_sample_by_itself(
     page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo.ui.server.MOST_TOKENS", 4)
-    monkeypatch.setattr("dapo.ui.server.BEGINNING", 8)
+    monkeypatch.setattr("dapo.commands.ui.server.MOST_TOKENS", 4)
+    monkeypatch.setattr("dapo.commands.ui.server.BEGINNING", 8)
     found = get(f"{page}/api/group?run=r&step=1&draw=10")[1]
     first = found["samples"][0]
     assert not found["whole"] and (first["response"], first["tokens"]) == ("<script> …", {}) and first["length"] == 5
@@ -371,7 +371,7 @@ def opened(address: str) -> tuple[int, dict[str, str]]:
 def test_no_more_pages_follow_than_may_and_one_that_leaves_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo.ui.live.MOST_STREAMS", 2)
+    monkeypatch.setattr("dapo.commands.ui.live.MOST_STREAMS", 2)
     with served(tmp_path) as address:
         events = f"{address}/api/events?run=r"
         first, second = (urllib.request.urlopen(events, timeout=30) for _ in range(2))
@@ -465,8 +465,8 @@ def test_a_token_never_stands_in_the_command_line_of_a_browser(tmp_path: Path, m
     page_run(tmp_path / "r", steps=0)
     opened_at: list[str] = []
     monkeypatch.delenv("DAPO_UI_TOKEN", raising=False)
-    monkeypatch.setattr("dapo.ui.serving.open_browser", opened_at.append)
-    monkeypatch.setattr("dapo.ui.serving.serve", lambda folders, listening, token: listening.close())
+    monkeypatch.setattr("dapo.commands.ui.serving.open_browser", opened_at.append)
+    monkeypatch.setattr("dapo.commands.ui.serving.serve", lambda folders, listening, token: listening.close())
     for option in ((), ("--token", "secret"), ("--host", "0.0.0.0")):
         done = CliRunner().invoke(program, ["ui", str(tmp_path), "--port", "0", *option])
         assert done.exit_code == 0 and ("?token=" in done.output) == bool(option)

@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-import dapo.ui
+import dapo.commands.ui
+from dapo.commands.ui import answering, models
+from dapo.commands.ui.answering import Answerer, Asked, Busy
+from dapo.commands.ui.pieces import Pieces
+from dapo.commands.ui.questions import Question, Questions, models_of
 from dapo.errors import UserError
-from dapo.generation import Response, generate_responses
-from dapo.inference import find_model, inference_config
-from dapo.progress import QuietListener
-from dapo.ui import answering, models
-from dapo.ui.answering import Answerer, Asked, Busy
-from dapo.ui.pieces import Pieces
-from dapo.ui.questions import Question, Questions, models_of
+from dapo.inference.generate import Response, generate_responses
+from dapo.inference.model import find_model, inference_config
+from dapo.observe.progress import QuietListener
 from ui_run import HELD_OUT, run_with_models, serving, stream
 
 
@@ -302,7 +302,7 @@ def test_a_space_that_a_decoder_takes_from_the_first_token_is_not_lost_later() -
 
 def test_the_page_puts_text_in_as_text() -> None:
     scripts = [
-        Path(dapo.ui.__file__).parent / "static" / f"{name}.js"
+        Path(dapo.commands.ui.__file__).parent / "static" / f"{name}.js"
         for name in ("dom", "tools", "zoom", "charts", "playground", "votes", "views/groups")
     ]
     for script in scripts:

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from dapo.cli import app
+from dapo.commands import app
 from dapo.errors import UserError
 from dapo.evaluation.statistics import estimate_share
-from dapo.observe.votes import Choice, Shown, Vote, add_vote, preference_pairs, read_votes, tallies, votes_path
+from dapo.evaluation.votes import Choice, Shown, Vote, add_vote, preference_pairs, read_votes, tallies, votes_path
 from dapo.reward.build import make_scorer
 from ui_run import HELD_OUT, run_with_models, serving, stream
 
@@ -62,7 +62,7 @@ def test_sides_are_drawn_anew_and_no_prompt_comes_twice_to_the_same_person(
 ) -> None:
     root, client = served
     drawn = random.Random(0)  # so both orders come
-    monkeypatch.setattr("dapo.ui.votes.secrets.SystemRandom", lambda: drawn)
+    monkeypatch.setattr("dapo.commands.ui.votes.secrets.SystemRandom", lambda: drawn)
     rows = []
     for _ in range(6):
         shown = next_pair(client, who="ann").json()
@@ -127,7 +127,9 @@ def test_answers_that_nobody_judges_do_not_run_the_reward(
     served: tuple[Path, httpx.Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr("dapo.ui.answering.make_scorer", lambda config: made.append(config) or make_scorer(config))
+    monkeypatch.setattr(
+        "dapo.commands.ui.answering.make_scorer", lambda config: made.append(config) or make_scorer(config)
+    )
     assert next_pair(served[1]).status_code == 200 and not made
     stream(served[1], row=0, samples=1)
     assert len(made) == 1

@@ -14,7 +14,7 @@ from dapo.records import Group
 FilterMetric = Literal["acc", "score"]
 
 
-class Verdict(StrEnum):
+class GroupVerdict(StrEnum):
     """What a finished group is worth."""
 
     MIXED = "mixed"
@@ -27,7 +27,7 @@ class Verdict(StrEnum):
     """Fewer than two samples have a verdict: nothing to compare."""
 
 
-def judge(group: Group, *, metric: FilterMetric, tolerance: float = 1e-6) -> Verdict:
+def judge(group: Group, *, metric: FilterMetric, tolerance: float = 1e-6) -> GroupVerdict:
     """Whether ``group`` satisfies the constraint of Eq. 11, 0 < #correct < #scored, and if not, why.
 
     Only raw verdicts are looked at, never the shaped reward: the length penalty would make a group of wrong answers
@@ -44,18 +44,18 @@ def judge(group: Group, *, metric: FilterMetric, tolerance: float = 1e-6) -> Ver
     """
     verdicts = [s.verdict for s in group.scored]
     if len(verdicts) < 2:
-        return Verdict.TOO_FEW_SCORED
+        return GroupVerdict.TOO_FEW_SCORED
     if metric == "score":
         values = [v.value for v in verdicts]
-        return Verdict.MIXED if max(values) - min(values) > tolerance else Verdict.FLAT
+        return GroupVerdict.MIXED if max(values) - min(values) > tolerance else GroupVerdict.FLAT
     if metric != "acc":
         raise ValueError(f"unknown metric {metric!r}; one of acc, score")
     if any(v.correct is None for v in verdicts):
         raise ValueError(f"metric acc needs `correct`, which a reward of prompt row {group.prompt.row} leaves open")
     right = sum(bool(v.correct) for v in verdicts)
     if 0 < right < len(verdicts):
-        return Verdict.MIXED
-    return Verdict.ALL_RIGHT if right else Verdict.ALL_WRONG
+        return GroupVerdict.MIXED
+    return GroupVerdict.ALL_RIGHT if right else GroupVerdict.ALL_WRONG
 
 
 @dataclass(frozen=True, slots=True)

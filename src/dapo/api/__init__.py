@@ -14,16 +14,16 @@ from dapo.api.rows import Data, files_or_rows
 from dapo.api.run import Run, shown
 from dapo.config import Config, build_config, flat, nested
 from dapo.errors import ModelError
-from dapo.files import read_json
-from dapo.inference import find_model, require_loaded, with_template
+from dapo.inference.model import find_model, require_loaded, with_template
 from dapo.observe.metrics import read_metrics
-from dapo.progress import Listener, make_listener
+from dapo.observe.progress import Listener, make_listener
+from dapo.observe.run_folder import RunFolder
 from dapo.reward.registry import named
-from dapo.run_folder import RunFolder
+from dapo.util.files import read_json
 
 if TYPE_CHECKING:
-    from dapo.experiment import Experiment
-    from dapo.inputs import Inputs
+    from dapo.orchestrator.experiment import Experiment
+    from dapo.orchestrator.inputs import RunOverrides
 
 SIZES: Mapping[str, Any] = {
     "data.max_prompt_length": 64,
@@ -129,13 +129,13 @@ def train(
         folder = RunFolder(Path(resume)) if resume is not None else None
         config = _config(tree, folder, tokenizer)
 
-        from dapo.inputs import Inputs
+        from dapo.orchestrator.inputs import RunOverrides
 
         scorer = named(reward) if isinstance(reward, str) else reward
         attention = None if by_name else getattr(model.config, "_attn_implementation", None)
         try:
             return _run(
-                config, listener, Inputs(None if by_name else model, tokenizer, rows, held, scorer, resume=folder)
+                config, listener, RunOverrides(None if by_name else model, tokenizer, rows, held, scorer, resume=folder)
             )
         finally:
             if attention is not None:  # so that the caller's model can be used as before
@@ -145,7 +145,7 @@ def train(
 def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -> Config:
     """Of a new run; or of one that goes on, with what ``tree`` changes."""
     if folder is not None:
-        from dapo.resume import resume_config
+        from dapo.orchestrator.resume import resume_config
 
         changes = [f"{key}={json.dumps(value, default=str)}" for key, value in tree.items() if key != "run.dir"]
         return resume_config(folder.root, None, changes)
@@ -164,9 +164,9 @@ def _free_folder() -> str:
     return next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
 
 
-def _run(config: Config, listener: Listener, inputs: Inputs) -> Result:
-    from dapo.experiment import Experiment
-    from dapo.launch import run_to_end
+def _run(config: Config, listener: Listener, inputs: RunOverrides) -> Result:
+    from dapo.orchestrator.experiment import Experiment
+    from dapo.orchestrator.launch import run_to_end
 
     experiment = Experiment(config, listener, inputs)
     try:

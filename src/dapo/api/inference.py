@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.api.rows import Data, files_or_rows
 from dapo.config import Config, flat, nested
+from dapo.config.plan import require_files
 from dapo.errors import ConfigError, DataError
-from dapo.inference import ONE_EACH, FoundModel, function_of, require_loaded, settings_for
-from dapo.plan import require_files
-from dapo.progress import Listener, make_listener
+from dapo.inference.model import ONE_EACH, FoundModel, function_of, require_loaded, settings_for
+from dapo.observe.progress import Listener, make_listener
 from dapo.reward.registry import named
 
 if TYPE_CHECKING:
     from dapo.data.rows import Messages
     from dapo.evaluation.statistics import Estimate
-    from dapo.generation import Response
+    from dapo.inference.generate import Response
 
 _ROWS = "the rows given"
 
@@ -85,11 +85,11 @@ def evaluate(
         if files:
             require_files(config)
 
-        from dapo.evaluation.standalone import evaluate_files, report
-        from dapo.inputs import Inputs
+        from dapo.inference.evaluate import evaluate_files, report
+        from dapo.orchestrator.inputs import RunOverrides
 
         scorer = named(reward) if isinstance(reward, str) else reward
-        inputs = Inputs(model=_loaded(model), tokenizer=tokenizer, heldout=rows, reward=scorer)
+        inputs = RunOverrides(model=_loaded(model), tokenizer=tokenizer, heldout=rows, reward=scorer)
         results, told = evaluate_files(
             config, listener, lambda config, results: report(config, results, {}, sys.argv), inputs=inputs
         )
@@ -125,7 +125,7 @@ def generate(
     _, config = _settings(model, tokenizer, ONE_EACH, settings, **given)
     texts = _texts(prompts, config)
 
-    from dapo.generation import generate_responses
+    from dapo.inference.generate import generate_responses
 
     responses: list[Response] = []
     with closing(listener or make_listener(quiet=True)) as listener:

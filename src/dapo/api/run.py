@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError, install
+from dapo.observe.progress import before_and_after
 from dapo.observe.run_view import RunView
 from dapo.observe.sample_query import steps_asked_for
 from dapo.observe.samples import read_samples, samples_path
-from dapo.progress import before_and_after
-from dapo.terminal import counted
+from dapo.util.terminal import counted
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped, unused-ignore]

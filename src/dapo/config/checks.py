@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sized
 from typing import TYPE_CHECKING
 
-from dapo.escapes import eaten_in
+from dapo.util.escapes import eaten_in
 
 if TYPE_CHECKING:  # the tree calls these checks when it is built
     from dapo.config.reward import RewardConfig

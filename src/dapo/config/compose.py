@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dapo.redaction import is_secret
+from dapo.config.secrets import is_secret
 
 if TYPE_CHECKING:  # the section calls these checks when it is built
     from dapo.config.reward import ComposeReward, Part

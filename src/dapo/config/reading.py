@@ -12,13 +12,13 @@ import yaml
 from pydantic import ValidationError
 
 from dapo.config.messages import _explain, _fields_at
+from dapo.config.recipes import existing_recipe, shipped_recipes
 from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
+from dapo.config.secrets import require_secrets
 from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
-from dapo.files import read_text
-from dapo.recipes import existing_recipe, shipped_recipes
-from dapo.redaction import require_secrets
+from dapo.util.files import read_text
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:

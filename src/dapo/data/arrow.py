@@ -14,7 +14,7 @@ from dapo.data.cache import cache_folder, cached, can_be_written_to, file_key
 from dapo.data.rows import BadRow
 from dapo.data.tables import Table
 from dapo.errors import DataError, first_line, install
-from dapo.files import file_hash
+from dapo.util.files import file_hash
 
 
 class ArrowTable(Table):

@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 from dapo.errors import shortened
-from dapo.escapes import eaten_in
+from dapo.util.escapes import eaten_in
 
 SHOWN_FAULTS = 20
 EATEN, NO_ANSWER = "hold control characters", "have a placeholder for an answer"

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from dapo.changes import differences
 from dapo.config import DataConfig
-from dapo.data.head import DataReport, Head
 from dapo.data.order import Choice
 from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, open_parts
+from dapo.data.preview import DataReport, Head
 from dapo.data.rows import SHOWN_FAULTS, BadRow, listed
 from dapo.data.stream import Stream
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 from dapo.records import Prompt
+from dapo.util.differences import differences
 
 __all__ = ["CHECKED_ROWS", "DataReport", "PromptSource", "load_prompts", "read_prompts"]
 

@@ -1,0 +1,1 @@
+"""Held-out rows: benchmarks, statistics, early stopping."""

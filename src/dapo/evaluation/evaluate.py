@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dapo.config import Config
 from dapo.errors import RewardError
 from dapo.evaluation.result import Evaluation
-from dapo.inference import stop_texts
 from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
 from dapo.rollout.seeds import sample_seed
+
+if TYPE_CHECKING:
+    from dapo.records import Prompt
 
 # Evaluation draws are numbered apart from training's, so that the two never share a random stream.
 _FIRST_DRAW = -1
@@ -100,3 +103,8 @@ def evaluation_sampling(config: Config) -> Sampling:
         min_p=settings.min_p,
         stop=tuple(stop_texts(config)),
     )
+
+
+def stop_texts(config: Config) -> list[str]:
+    """Texts that end a response of an evaluation."""
+    return config.rollout.stop if config.evaluation.stop is None else config.evaluation.stop

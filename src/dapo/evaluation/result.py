@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from dapo.config.secrets import redact
 from dapo.evaluation.lenient import last_number, reference_number
 from dapo.evaluation.statistics import Estimate, Votes, budgets, count_votes, estimate_means, majority_at, pass_at
 from dapo.records import Group, Reward, Sample
-from dapo.redaction import redact
 from dapo.reward.math.notation import canonical
 
 INTERVAL = (

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from dapo.files import write_json
 from dapo.model.adapters import adapter_parameters, has_adapter, save_adapter
 from dapo.model.tokenizer import source_folder
+from dapo.util.files import write_json
 
 _CODE = ("*.py", "LICENSE*", "NOTICE*")
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from dapo.errors import ModelError, first_line
-from dapo.files import holds_model
 from dapo.model.adapters import adapter_parameters, check_ends, find_adapter, has_adapter, put_on
 from dapo.model.attention import ATTENTION_NAME, register_attention
 from dapo.model.hub import from_where, hub_answers, unreachable
 from dapo.model.tokenizer import as_its_file_says, source_folder
+from dapo.util.files import holds_model
 
 # Architectures whose attention goes through the interface and whose tokens and log-probabilities are compared with
 # Transformers' own in tests/rollout. What is not here is refused: a model that runs is not yet a model that is right.

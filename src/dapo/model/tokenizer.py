@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dapo.errors import ModelError
-from dapo.files import write_json
 from dapo.model.hub import from_where, is_name
+from dapo.util.files import write_json
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SETTINGS = (CONFIG, "special_tokens_map.json", "added_tokens.json")

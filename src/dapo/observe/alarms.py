@@ -1,6 +1,6 @@
 """Alarms: what in the course of a run's metrics says that it is going wrong, since when, and what to do.
 
-Consumes: the metrics of each rollout step, as :func:`~dapo.observe.step.step_metrics` gives them. Produces: warnings,
+Consumes: the metrics of each rollout step (:mod:`~dapo.orchestrator.step_metrics`). Produces: warnings,
 and the number of alarms that are on. A rule is a pure function of the newest steps, the first ones and the recipe;
 none looks at a clock, so that a run that is resumed raises what the uninterrupted one would have. Reward hacking has a
 module of its own, ``reward/monitor.py``.
@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
-from dapo.changes import Change, config_of_step
 from dapo.config import Config
+from dapo.observe.changes import Change, config_of_step
 
 Entry = Mapping[str, float | None]
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError, install
-from dapo.files import json_line, lock_file, read_json, write_atomic, writing
 from dapo.observe.sample_rows import COLUMNS, Row, rows_of
+from dapo.util.files import json_line, lock_file, read_json, write_atomic, writing
 
 if TYPE_CHECKING:
     import duckdb

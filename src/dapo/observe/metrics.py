@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError
-from dapo.files import json_line, lines_of, parse_json, write_atomic
+from dapo.util.files import json_line, lines_of, parse_json, write_atomic
 
 if TYPE_CHECKING:
     from dapo.observe.trackers import Tracker

@@ -19,9 +19,9 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from dapo.bounded_server import Server
-from dapo.hosts import LOCAL, is_loopback
 from dapo.observe.metrics import describe
+from dapo.util.bounded_server import Server
+from dapo.util.network import LOCAL, is_loopback
 
 
 class PrometheusTracker:

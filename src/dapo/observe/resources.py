@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dapo.files import json_line
+from dapo.util.files import json_line
 
 Look = dict[str, Any]
 """One line of ``resources.jsonl``: time (s), host, role, cpu (cores), rss (bytes), gpu (list of util, a share, memory,

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dapo.changes import Change, differences, read_changes
-from dapo.checkpoints import Checkpoints, damages
 from dapo.config import load_yaml
 from dapo.errors import UserError
-from dapo.files import lock_file, parse_json, read_text
+from dapo.observe.changes import Change, read_changes
+from dapo.observe.checkpoints import Checkpoints, damages
 from dapo.observe.metrics import LENIENT, read_metrics
+from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import STATUSES, steps_with_samples
-from dapo.run_folder import RunFolder
-from dapo.terminal import counted
+from dapo.util.differences import differences
+from dapo.util.files import lock_file, parse_json, read_text
+from dapo.util.terminal import counted
 
 if TYPE_CHECKING:
     from dapo.config import Config
@@ -118,7 +119,7 @@ class RunView:
 
     def changes_of_reward(self, config: Config) -> list[str]:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
-        from dapo.fingerprint import fingerprint_reward  # loads torch
+        from dapo.observe.fingerprint import fingerprint_reward  # loads torch
 
         then = _section(_mapping(self.folder.fingerprint), "reward")
         return [str(found) for found in differences(then, fingerprint_reward(config))] if then else []

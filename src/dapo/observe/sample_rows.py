@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dapo.errors import UserError
-from dapo.files import lines_of, parse_json
 from dapo.observe.samples import TokenArrays, samples_path, tokens_path
+from dapo.util.files import lines_of, parse_json
 
 COLUMNS: Mapping[str, str] = {
     **{"step": "INTEGER", "draw": "BIGINT", "row": "BIGINT", "sample": "SMALLINT", "status": "VARCHAR"},

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from dapo.config.secrets import redact
 from dapo.errors import UserError
-from dapo.files import json_line, lines_of, parse_json, write_atomic, write_json
 from dapo.records import Group, Reward, Sample
-from dapo.redaction import redact
+from dapo.util.files import json_line, lines_of, parse_json, write_atomic, write_json
 
 if TYPE_CHECKING:
     from dapo.training.trainer import UpdateReport

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import FileWriter
 from torch.utils.tensorboard import summary as summaries
 
 from dapo.observe.trackers import numbers_of
-from dapo.terminal import visible
+from dapo.util.terminal import visible
 
 
 class TensorBoardTracker:

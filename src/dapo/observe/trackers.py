@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dapo.config import Config
 from dapo.errors import ConfigError, install
-from dapo.files import read_json, write_json
+from dapo.util.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from dapo.run_folder import RunFolder
+    from dapo.observe.run_folder import RunFolder
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Of each tracker: the package that it needs, which is also the name of dapo's extra."""
@@ -155,8 +155,8 @@ def make_trackers(
 
 
 def _maker(name: str, config: Config, folder: RunFolder, keep_until: int | None) -> Callable[[], Tracker]:
-    from dapo.redaction import redact
-    from dapo.run_folder import config_yaml
+    from dapo.config.secrets import redact
+    from dapo.observe.run_folder import config_yaml
 
     def tensorboard() -> Tracker:
         from dapo.observe.tensorboard import TensorBoardTracker

@@ -26,12 +26,10 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import dapo
-from dapo.bounded_server import announces_more, limited
 from dapo.config import RewardConfig
+from dapo.config.secrets import BLANK, redact
 from dapo.errors import RewardError
-from dapo.hosts import wrong_name
 from dapo.records import Reward
-from dapo.redaction import BLANK, redact
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.protocol import (
     NDJSON,
@@ -45,6 +43,8 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
+from dapo.util.bounded_server import announces_more, limited
+from dapo.util.network import wrong_name
 
 _WORK = ("/score", "/examine")
 _OPEN = ("/health",)
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """What is more is refused. ``max_waiting``: items and rows that wait or are at work; ``max_items``: of one request;
     ``max_body``: bytes of one request; ``max_text``: characters of one prompt, response or answer."""
 
@@ -67,7 +67,7 @@ class Limits:
 class Service:
     """A scorer with what the server knows of it: whether it is ready, what waits, what was counted."""
 
-    def __init__(self, scorer: Scorer, config: RewardConfig, limits: Limits, token: str | None = None) -> None:
+    def __init__(self, scorer: Scorer, config: RewardConfig, limits: ServerLimits, token: str | None = None) -> None:
         self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
         self.state: Literal["starting", "ready", "draining"] = "starting"
         self.waiting = 0
@@ -353,7 +353,7 @@ def _error(
     return JSONResponse(ErrorReply.of(text, retry=later).model_dump(), code, headers)
 
 
-def _too_large(limits: Limits) -> str:
+def _too_large(limits: ServerLimits) -> str:
     return f"the request is larger than the {limits.max_body / 2**20:g} MiB that this server takes (--max-body-mb)"
 
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dapo.bounded_server import Server
 from dapo.config import RewardConfig
 from dapo.errors import ConfigError
-from dapo.hosts import is_loopback, listening_socket, url
-from dapo.process import stop_signals
 from dapo.reward.build import make_scorer
-from dapo.reward.server import Limits, Service, create_app
+from dapo.reward.server import ServerLimits, Service, create_app
+from dapo.util.bounded_server import Server
+from dapo.util.network import is_loopback, listening_socket, url
+from dapo.util.process import stop_signals
 
 _KEEP_ALIVE_S = 75
 """Longer than clients keep an idle connection, so that none is closed in the moment it is used."""
@@ -51,7 +51,7 @@ class _Server(Server):
 
 
 async def serve(
-    config: RewardConfig, address: Address, limits: Limits, *, drain_s: float, say: Callable[[str], None]
+    config: RewardConfig, address: Address, limits: ServerLimits, *, drain_s: float, say: Callable[[str], None]
 ) -> None:
     """Serve until a signal comes. ``drain_s``: longest time for running requests to finish.
     Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""

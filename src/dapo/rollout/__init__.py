@@ -1,0 +1,1 @@
+"""The engine: prompts into samples with log-probabilities and policy versions. Knows no reward."""

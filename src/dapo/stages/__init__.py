@@ -1,0 +1,1 @@
+"""Stages of training other than reinforcement learning, on the same trainer."""

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from dapo.errors import ModelError, UserError
-from dapo.files import new_folder, read_json, write_json
 from dapo.model.adapters import has_adapter, read_weights, require_adapter
 from dapo.model.export import export_model
 from dapo.model.loading import load_model
+from dapo.util.files import new_folder, read_json, write_json
 
 TENSORS, METADATA = "trainer.safetensors", "trainer.json"
 INDEX = f"{TENSORS}.index.json"

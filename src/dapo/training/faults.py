@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import dapo
-from dapo.files import new_folder, write_json
 from dapo.training.packing import PER_SEQUENCE, PackedBatch, select_tokens
 from dapo.training.policy import Policy
+from dapo.util.files import new_folder, write_json
 
 if TYPE_CHECKING:
     from dapo.training.trainer import Objective

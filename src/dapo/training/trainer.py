@@ -20,11 +20,10 @@ import torch
 
 from dapo.config import TrainingConfig
 from dapo.errors import NumericalError, UserError
+from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, changing_parameters, has_adapter
-from dapo.model.checkpointing import checkpoint_layers
 from dapo.model.compiling import compile_layers
 from dapo.model.head import chunks
-from dapo.process import Stopped
 from dapo.training.checkpoint import load_optimizer, load_weights, save_model, save_optimizer
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.mismatch import Mismatch, measure_mismatch
@@ -32,6 +31,7 @@ from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.packing import PackedBatch, select_tokens
 from dapo.training.policy import Policy
 from dapo.training.totals import PhaseClock, Totals
+from dapo.util.process import Stopped
 
 NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
 _LARGE = 2**20
@@ -180,7 +180,7 @@ class Trainer:
 
         That is ``lr + spent (final - lr)``, and of it (step + 1) / W during the warm-up. It depends on nothing else, so
         a resumed run cannot get it wrong.
-        ``spent``: the share of the run that is over (:attr:`dapo.budget.Budget.spent`).
+        ``spent``: the share of the run that is over (:attr:`dapo.orchestrator.budget.Budget.spent`).
         """
         config, warmup = self._config, self._config.warmup_steps
         final = config.learning_rate if config.final_learning_rate is None else config.final_learning_rate

@@ -16,7 +16,7 @@ from dapo.reward.code.border import Border
 from dapo.reward.code.grade import Grader, grade
 from dapo.reward.code.names import read_tests
 from dapo.reward.code.program import SandboxFailed
-from dapo.reward.code.sandbox import Limits, Sandbox
+from dapo.reward.code.sandbox import Sandbox, SandboxLimits
 
 CONFIG = CodeReward(kind="code", test_timeout_s=3.0)
 
@@ -163,7 +163,7 @@ def test_installed_packages_are_there_only_if_asked_for():
 def test_without_bubblewrap_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     with pytest.raises(RewardError, match="apt-get install bubblewrap"):
-        Sandbox(Limits(2**30, 32, 2**26)).check()
+        Sandbox(SandboxLimits(2**30, 32, 2**26)).check()
 
 
 def test_a_sandbox_that_does_not_start_is_the_users_affair_and_no_verdict(tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_a_sandbox_that_does_not_start_is_the_users_affair_and_no_verdict(tmp_pa
     module._arguments.cache_clear()
     try:
         with pytest.raises(RewardError, match="No permissions to create new namespace"):
-            Sandbox(Limits(2**30, 32, 2**26)).check()
+            Sandbox(SandboxLimits(2**30, 32, 2**26)).check()
         with pytest.raises(SandboxFailed, match="No permissions to create new namespace"):
             Grader(CONFIG).grade("print(7)\n", read_tests([{"stdin": "", "stdout": "7"}], None))
     finally:

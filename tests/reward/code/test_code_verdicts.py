@@ -8,7 +8,7 @@ import pytest
 
 from dapo.config import CodeReward
 from dapo.errors import RewardError
-from dapo.reward.code.grade import Grader, Verdict, grade, same_output
+from dapo.reward.code.grade import Grade, Grader, grade, same_output
 from dapo.reward.code.names import read_tests
 from dapo.reward.code.program import Usage
 
@@ -208,7 +208,7 @@ def test_several_slow_tests_end_when_the_time_over_all_of_them_is_spent(script):
 
 
 def test_several_runs_take_the_time_of_all_and_the_memory_of_the_largest():
-    verdict = Verdict()
+    verdict = Grade()
     for usage in (Usage(0, 1.0, 300), Usage(0, 2.0, 200)):
         verdict.used(usage)
     assert (verdict.usage.cpu_s, verdict.usage.memory_bytes) == (3.0, 300)

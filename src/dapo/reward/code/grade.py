@@ -1,6 +1,6 @@
 """The verdict on one program: its tests, run in a sandbox.
 
-Consumes a program's text and a row's tests, produces a :class:`Verdict`; waits for the program, within limits. It
+Consumes a program's text and a row's tests, produces a :class:`Grade`; waits for the program, within limits. It
 blocks: the scorer's workers call it, and whoever checks labelled cases (in a thread).
 """
 
@@ -24,14 +24,14 @@ from dapo.reward.code.evaluator import ERROR, FAILED, PASSED, TIMEOUT, Evaluator
 from dapo.reward.code.names import InOut, Snippet, Tests, read_tests, uses_solution_class
 from dapo.reward.code.program import Clock, OverLimit, Program, SandboxFailed, TimeUp, Usage
 from dapo.reward.code.runner import LOADED, MALFORMED, RAISED
-from dapo.reward.code.sandbox import Limits, Sandbox
+from dapo.reward.code.sandbox import Sandbox, SandboxLimits
 
 _CHUNK = 1 << 16
 _NUMBER = re.compile(r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+")
 
 
 @dataclass
-class Verdict:
+class Grade:
     """What came of one program.
 
     ``outcomes``: of each test, in order: it passes; its assert is false or its output differs; its time is up; it, or
@@ -98,19 +98,19 @@ class Grader:
         self._processes = config.max_processes
         self._memory = config.memory_mb * 2**20
         self._output = config.max_output_kb * 1024
-        limits = Limits(self._memory, self._processes, config.scratch_mb * 2**20)
+        limits = SandboxLimits(self._memory, self._processes, config.scratch_mb * 2**20)
         self.sandbox = Sandbox(limits, config.sandbox, config.packages)
         self._evaluator = Evaluator(self._memory, self._output)
         self._end = 0.0
 
-    def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Verdict:
+    def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Grade:
         """Run all tests; in the mode ``all`` up to the first whose time is up, as nothing can be won after it. When
         ``timeout_s`` is used up, the tests that are left have timed out too.
 
         Raises:
             SandboxFailed: no verdict, for reasons that are not the program's.
         """
-        verdict = Verdict()
+        verdict = Grade()
         source = program.encode("utf-8", "surrogatepass")
         self._end = time.monotonic() + self._config.timeout_s
         prelude = uses_solution_class(tests, entry_point)
@@ -133,7 +133,7 @@ class Grader:
     def _clock(self, program: Program) -> Clock:
         return Clock(program, (self._memory, self._processes))
 
-    def _run_module(self, source: bytes, tests: Sequence[Snippet], prelude: bool, verdict: Verdict) -> None:
+    def _run_module(self, source: bytes, tests: Sequence[Snippet], prelude: bool, verdict: Grade) -> None:
         """Load the program once and run as many tests as it lives through, one at least."""
         with self.sandbox.start(source, script=False, prelude=prelude) as program:
             try:
@@ -152,7 +152,7 @@ class Grader:
             if "efficiency" in self._config.parts:
                 verdict.used(program.measure())
 
-    def _run_snippets(self, program: Program, tests: Sequence[Snippet], verdict: Verdict) -> None:
+    def _run_snippets(self, program: Program, tests: Sequence[Snippet], verdict: Grade) -> None:
         """Take down the evaluator's reports, under a clock that starts anew with each, while there is time for all."""
         clock = self._clock(program)
         first, text = len(verdict.outcomes), b""
@@ -180,7 +180,7 @@ class Grader:
         if len(verdict.outcomes) == first:
             verdict.add(ERROR, "the values that the program returned could not be compared")
 
-    def _run_script(self, source: bytes, test: InOut, verdict: Verdict) -> None:
+    def _run_script(self, source: bytes, test: InOut, verdict: Grade) -> None:
         """One run with pipes, one test."""
         with self.sandbox.start(source, script=True) as program:
             try:

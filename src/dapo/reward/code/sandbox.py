@@ -52,7 +52,7 @@ _BOOT = (
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one program may take. ``memory`` counts for each process and for all of them together."""
 
     memory_bytes: int
@@ -72,7 +72,7 @@ class Sandbox:
     """
 
     def __init__(
-        self, limits: Limits, kind: Literal["bubblewrap", "none"] = "bubblewrap", packages: Sequence[str] = ()
+        self, limits: SandboxLimits, kind: Literal["bubblewrap", "none"] = "bubblewrap", packages: Sequence[str] = ()
     ) -> None:
         self.limits = limits
         self._packages = tuple(folder for name in packages for folder in _package_folders(name))

@@ -13,7 +13,7 @@ from typing import Any
 from dapo.config import CodeReward
 from dapo.records import Reward
 from dapo.reward.code.blocks import find_program
-from dapo.reward.code.grade import Grader, Verdict
+from dapo.reward.code.grade import Grade, Grader
 from dapo.reward.code.names import Snippet, Tests, read_tests
 from dapo.reward.code.program import SandboxFailed, Usage
 from dapo.reward.code.quality import efficiency, find_ruff, style
@@ -61,7 +61,7 @@ class CodeJudge:
         return Reward(correct, value, parts=parts, extracted=program)
 
     def _part(
-        self, name: str, program: str, verdict: Verdict, tests: Tests, entry_point: str | None, solution: str | None
+        self, name: str, program: str, verdict: Grade, tests: Tests, entry_point: str | None, solution: str | None
     ) -> float:
         if name == "compiles":
             return float(verdict.compiles)

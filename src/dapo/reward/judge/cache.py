@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 
 from dapo.errors import RewardError
-from dapo.files import write_json
+from dapo.util.files import write_json
 
 _log = logging.getLogger(__name__)
 

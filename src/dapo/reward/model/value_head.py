@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dapo.errors import RewardError
-from dapo.files import write_atomic
+from dapo.util.files import write_atomic
 
 FILE = "value_head.safetensors"
 

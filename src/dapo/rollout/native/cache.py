@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 
 from dapo.errors import ModelError
-from dapo.files import size_text
 from dapo.model.attention import AttentionContext, AttentionSpec, step_attention
 from dapo.model.packed import PackedAttention
+from dapo.util.files import size_text
 
 
 @dataclass(slots=True)

@@ -1,0 +1,353 @@
+"""How much memory a run will take, from the shape of its model and the sizes in its recipe.
+
+With P parameters of which A are trained (all, or those of a LoRA adapter), bytes b of ``model.compute_dtype``,
+layers L, widths h (hidden), q (all query heads) and m (MLP), k = 2 x key heads x head size numbers a token for keys and
+values, vocabulary V, t tokens of a micro-batch:
+
+=============  ====================================================================================================
+weights        4 A (float32 masters) + b (P - A) (frozen)
+gradients      4 A
+Adam           8 A (two moments); with training.offload_optimizer in a GPU's memory only those of a group at a time
+engine         b A (its own copy; what is frozen it shares)
+reference      4 A, if the KL to the initial policy is asked for
+casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
+KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step) sequences of at most T tokens
+               (prompt and response), the former in any case with runtime.deterministic; on a GPU no more than
+               rollout.cache_gib
+activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
+               attention is written out (H heads, sequences of at most 192 tokens).
+               GPU, compiled: t L (b (2 h + 2 q + k + 3 m) + 2 r h + 4 H), with r bytes of the residual stream (b if the
+               embedding is frozen, else 4)
+               With training.activation_checkpointing the inputs of all layers, t L r h, and in place of L one layer
+at work        GPU: one layer more, in the backward pass
+logits         in the output head, c rows at a time, at most t and as many as ``model.head.chunk_rows`` says (CPU 1,024,
+               GPU 2^30 / V, at most 8,192): 3 x 4 V c, on a GPU in bfloat16 6 V c and, if it is trained, 6 V h
+               for its copy and its gradient
+decoding       2 x 4 V s in a step of the rollout
+=============  ====================================================================================================
+
+Prediction and measurement are compared in tests/doctor/test_doctor_memory.py; the libraries themselves (about half a
+GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
+while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
+the layers go backward. The larger ones count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.checks.finding import Finding
+from dapo.checks.patient import CheckContext
+from dapo.config import Config
+from dapo.config.changeable import may_change
+from dapo.errors import UserError, first_line
+from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
+from dapo.model.attention import WRITTEN_OUT_TOKENS
+from dapo.model.compiling import decoder_layers
+from dapo.model.head import chunk_rows
+from dapo.model.loading import check_supported, read_config
+from dapo.training.lora import trainable_shape
+from dapo.training.offload import GROUP_NUMBERS
+
+GIB = 2**30
+_HOLES = 1.25
+"""Measured: what is held beside what is in use, as the C library keeps freed memory (``process.keep_freed_memory``)."""
+_TIGHT = 0.85
+"""Share of the free memory from which on it may become tight."""
+_SUPPOSED = "with responses of full length, without the libraries' own 0.5 GiB"
+"""What a prediction is of. It is no upper bound: what was measured lies within a factor of it, on either side."""
+_SHORT = 0.8
+"""Of what was predicted, what is taken for free where that ran out: the prediction was too low, or others took some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Predicted bytes by use."""
+
+    weights: int
+    gradients: int
+    adam: int
+    engine: int
+    reference: int
+    casts: int
+    cache: int
+    activations: int
+    logits: int
+    decoding: int
+    at_work: int = 0
+    """What the layer that goes backward takes on a GPU beside what was kept."""
+    streamed: int = 0
+    """Adam's moments on their way through a GPU, after the backward pass."""
+    host: int = 0
+    """Adam's moments in the host's memory, where that is another one."""
+
+    @property
+    def lasting(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.adam + self.engine + self.reference
+
+    def total(self, on_gpu: bool) -> int:
+        """At the worst moment. On a CPU with a share for the holes that freed tensors of other sizes leave."""
+        if on_gpu:
+            passes = self.casts + self.activations + max(self.logits, self.at_work)
+            update = self.gradients + max(passes, self.streamed)
+            return self.lasting + max(update, self.cache + self.decoding)
+        parts = self.lasting + self.gradients + self.casts + self.cache + self.activations
+        return int(_HOLES * (parts + max(self.logits, self.decoding)))
+
+    def told(self, on_gpu: bool) -> str:
+        """The parts in GiB, those below a hundredth left out."""
+        parts = {part.name.replace("_", " "): getattr(self, part.name) for part in fields(self) if part.name != "host"}
+        text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
+        text = f"{text} GiB" if text else "each part less than 0.01 GiB"
+        text += ", of which rollout and update take turns" if on_gpu else ""
+        return text + (f"; in the host's memory {gib(self.host)}" if self.host else "")
+
+
+def parameters_of(shape: Any) -> int:
+    """Of a model, one that stands in two places (tied embeddings) counted once."""
+    return sum(parameter.numel() for parameter in shape.parameters())
+
+
+def trained_of(shape: Any) -> int:
+    """How many of them are trained: those of an adapter, or else all."""
+    return sum(parameter.numel() for parameter in changing_parameters(shape).values())
+
+
+def checkpoint_bytes(trained: int) -> int:
+    """Of one checkpoint: float32 weights and the optimizer's two moments of what is trained."""
+    return 12 * trained
+
+
+def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
+    """See the module for the formulas. ``shape``: a model of the run's architecture, with its adapter if it trains one,
+    on any device; only shapes and the config are looked at."""
+    text = shape.config.get_text_config()
+    rollout, training = config.rollout, config.training
+    parameters, trained = parameters_of(shape), trained_of(shape)
+    width = _width(config)
+    longest, rows = _longest(config), _rows(config)
+    cache = rows * longest * _pairs(text) * text.num_hidden_layers * width
+    if on_gpu and rollout.cache_gib is not None:
+        cache = min(cache, int(rollout.cache_gib * GIB))
+    update = training.groups_per_update * rollout.samples_per_prompt * longest
+    tokens = min(training.tokens_per_micro_batch, update)
+    chunk = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
+    narrow = on_gpu and width == 2
+    offloaded = on_gpu and training.offload_optimizer
+    largest = max(parameter.numel() for parameter in changing_parameters(shape).values())
+    return Memory(
+        weights=4 * trained + width * (parameters - trained),
+        gradients=4 * trained,
+        adam=0 if offloaded else 8 * trained,
+        engine=width * trained,
+        reference=0 if config.algorithm.kl.mode == "off" else 4 * trained,
+        casts=0 if width == 4 else _casts(config, shape),
+        cache=cache,
+        activations=int(tokens * _kept(config, shape, on_gpu)),
+        logits=6 * chunk + 6 * _trained_in(shape.get_output_embeddings(), shape) if narrow else 12 * chunk,
+        decoding=8 * text.vocab_size * rows,
+        at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
+        streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
+        host=8 * trained if offloaded else 0,
+    )
+
+
+def _width(config: Config) -> int:
+    return 2 if config.model.compute_dtype == "bfloat16" else 4
+
+
+def _longest(config: Config) -> int:
+    return config.data.max_prompt_length + config.rollout.max_response_length
+
+
+def _rows(config: Config) -> int:
+    """Sequences that the cache has room for: all that may be, where every shape is pinned."""
+    rollout = config.rollout
+    if config.runtime.deterministic:
+        return rollout.max_concurrent_samples
+    return min(rollout.max_concurrent_samples, rollout.prompts_per_step * rollout.samples_per_prompt)
+
+
+def _head_dim(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def _pairs(text: Any) -> int:
+    """Numbers of keys and values for a token in a layer."""
+    return 2 * int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * _head_dim(text)
+
+
+def _casts(config: Config, shape: Any) -> int:
+    """Bytes of bfloat16 copies of the trained parameters in the layers; recomputed, one layer has them at a time."""
+    layers = decoder_layers(shape)
+    return 2 * _trained_in(layers, shape) // (max(1, len(layers)) if config.training.activation_checkpointing else 1)
+
+
+def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
+    """Bytes for a token that the layers keep for the backward pass."""
+    text, layer = shape.config.get_text_config(), _layer(config, shape, on_gpu)
+    if not config.training.activation_checkpointing:
+        return float(text.num_hidden_layers * layer)
+    return float(text.num_hidden_layers * _residual(config, shape) * text.hidden_size + layer)
+
+
+def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
+    """Bytes for a token of one layer."""
+    text, width = shape.config.get_text_config(), _width(config)
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+    if on_gpu:
+        numbers = 2 * hidden + 2 * heads * _head_dim(text) + _pairs(text) + 3 * mlp
+        return float(width * numbers + 2 * _residual(config, shape) * hidden + 4 * heads)
+    written_out = 12 * heads * _longest(config) if _longest(config) <= WRITTEN_OUT_TOKENS else 0
+    return float(width * (10 * hidden + 5 * mlp + 3 * _pairs(text)) + written_out)
+
+
+def _residual(config: Config, shape: Any) -> int:
+    """Bytes of a number of the residual stream."""
+    return _width(config) if has_adapter(shape) else 4
+
+
+def _trained_in(part: Any, shape: Any) -> int:
+    """How many of the parameters of a part of the model are trained."""
+    trained = {id(parameter) for parameter in changing_parameters(shape).values()}
+    return sum(p.numel() for p in part.parameters() if id(p) in trained)
+
+
+def predicted_from(config: Config) -> str:
+    """The prediction in words, from the config of a model and without its weights; or why there is none."""
+    name = config.model.path
+    try:
+        adapter = find_adapter(name)
+        found = read_config(adapter.base if adapter else name, config.model.trust_remote_code)
+        check_supported(found)
+        shape = trainable_shape(config.model, found)
+    except UserError as error:
+        return f"not predicted: {first_line(error)}"
+    asked = config.runtime.device  # of a GPU that is asked for it is told where there is none, too
+    on_gpu = asked == "cuda" or (asked == "auto" and torch.cuda.is_available())
+    memory = predict_memory(config, shape, on_gpu)
+    where = "GPU memory" if on_gpu else "RAM"
+    return f"about {gib(memory.total(on_gpu))} of {where}, {_SUPPOSED} ({memory.told(on_gpu)})"
+
+
+def gib(size: float) -> str:
+    """In GiB, or MiB where that says more."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
+
+
+def free_memory() -> int | None:
+    """Bytes of RAM that this process may still take: of the machine, and of the container it is in. None: unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free = found["MemAvailable"]
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+    return min([free, *_left_in_containers()])
+
+
+def _left_in_containers() -> Iterator[int]:
+    """What control groups of both versions still allow."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            yield max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # there is no such file, or "max"
+            continue
+
+
+def check_memory(patient: CheckContext) -> Iterator[Finding]:
+    """What the run will take of the device it runs on, and whether that is free."""
+    shape, config = patient.need(patient.shape, "model"), patient.config
+    elsewhere = patient.device is None and config.runtime.device == "cuda"  # a recipe for another machine
+    on_gpu = elsewhere or patient.need(patient.device, "device").type == "cuda"
+    memory = predict_memory(config, shape, on_gpu)
+    needed = memory.total(on_gpu)
+    text = f"about {gib(needed)} predicted"
+    text += f", {_SUPPOSED} ({memory.told(on_gpu)})" if needed >= GIB / 10 else ""
+    if elsewhere:
+        yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
+        return
+    free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
+    if free is not None and patient.model is not None:
+        free += memory.weights  # they are loaded already
+    where = "GPU memory" if on_gpu else "RAM"
+    patient.fits = True if free is None or needed <= free else None
+    if free is None:
+        yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
+        return
+    text += f", {gib(free)} of {where} are free"
+    if needed <= _TIGHT * free:
+        yield Finding("machine", "memory", "pass", text)
+        return
+    yield Finding("machine", "memory", "fail" if needed > free else "warn", text, smaller(config, shape, free, on_gpu))
+
+
+@contextmanager
+def shortage_explained(config: Config, model: Any) -> Iterator[None]:
+    """Inside, memory that runs out is no fault of the program: what was asked for, and settings that take less.
+    Raises UserError: it ran out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch raises plain RuntimeErrors for the host's memory
+        said = str(error)
+        if not isinstance(error, MemoryError) and not ("out of memory" in said or "can't allocate memory" in said):
+            raise
+        on_gpu = next(model.parameters()).is_cuda
+        less = smaller(config, model, _SHORT * predict_memory(config, model, on_gpu).total(on_gpu), on_gpu)
+        named, deterministic = re.findall(r"([\w.]+)=", less), config.runtime.deterministic
+        fixed = [key for key in named if not may_change(key, deterministic, inside=True)]
+        note = f" ({', '.join(fixed)}: for a new run, this one cannot go on with another)" if fixed else ""
+        raise UserError(f"memory ran out: {first_line(error)}\nWhat takes less: {less}{note}") from None
+
+
+def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
+    """Keys with values with which it fits with ease; or, if no setting is enough, what is."""
+
+    def total(config: Config) -> int:
+        return predict_memory(config, shape, on_gpu).total(on_gpu)
+
+    found: dict[str, Any] = {}
+    least = total(config)
+    for key, value in 2 * list(_cheaper(config, on_gpu)):  # twice, as what is second largest at first counts later
+        section, name = key.split(".")
+        other = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        if (size := total(other)) < least:
+            config, least = other, size
+            found[key] = value
+        if least <= _TIGHT * free:
+            break
+    told = " ".join(f"{key}={str(value).lower()}" for key, value in found.items())
+    if least <= _TIGHT * free:
+        return told
+    adapter = "" if has_adapter(shape) else "model.lora.rank=16, which trains an adapter only, or "
+    return f"{adapter}a smaller model, or {gib(least / _TIGHT)} free{f' and {told}' if told else ''}"
+
+
+def _cheaper(config: Config, on_gpu: bool) -> Iterator[tuple[str, Any]]:
+    """Keys and values that take less memory, what costs least of all first."""
+    rollout, training = config.rollout, config.training
+    narrow = [("model.compute_dtype", "bfloat16")] if config.model.compute_dtype == "float32" else []
+    yield from narrow if on_gpu else []
+    tokens = training.tokens_per_micro_batch
+    while tokens > _longest(config):
+        tokens = max(_longest(config), tokens // 2)
+        yield "training.tokens_per_micro_batch", tokens
+    for part in (4, 16):
+        yield "rollout.max_concurrent_samples", max(1, rollout.max_concurrent_samples // part)
+    if not training.activation_checkpointing:
+        yield "training.activation_checkpointing", True
+    if on_gpu and not training.offload_optimizer:
+        yield "training.offload_optimizer", True
+    yield from [] if on_gpu else narrow

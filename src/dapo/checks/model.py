@@ -1,0 +1,355 @@
+"""Checks of model and tokenizer: that they can be loaded, and that they belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dapo.checks.finding import Finding
+from dapo.checks.patient import CheckContext, on_this_machine
+from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
+from dapo.config import Config
+from dapo.data.template import PromptTemplate
+from dapo.errors import ConfigError, DataError, ModelError, first_line
+from dapo.model.adapters import adapter_parameters, find_adapter
+from dapo.model.hub import hub_answers, is_name
+from dapo.model.loading import (
+    check_supported,
+    context_limit,
+    load_tokenizer,
+    read_config,
+    stop_token_ids,
+    with_generation_config,
+)
+from dapo.model.placement import device_of, set_threads
+from dapo.observe.progress import QuietListener
+from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
+
+
+def _warning(name: str, found: str, fix: str) -> Finding:
+    return Finding("model", name, "warn", found, fix)
+
+
+def check_device(patient: CheckContext) -> Iterator[Finding]:
+    """Whether the device that the recipe names is there."""
+    try:
+        patient.device = device_of(patient.config)
+    except ConfigError as error:
+        yield Finding("recipe", "device", "fail", str(error), "runtime.device=auto")
+        return
+    yield Finding("machine", "device", "pass", f"training runs on {patient.device}")
+
+
+def check_tokenizer(patient: CheckContext) -> Iterator[Finding]:
+    """Whether there is one, and whether it can write prompts as the recipe says."""
+    config = patient.config
+    name = config.model.tokenizer or config.model.path
+    absent = _absent(patient, "tokenizer", name, "tokenizer_config.json")
+    if absent:
+        if absent.status == "skip" or config.model.tokenizer is not None:  # else the model's own line says it
+            yield absent
+        return
+    try:
+        patient.tokenizer = load_tokenizer(name, config.model.trust_remote_code)
+    except ModelError as error:
+        if config.model.tokenizer is not None or Path(name).is_dir():  # else the model's own line says it
+            yield Finding("model", "tokenizer", "fail", str(error), "model.tokenizer=FOLDER, or a name on the hub")
+        return
+    try:
+        patient.template = PromptTemplate(config.data, patient.tokenizer)
+    except ConfigError as error:
+        text, _, fix = str(error).partition("; use ")
+        yield Finding("recipe", "chat-template", "fail", text, fix or "data.chat_template=FILE that can be used")
+        return
+    has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
+    text = f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}"
+    yield Finding("model", "tokenizer", "pass", text)
+
+
+def check_architecture(patient: CheckContext) -> Iterator[Finding]:
+    """Whether the architecture is one that is computed right here. Reads config.json, and no weights."""
+    config = patient.config
+    name = config.model.path
+    absent = _absent(patient, "model", name, "config.json")
+    if absent:
+        yield absent
+        return
+    fix = "model.path=FOLDER in Hugging Face layout, or a name on the hub"
+    if not Path(name).expanduser().exists() and not is_name(name):
+        yield Finding("model", "model", "fail", f"model.path: {name}: no such folder", fix)
+        return
+    try:
+        adapter = find_adapter(name)
+        name = name if adapter is None else adapter.base
+        absent = _absent(patient, "model", name, "config.json")
+        if absent:
+            yield absent
+            return
+        found = read_config(name, config.model.trust_remote_code)
+    except ModelError as error:
+        yield Finding("model", "model", "fail", f"model.path: {first_line(error)}", fix)
+        return
+    try:
+        check_supported(found)
+    except ModelError as error:
+        yield Finding("model", "architecture", "fail", str(error), "a model that docs/models.md names")
+        return
+    try:
+        patient.shape = trainable_shape(config.model, found)
+    except (ModelError, ConfigError) as error:
+        yield Finding("model", "adapter", "fail", str(error), "see docs/models.md, LoRA adapters")
+        return
+    patient.model_config = found
+    trained = sum(p.numel() for p in adapter_parameters(patient.shape).values())
+    of_it = f", {trained:,} of them in a LoRA adapter" if trained else ""
+    text = f"{found.model_type}, {patient.shape.num_parameters():,} parameters{of_it}"
+    yield Finding("model", "architecture", "pass", text)
+
+
+def _absent(patient: CheckContext, what: str, name: str, file: str) -> Finding | None:
+    """Said of what is not on this machine and is not looked for elsewhere."""
+    if patient.demo and "/" in name and not Path(name).exists() and name.startswith("runs/"):
+        return Finding("model", what, "skip", f"{name} is made by `{patient.demo}`")
+    if not on_this_machine(name, file):
+        if not patient.demo and not hub_answers():
+            text = f"{name} is neither a folder nor in the cache of downloads, and the hub cannot be reached from here"
+            return Finding("model", what, "fail", text, "model.path=FOLDER that holds it, or a network")
+        return Finding("model", what, "skip", f"{name} is not on this machine and is not downloaded for a check")
+    return None
+
+
+def check_context(patient: CheckContext) -> Iterator[Finding]:
+    """Whether prompts and responses fit into the positions that the model was made for."""
+    found = patient.need(patient.model_config, "model")
+    try:
+        check_lengths(patient.config, found, patient.heldout)
+    except (ConfigError, DataError) as error:
+        text, _, fix = str(error).rpartition("; ")
+        yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
+        return
+    data, rollout, positions = patient.config.data, patient.config.rollout, context_limit(found) or "any number of"
+    text = f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into {positions}"
+    yield Finding("model", "context", "pass", f"{text} positions")
+
+
+def check_tokens(patient: CheckContext) -> Iterator[Finding]:
+    """Whether model and tokenizer speak of the same tokens: vocabulary, padding, and what ends a response."""
+    tokenizer, shape = patient.need(patient.tokenizer, "tokenizer"), patient.need(patient.shape, "model")
+    config = patient.config
+    if patient.template is not None:
+        patient.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
+    owner = patient.model or with_generation_config(shape, config.model.path)
+    heard = _Heard()
+    try:
+        check_vocabulary(owner, tokenizer, config, heard)
+    except ModelError as error:
+        yield Finding("model", "vocabulary", "fail", str(error), "model.tokenizer=FOLDER of the model's own tokenizer")
+        return
+    except ConfigError as error:
+        yield Finding("recipe", "stop-tokens", "fail", str(error), "mend what the line begins with")
+        return
+    rows = shape.get_input_embeddings().weight.shape[0]
+    others = _of_another_model(patient, rows)
+    if others:
+        fix = "leave model.tokenizer out, or name the model's own"
+        patient.words_known = True
+        yield _warning("vocabulary", others, fix)
+        return
+    patient.words_known = True
+    empty = max(0, rows - len(tokenizer))
+    more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
+    yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
+    yield from _stop_tokens(patient, owner, stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
+    yield from _padding(patient, rows)
+    notice_generation_config(owner, said := _Heard())
+    for text in said.warnings:
+        yield _warning("generation-config", text, "take them out of generation_config.json")
+
+
+def _of_another_model(patient: CheckContext, rows: int) -> str | None:
+    """Why the tokenizer seems to be another model's; None: it does not."""
+    tokenizer, config = patient.tokenizer, patient.config
+    unused = rows - len(tokenizer)
+    if unused > max(1024, rows // 10):
+        return f"the model has {rows:,} rows, but the tokenizer only {len(tokenizer):,} tokens: is it another model's?"
+    if config.model.tokenizer is None:
+        return None
+    try:
+        own = load_tokenizer(config.model.path, config.model.trust_remote_code).get_vocab()
+    except ModelError:  # it has none, which is why another one is named
+        return None
+    given = tokenizer.get_vocab()
+    same = sum(own.get(token) == number for token, number in given.items())
+    if same >= 0.9 * len(given):
+        return None
+    return f"{len(given) - same:,} of {len(given):,} tokens of model.tokenizer have another id in the model's own"
+
+
+class _Heard(QuietListener):
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def _stop_tokens(patient: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -> Iterator[Finding]:
+    tokenizer = patient.tokenizer
+    if not stop_ids:
+        yield _warning(
+            "stop-tokens",
+            "neither model nor tokenizer names an end: every response runs to rollout.max_response_length",
+            "rollout.stop_token_ids=[ID], or eos_token_id in generation_config.json",
+        )
+        return
+    told = {
+        "generation config": getattr(getattr(owner, "generation_config", None), "eos_token_id", None),
+        "model config": owner.config.eos_token_id,
+        "tokenizer": tokenizer.eos_token_id,
+    }
+    said = ", ".join(f"{who} {ids}" for who, ids in told.items() if ids is not None)
+    end = _end_of_turn(patient)
+    if end is not None and end not in stop_ids:
+        yield _warning(
+            "stop-tokens",
+            f"the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}={end}, which is no stop "
+            f"token ({said}): responses will run on",
+            f"rollout.stop_token_ids=[{end}]",
+        )
+        return
+    shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in stop_ids)
+    special = set(tokenizer.all_special_ids)
+    words = [i for i in stop_ids if i not in special and i not in patient.config.rollout.stop_token_ids]
+    if words and special & set(stop_ids):
+        text = f"{shown} ({said}); {tokenizer.convert_ids_to_tokens(words[0])!r}={words[0]} is an ordinary token"
+        fix = "mend eos_token_id in generation_config.json and config.json: a response would end at that word"
+        yield _warning("stop-tokens", text, fix)
+        return
+    if all("pad" in tokenizer.convert_ids_to_tokens(i).lower() for i in stop_ids):
+        text = f"{shown} ({said}) is all that ends a response, and made for padding: a model that was never taught to "
+        text += f"write it runs on to rollout.max_response_length={patient.config.rollout.max_response_length}"
+        fix = "eos_token_id of the token that ended its training texts, in generation_config.json (dapo generate shows)"
+        yield _warning("stop-tokens", text, fix)
+        return
+    yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
+
+
+def _end_of_turn(patient: CheckContext) -> int | None:
+    """The special token that the chat template puts behind what an assistant says; None: there is none to be seen."""
+    tokenizer, config = patient.tokenizer, patient.config
+    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+        return None
+    turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    try:
+        ids = patient.need(patient.template, "template").apply(turns, tokenize=True)
+        said = tokenizer("4", add_special_tokens=False)["input_ids"][-1]
+    except Exception:  # templates raise their own kinds; prompts are tried elsewhere
+        return None
+    if said not in ids:
+        return None
+    after = ids[len(ids) - 1 - ids[::-1].index(said) + 1 :]
+    return next((i for i in after if i in tokenizer.all_special_ids), None)
+
+
+def _padding(patient: CheckContext, rows: int) -> Iterator[Finding]:
+    tokenizer = patient.tokenizer
+    pad = tokenizer.pad_token_id
+    if pad is not None and pad >= rows:
+        yield _warning(
+            "padding",
+            f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
+            "takes lengths from the engine and never pads, but other programs will",
+            "tokenizer.pad_token = tokenizer.eos_token, and save it",
+        )
+        return
+    told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
+    if pad is not None and pad == tokenizer.eos_token_id:
+        told += " (also ends a response; lengths come from the engine, so that does no harm)"
+    yield Finding("model", "padding", "pass", told)
+
+
+def check_bos(patient: CheckContext) -> Iterator[Finding]:
+    """Whether a prompt begins with one BOS token, where the model knows one."""
+    source = patient.need(patient.source, "tokenized data")
+    tokenizer, template = patient.tokenizer, patient.need(patient.template, "template")
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        yield Finding("model", "bos", "pass", "the tokenizer has none")
+        return
+    ids = list(source.prompts[0].token_ids)
+    name = f"{tokenizer.bos_token}={bos}"
+    opens = list(tokenizer("x")["input_ids"])[:1] == [bos]
+    text = tokenizer.decode(ids[:8])
+    if ids[:1] != [bos] and opens:
+        yield _warning(
+            "bos",
+            f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}",
+            "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)",
+        )
+    elif _written_twice(tokenizer, template, patient.config) or (ids.count(bos) > 1 and opens):
+        yield _warning(
+            "bos",
+            f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be",
+            "take it out of the chat template, or of the rows",
+        )
+    else:
+        yield Finding("model", "bos", "pass", f"{name}, {'once at the start' if ids[:1] == [bos] else 'not used'}")
+
+
+def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> bool:
+    """Whether the chat template itself writes more than one BOS at the start."""
+    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+        return False
+    turn = [{"role": "user", "content": "2+2="}]
+    try:
+        text = template.apply(turn, tokenize=False, add_generation_prompt=True)
+    except Exception:  # prompts are tried elsewhere
+        return False
+    return str(text).startswith(tokenizer.bos_token * 2)
+
+
+def check_chat(patient: CheckContext) -> Iterator[Finding]:
+    """Whether the chat template writes all that it is given, and the head of the turn that the model is to fill."""
+    tokenizer, data = patient.tokenizer, patient.config.data
+    if data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+        return
+    turns = [{"role": "user", "content": "2+2="}]
+    write = patient.need(patient.template, "template").apply
+    try:
+        asked, bare = (write(turns, tokenize=False, add_generation_prompt=begin) for begin in (True, False))
+        answered = write([*turns, {"role": "assistant", "content": "4"}], tokenize=False)
+        system = data.system and write([{"role": "system", "content": data.system}, *turns], tokenize=False)
+    except Exception:  # prompts are tried elsewhere
+        return
+    head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
+    if asked == bare and head:
+        yield _warning(
+            "chat-template",
+            f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
+            "not end in it",
+            f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)",
+        )
+    if data.system and data.system.strip() not in str(system):
+        yield _warning(
+            "chat-template",
+            f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt",
+            "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE",
+        )
+
+
+def check_weights(patient: CheckContext) -> Iterator[Finding]:
+    """Whether the weights can be loaded, fit the architecture and are numbers."""
+    config = patient.config
+    patient.need(patient.shape, "model")
+    device = patient.need(patient.device, "device")
+    patient.need(patient.fits, "memory")
+    try:
+        model = load_trainable(config.model.path, config.model, device)
+        model = begin_adapter(model, config.model, config.seed)
+    except (ModelError, ConfigError) as error:
+        yield Finding("model", "weights", "fail", str(error), "download or save the model again")
+        return
+    patient.model = model
+    set_threads(config, model)
+    yield Finding("model", "weights", "pass", "all there, all finite")

@@ -1,0 +1,304 @@
+"""``dapo data check``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from dapo.commands.shared.completion import complete_recipe
+from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
+from dapo.commands.shared.options import Debug, JsonFile, is_setting
+from dapo.commands.shared.output import status_line, write_results
+from dapo.errors import ConfigError
+from dapo.util.terminal import Terminal, visible
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.config.sections import DataItem
+    from dapo.data.check import CheckReport, FileReport, Measure, Shared
+    from dapo.data.lengths import Lengths
+
+app = typer.Typer(no_args_is_help=True, help="Look into data files.")
+_BAR = 40
+
+
+class _SeveralFiles(TyperCommand):
+    """``--eval a.jsonl b.jsonl``: all that follows, up to the next option or setting."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_one_by_one(args, "--eval")))
+
+
+def _one_by_one(args: Sequence[str], option: str) -> Iterator[str]:
+    inside = False
+    for arg in args:
+        if arg == option:
+            inside = True
+        elif arg.startswith("-") or is_setting(arg):
+            inside = False
+            yield arg
+        elif inside:
+            yield from (option, arg)
+        else:
+            yield arg
+
+
+@app.command(cls=_SeveralFiles, epilog=EXIT_CODES)
+def check(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILES] [SECTION.KEY=VALUE]", help="Files to train on; keys of the config to change."),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option("--eval", metavar="FILES", help="Files to evaluate on, which the others must not overlap with."),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keys, template, tokenizer and reward of this recipe; its own files if none are named.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Count tokens with this tokenizer (folder or name on the hub).")
+    ] = None,
+    template: Annotated[
+        str | None, typer.Option(metavar="NAME", help="plain, chat or dapo: how a row becomes a prompt.")
+    ] = None,
+    output: JsonFile = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 2 for overlap and conflicting answers, too.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Read every row of FILES: bad rows, missing answers, duplicates, lengths, overlap with evaluation files.
+
+    Bad rows are exit code 2; overlap and conflicting answers are warnings, unless --strict is given. Answers that are
+    whole solutions, or the same in all rows looked at, are warnings. Results are kept, so that a second check of the
+    same files takes no time.
+    """
+    with errors_for_people(debug):
+        from dapo.data.check import check_data
+        from dapo.reward.build import needs_answer
+        from dapo.util.escapes import eaten_in
+
+        config = _config(recipe, words or [], template, tokenizer)
+        train, evaluation = _files(config, recipe, words or [], against or [])
+        if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
+            raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
+        measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
+        with status_line(quiet, "reading") as progress:
+            found = check_data(
+                train,
+                evaluation,
+                config.data,
+                measure,
+                answer_required=None if needed and recipe is None else needed,
+                progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
+            )
+        doubts = eaten_in(config.model_dump(mode="json"))
+        doubts += [line for item in (*train, *evaluation) for line in _answers(config, item)]
+        for line in report_lines(found, config, doubts):
+            Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
+        if output is not None:
+            write_results(output, {**found.as_json(), "answers": doubts})
+        if found.bad or (strict and found.doubts):
+            raise typer.Exit(2)
+
+
+# --- what was asked for -------------------------------------------------------------------------------------------
+
+
+def _config(recipe: Path | None, words: Sequence[str], template: str | None, tokenizer: str | None) -> Config:
+    from dapo.config import load_config
+    from dapo.config.reading import config_of_overrides
+
+    overrides = [word for word in words if is_setting(word)]
+    overrides += [f"data.template={template}"] if template else []
+    overrides += [f"model.tokenizer={json.dumps(tokenizer)}"] if tokenizer else []
+    return load_config(recipe, overrides) if recipe else config_of_overrides(overrides)[0]
+
+
+def _files(
+    config: Config, recipe: Path | None, words: Sequence[str], against: Sequence[str]
+) -> tuple[list[DataItem], list[DataItem]]:
+    """Raises ConfigError: there is nothing to check."""
+    from dapo.config.sections import DataItem
+
+    named = [DataItem(path=word) for word in words if not is_setting(word)]
+    compared = [DataItem(path=file) for file in against]
+    if recipe is not None and not named and not compared:
+        return config.data.train, config.evaluation.data
+    train = named or (config.data.train if recipe is not None and compared else [])
+    if not train and not compared:
+        raise ConfigError("no files are named; give FILES, or --recipe with files in data.train")
+    return train, compared or (config.evaluation.data if recipe is not None else [])
+
+
+def _measure(config: Config, tokenizer: str | None, recipe: Path | None, template: str | None) -> Measure:
+    """With the tokenizer that was named, or the recipe's. It is loaded only if a file was not checked before."""
+    from dapo.data.check import Measure, prompt_identity
+
+    name = tokenizer or (recipe and (config.model.tokenizer or config.model.path))
+    if not name:
+        return Measure()
+    data = config.data
+    unnamed = template is None and "template" not in data.model_fields_set
+
+    def load() -> Any:
+        from dapo.data.template import PromptTemplate
+        from dapo.model.loading import load_tokenizer
+
+        found = load_tokenizer(str(name), config.model.trust_remote_code)
+        if unnamed and not getattr(found, "chat_template", None) and data.chat_template is None:
+            return PromptTemplate(data.model_copy(update={"template": "plain"}), found)
+        return PromptTemplate(data, found)
+
+    return Measure(load, prompt_identity(data, str(name), unnamed))
+
+
+def _answers(config: Config, item: DataItem) -> list[str]:
+    """What a training would warn of in a file's answers, from a look at some of the rows that can be read."""
+    from dapo.checks.answers import LOOKED_AT, doubts_about, spread
+    from dapo.data.files import open_table
+    from dapo.data.parts import Part, Rows, keys_of
+    from dapo.data.rows import BadRow
+    from dapo.records import Prompt
+
+    rows = Rows([Part(open_table(item), keys_of(item, config.data, answer_required=False), item.path)])
+    prompts = []
+    for number in spread(range(len(rows)), LOOKED_AT):
+        with contextlib.suppress(BadRow):  # it has been told of
+            row = rows[number]
+            prompts.append(Prompt(number, row.text, (), row.answer))
+    return doubts_about(config, item, prompts)
+
+
+# --- what is said -------------------------------------------------------------------------------------------------
+
+
+def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ()) -> Iterator[str]:
+    """The report, line by line; ``doubts``: about the answers."""
+    short = _short(found)
+    for title, reports in (("Files to train on", found.train), ("Files to evaluate on", found.evaluation)):
+        if reports:
+            yield f"{title}"
+            yield from _table(reports, short)
+            yield ""
+    for report in (*found.train, *found.evaluation):
+        yield from _faults(report)
+        for what, (count, examples) in report.doubts.items():
+            yield f"warning: {count:,} rows of {report.file} {what}, such as"
+            yield from (visible(f"  {example}") for example in examples)
+            yield ""
+    for title, reports in (("training", found.train), ("evaluation", found.evaluation)):
+        if reports:
+            yield from _histogram(title, reports, config.data.max_prompt_length)
+    yield from _pairs("Equal prompts in two files to train on (rows of the first one)", found.between, short)
+    if found.conflicts:
+        yield "One prompt, two answers, such as"
+        yield from (f"  {line}" for line in found.conflicts)
+        yield ""
+    yield from _overlap(found, short)
+    yield from (f"warning: {line}" for line in doubts)
+    yield _verdict(found)
+
+
+def _short(found: CheckReport) -> Callable[[str], str]:
+    """Names for tables: those of the files alone, where they are all different."""
+    names = [report.file for report in (*found.train, *found.evaluation)]
+    alone = {Path(name).name for name in names}
+    return (lambda name: Path(name).name) if len(alone) == len(set(names)) else str
+
+
+def _table(reports: Sequence[FileReport], short: Callable[[str], str]) -> Iterator[str]:
+    from dapo.commands.inspect.tables import columns
+
+    unit = reports[0].lengths.unit
+    header = ["file", "rows", "bad", "no answer", "repeated", "conflicts", "too long"]
+    header += [f"{unit}: median", "95%", "longest"]
+    rows = [
+        [
+            short(report.file),
+            *(f"{n:,}" for n in (report.rows, report.bad, report.missing_answers, report.duplicates, report.conflicts)),
+            "-" if report.too_long is None else f"{report.too_long:,}",
+            *(f"{report.lengths.at(share):,}" for share in (0.5, 0.95, 1.0)),
+        ]
+        for report in reports
+    ]
+    yield from (f"  {line}" for line in columns(header, rows))
+
+
+def _faults(report: FileReport) -> Iterator[str]:
+    if not report.bad:
+        return
+    yield f"Bad rows of {report.file}: {report.bad:,}"
+    yield from (f"  {fault}" for fault in report.faults)
+    if report.bad > len(report.faults):
+        yield f"  ... and {report.bad - len(report.faults):,} more"
+    yield ""
+
+
+def _histogram(title: str, reports: Sequence[FileReport], limit: int) -> Iterator[str]:
+    from dapo.data.lengths import Lengths
+
+    unit = reports[0].lengths.unit
+    lengths: Lengths = Lengths.together((report.lengths for report in reports), unit)
+    bins = lengths.histogram()
+    if not bins:
+        return
+    said = f" (longer than {limit}: {lengths.above(limit):,})" if unit == "tokens" else ", as no tokenizer was named"
+    yield f"Length of {title} prompts in {unit}{said}"
+    most = max(count for _, _, count in bins)
+    width = max(len(f"{low}-{high}") for low, high, _ in bins)
+    for low, high, count in bins:
+        bar = "#" * -(-count * _BAR // most)
+        yield f"  {f'{low}-{high}':>{width}}  {count:>9,}  {bar}".rstrip()
+    yield ""
+
+
+def _pairs(title: str, pairs: Sequence[Shared], short: Callable[[str], str]) -> Iterator[str]:
+    from dapo.commands.inspect.tables import columns
+
+    if not pairs:
+        return
+    yield title
+    rows = [[short(pair.file), short(pair.other), f"{pair.exact:,}", f"{pair.conflicts:,}"] for pair in pairs]
+    yield from (f"  {line}" for line in columns(["file", "also in", "rows", "with another answer"], rows))
+    yield ""
+
+
+def _overlap(found: CheckReport, short: Callable[[str], str]) -> Iterator[str]:
+    from dapo.commands.inspect.tables import columns
+
+    if not found.train or not found.evaluation:
+        return
+    if not found.overlap:
+        yield "Overlap with files to evaluate on: none (neither equal prompts nor 13 words in a row)"
+        yield ""
+        return
+    yield "Overlap with files to evaluate on: rows to train on that hold the same prompt, or 13 words in a row of one"
+    rows = [[short(pair.file), short(pair.other), f"{pair.exact:,}", f"{pair.near:,}"] for pair in found.overlap]
+    yield from (f"  {line}" for line in columns(["file", "evaluation file", "same", "13 words"], rows))
+    for pair in found.overlap:
+        yield from (f"  {example}" for example in pair.examples[:2])
+    yield ""
+
+
+def _verdict(found: CheckReport) -> str:
+    rows = sum(report.rows for report in (*found.train, *found.evaluation))
+    exact, near = sum(p.exact for p in found.overlap), sum(p.near for p in found.overlap)
+    conflicts = sum(r.conflicts for r in found.train) + sum(p.conflicts for p in found.between)
+    parts = [f"{rows:,} rows in {len(found.train) + len(found.evaluation)} files", f"{found.bad:,} bad"]
+    parts += [f"{conflicts:,} conflicting answers"] if conflicts else []
+    if exact or near:
+        parts.append(f"warning: {exact:,} equal and {near:,} similar prompts stand in files to evaluate on")
+    return "; ".join(parts)

@@ -1,0 +1,169 @@
+"""The demo from start to end: a world, a warm-up, reinforcement learning, and what changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dapo.commands.demo.task import Expression, draw_expressions, make_model, make_tokenizer
+from dapo.commands.demo.warmup import OPERATORS, WarmUp, warm_up
+from dapo.config import Config, load_config
+from dapo.config.recipes import recipe_path
+from dapo.errors import ConfigError
+from dapo.observe.progress import Listener
+from dapo.observe.run_folder import RunFolder
+from dapo.records import Group
+from dapo.util.files import follow_umask, json_line, write_atomic
+from dapo.util.process import Shutdown
+
+SIZES = {"heldout": 1000, "exam": 300, "train": 4000, "warmup": 30000}
+SHOWN = 3
+
+
+def run_demo(
+    overrides: Sequence[str],
+    listener: Listener,
+    console: Console | None = None,
+    stopping: Shutdown | None = None,
+) -> dict[str, Any]:
+    """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
+
+    ``overrides`` are for the recipe; ``seed=7`` is another world, another model and another run.
+    Returns the summary, as in ``summary.json``."""
+    recipe = recipe_path("cpu-demo")
+    config = load_config(recipe, [f"{key}={value}" for key, value in _places(recipe, overrides).items()] + [*overrides])
+    if not config.evaluation.data:
+        raise ConfigError("evaluation.data: the demo compares before and after on held-out rows, so it needs some")
+    folder = RunFolder.create(config, tell=listener.warning)
+    started = time.perf_counter()
+    with ExitStack() as lock:  # held all the time, so that who looks at the run sees one that is going on
+        lock.enter_context(folder.lock())
+        warmed = make_world(config, _world(config), listener)
+        seconds_sft = time.perf_counter() - started
+
+        from dapo.orchestrator.experiment import Experiment  # torch is loaded by now
+        from dapo.orchestrator.inputs import RunOverrides
+        from dapo.orchestrator.launch import run_to_end
+
+        experiment = Experiment(config, listener, RunOverrides(folder=folder, lock=lock))
+        summary = run_to_end(experiment, stopping)
+    summary |= {
+        "greedy_before": summary["accuracy_before"],
+        "greedy_after": summary["accuracy_after"],
+        "seconds_sft": round(seconds_sft, 2),
+        "sft_steps": warmed.steps,
+        "sft_skill": warmed.skill,
+    }
+    folder.write_summary(summary)
+    if console is not None:
+        assert experiment.before is not None and experiment.after is not None  # the demo has held-out rows
+        shuffled = config.data.shuffle_answers
+        show(console, summary, experiment.before.groups, experiment.after.groups, shuffled)
+    return summary
+
+
+def _places(recipe: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """Model and data of the seed's world."""
+    world = _world(load_config(recipe, overrides))
+    return {
+        "model.path": str(world / "model"),
+        "data.train": str(world / "train.jsonl"),
+        "evaluation.data": str(world / "heldout.jsonl"),
+    }
+
+
+def _world(config: Config) -> Path:
+    """Beside the run folder, named by the seed: it stays where it is when a run is kept under another name."""
+    return Path(f"{config.run.dir}-world") / f"seed-{config.seed}"
+
+
+def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
+    """Data, tokenizer and a warmed-up model, all from the run's seed, in ``folder``.
+
+    No two of the sets (warm-up, its exam, training, held-out) share an expression.
+    """
+    import torch
+
+    from dapo.model.export import export_model
+    from dapo.model.loading import load_model
+    from dapo.model.placement import set_threads
+    from dapo.model.tokenizer import save_tokenizer
+
+    listener.phase("making expressions, a tokenizer and a model")
+    folder.mkdir(parents=True, exist_ok=True)  # an earlier one of this seed is made again, the same
+    rng = np.random.default_rng(config.seed)
+    taken: set[str] = set()
+    sets = {name: draw_expressions(rng, size, taken, OPERATORS) for name, size in SIZES.items()}
+    for name in ("train", "heldout"):
+        write_atomic(folder / f"{name}.jsonl", map(_row, sets[name]))
+    tokenizer = make_tokenizer()
+    model = load_model(make_model(config.seed, len(tokenizer)))
+    set_threads(config, model)
+    torch.manual_seed(config.seed)
+    listener.phase(f"warming up a model of {model.num_parameters():,} parameters by imitation")
+    warmed = warm_up(model, tokenizer, sets["warmup"], sets["exam"], rng, listener.advance)
+    (folder / "model").mkdir(exist_ok=True)
+    export_model(model, folder / "model")
+    save_tokenizer(tokenizer, folder / "model")
+    follow_umask(folder / "model")
+    listener.phase(
+        f"warmed up: in {warmed.steps} updates it learned to work in steps ({warmed.skill:.0%} right when made to), "
+        "and then the habit of not doing so"
+    )
+    return warmed
+
+
+def _row(expression: Expression) -> str:
+    return json_line({"prompt": expression.prompt, "answer": expression.answer})
+
+
+def show(
+    console: Console, summary: dict[str, Any], before: Sequence[Group], after: Sequence[Group], shuffled: bool
+) -> None:
+    """The table and some responses, before and after."""
+    table = Table(f"on {summary['heldout_rows']:,} held-out expressions", "before RL", "after RL", title="What changed")
+    table.add_row("right answers", f"{summary['greedy_before']:.1%}", f"{summary['greedy_after']:.1%}")
+    table.add_row(
+        "response length, tokens",
+        f"{summary['response_length_before']:.1f}",
+        f"{summary['response_length_after']:.1f}",
+    )
+    console.print(table)
+    console.print("from left to right, every step modulo 10:", style="dim")
+    for was, now in list(zip(before, after, strict=True))[:SHOWN]:
+        console.print(Text.assemble(("prompt ", "dim"), was.prompt.text, ("  answer ", "dim"), str(was.prompt.answer)))
+        for label, group in (("before", was), ("after", now)):
+            sample = group.samples[0]
+            mark = ("right", "green") if sample.verdict.correct else ("wrong", "red")
+            console.print(Text.assemble((f"  {label:>6} ", "dim"), sample.text, "  ", mark))
+    root = summary["run_dir"]
+    console.print(
+        f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
+        f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)\n"
+        f"{_control(shuffled)}\nlook at it in a browser: {page_command(root)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _control(shuffled: bool) -> str:
+    if shuffled:
+        return "this was the control: the rewarded answers were shuffled, so nothing was to be learned from them"
+    control = "data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled"
+    command = f"make demo ARGS='{control}'" if "MAKELEVEL" in os.environ else f"dapo demo {control}"
+    return f"the control, in which the rewarded answers are shuffled: {command}"
+
+
+def page_command(root: str) -> str:
+    """What opens a run's page, as it has to be typed by whoever called the demo."""
+    program = ".venv/bin/dapo" if "MAKELEVEL" in os.environ else "dapo"
+    return f"{program} ui {root}"

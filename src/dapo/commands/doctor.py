@@ -1,0 +1,90 @@
+"""``dapo doctor``: what is wrong with a recipe and all that it names, before a training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dapo.commands.shared.completion import complete_recipe
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import AsJson, Debug, Overrides
+from dapo.commands.shared.output import status_line
+from dapo.util.terminal import Terminal, visible
+
+if TYPE_CHECKING:
+    from dapo.checks.finding import Finding
+
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+def doctor(
+    recipe: Annotated[
+        Path, typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe)
+    ],
+    overrides: Overrides = None,
+    probe: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Sample and score whole groups for N prompts: will dynamic sampling find enough mixed ones?",
+        ),
+    ] = 0,
+    as_json: AsJson = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Print what warns, fails or was not checked only."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Check RECIPE and all that it names: data, model, tokenizer, reward, memory, disk. Starts and writes nothing.
+
+    Each line is pass, warn, fail or skip (what could not be checked), with what to do. Nothing is downloaded.
+
+    Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
+    """
+    with errors_for_people(debug):
+        from dapo.checks.examination import examine
+        from dapo.checks.finding import as_json as told
+        from dapo.checks.finding import exit_code, not_checked, summary
+
+        console = Terminal()
+        table = console.is_terminal and not as_json
+        findings: list[Finding] = []
+        with status_line(quiet or as_json, "reading the recipe") as progress:
+            for finding in examine(recipe, overrides or (), probe, lambda name: progress(f"checking: {name}")):
+                findings.append(finding)
+                if not (as_json or table) and _is_shown(finding, quiet):
+                    console.print(finding.line(), markup=False, highlight=False, soft_wrap=True)
+        if as_json:
+            from dapo.util.files import json_line
+
+            print(json_line(told(findings)), end="")
+        else:
+            if table:
+                _print_table(console, [finding for finding in findings if _is_shown(finding, quiet)])
+            for line in (not_checked(findings) if quiet else "", summary(findings)):
+                if line:
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+        code = exit_code(findings)
+        if code:
+            raise typer.Exit(code)
+
+
+def _is_shown(finding: Finding, quiet: bool) -> bool:
+    return not quiet or finding.status in ("warn", "fail")
+
+
+def _print_table(console: Terminal, findings: Sequence[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "check", "found", "to do")
+    for one in findings:
+        table.add_row(
+            Text(one.status, _STYLES[one.status]), Text(one.name), Text(visible(one.found)), Text(visible(one.fix))
+        )
+    console.print(table)

@@ -1,0 +1,208 @@
+"""``dapo evaluate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, files_and_settings
+from dapo.commands.shared.output import require_writable
+from dapo.errors import ConfigError, UserError
+from dapo.util.terminal import Terminal, counted
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.inference.evaluate import FileResult
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILES] [SECTION.KEY=VALUE]", help="Further data files, and keys of the config to change."),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one."),
+]
+Benchmark = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Prompt, answer rule and sampling of gsm8k, math500, aime or amc.")
+]
+Recipe = Annotated[
+    Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
+]
+OutputPath = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
+]
+
+
+def evaluate(
+    model: Model,
+    words: Words = None,
+    data: Data = None,
+    benchmark: Benchmark = None,
+    recipe: Recipe = None,
+    samples: Annotated[int | None, typer.Option(metavar="K", help="Samples of each prompt.")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    output: OutputPath = None,
+    save_samples: Annotated[
+        bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
+    ] = False,
+    average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
+
+    What counts is, from the weakest to the strongest: defaults, the recipe, the benchmark, options and keys.
+    """
+    with errors_for_people(debug):
+        from dapo.evaluation.benchmarks import benchmark_named
+        from dapo.inference.model import function_of, settings_for
+        from dapo.observe.progress import make_listener
+
+        more, overrides = files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
+        preset = benchmark_named(benchmark) if benchmark else None
+        given = {
+            "--samples": samples,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--min-p": min_p,
+            "--stop": stop or None,
+            "--rows": rows,
+            "--max-tokens": max_tokens,
+            "--data": [*(data or []), *more] or None,
+        }
+        layers = [preset.settings] if preset else []
+        found, config = settings_for(model, given, *layers, recipe=recipe, overrides=overrides)
+        _check_data(config)
+        places = _Output(output, save_samples, average)
+        trained = recipe or found.recipe
+        about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
+
+        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+            for line in _picked(model, found.path, about):
+                listener.phase(line)
+            if trained == found.recipe and preset is None and (why := function_of(found)):
+                listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
+            from dapo.inference.evaluate import evaluate_files, report
+
+            def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
+                return places.write(report(config, results, about, sys.argv), results)
+
+            results, told = evaluate_files(config, listener, write, preset.published if preset else None)
+        _show(Terminal(), results, told)
+
+
+def _check_data(config: Config) -> None:
+    """Raises ConfigError if no file is named, or one twice, and DataError if one does not exist."""
+    from dapo.config.plan import require_files
+
+    files = [item.path for item in config.evaluation.data]
+    if not files:
+        raise ConfigError("--data: required but not given: files of rows with a prompt and an answer each")
+    twice = [item.path for item in config.evaluation.data if config.evaluation.data.count(item) > 1]
+    if twice:
+        raise ConfigError(f"--data: {twice[0]} is named twice")
+    require_files(config)
+
+
+def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:
+    lines = [f"{model}: its model is {path}"] if str(path) != model else []
+    lines += [f"settings of the recipe {about['recipe']}"] if about["recipe"] else []
+    return lines + ([f"benchmark {about['benchmark']}"] if about["benchmark"] else [])
+
+
+class _Output:
+    """Where the results go, tried before anything is computed. Raises UserError if it cannot be written to, ConfigError
+    if samples have none."""
+
+    def __init__(self, output: Path | None, save_samples: bool, average: bool) -> None:
+        if save_samples and output is None:
+            raise ConfigError("--save-samples: needs a place; use --output FOLDER")
+        self.results: Path | None = None
+        self.save_samples, self.average = save_samples, average
+        if output is None:
+            return
+        is_file = output.suffix == ".json" and not output.is_dir()
+        self.results = output if is_file else output / "evaluation.json"
+        require_writable("--output", output, self.results)
+
+    def write(self, report: dict[str, Any], results: Sequence[FileResult]) -> dict[str, Any]:
+        """Write evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced. Returns the
+        report, with the mean over the files if that is asked for."""
+        from dapo.inference.evaluate import average_of
+        from dapo.util.files import json_line, write_atomic, write_json
+
+        report |= {"average": average_of(results)} if self.average else {}
+        if self.results is None:
+            return report
+
+        try:
+            write_json(self.results, report)
+            for result in results if self.save_samples else ():
+                path = self.results.with_name(f"samples-{result.name}.jsonl")
+                write_atomic(path, map(json_line, result.evaluation.sample_lines()))
+        except OSError as error:
+            raise UserError(f"--output: cannot write {self.results}: {error.strerror or error}") from None
+        return report
+
+
+def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:
+    """One table for each file."""
+    for result, found in zip(results, report["files"], strict=True):
+        title = f"{result.name}: {counted(found['prompts'], 'prompt')}"
+        table = Table("", "", "95% interval", title=title, title_justify="left")
+        for name, estimate in found["metrics"].items():
+            if name in ("pass@1", "maj@1"):  # the same as avg@k
+                continue
+            table.add_row(name, *_estimate(name, estimate))
+        for name, share in found["shares"].items():
+            if name in _SHARES and (share or name != "failed"):
+                table.add_row(_SHARES[name], f"{share:.1%}")
+        table.add_row("response length, tokens", f"{result.evaluation.response_length:.1f}")
+        console.print(table)
+        console.print(
+            f"{result.seconds:.1f} s, {found['tokens_per_second']:.0f} tokens/s", style="dim", highlight=False
+        )
+        for count, what in (
+            (found["prompts_unscored"], "without any verdict: left out"),
+            (found["prompts_short"], "with fewer verdicts than samples: pass@j and maj@j over those they have"),
+        ):
+            if count:
+                console.print(f"{counted(count, 'prompt')} {what}", highlight=False)
+    if "average" in report:
+        value = report["average"]
+        mean = "-" if value is None else f"{value:.1%}"
+        console.print(f"mean over {counted(len(results), 'file')}: {mean}", highlight=False)
+
+
+_SHARES = {
+    "wrong": "answered, but wrong",
+    "no_answer": "no answer found",
+    "lenient": "right, or the last number is",
+    "truncated": "cut at the limit",
+    "failed": "scores that failed",
+}
+"""What the table says of a share."""
+
+
+def _estimate(name: str, estimate: Mapping[str, float | None]) -> tuple[str, str]:
+    def text(value: float | None) -> str:
+        if value is None:
+            return "-"
+        return f"{value:+.3f}" if name == "reward" else f"{value:.1%}"
+
+    low, high = text(estimate["low"]), text(estimate["high"])
+    return text(estimate["value"]), "-" if low == high == "-" else f"{low} to {high}"

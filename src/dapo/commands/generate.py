@@ -1,0 +1,151 @@
+"""``dapo generate``."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP
+from dapo.errors import ConfigError, DataError
+from dapo.util.terminal import Terminal, counted
+
+if TYPE_CHECKING:
+    from dapo.inference.generate import Response
+
+
+Refused = Annotated[float | None, typer.Option(hidden=True)]
+"""An option of other programs: taken, so that the config can say why there is none."""
+
+
+class Template(enum.StrEnum):
+    """``auto``: that of the run the model comes from, else ``chat`` if the tokenizer has one, else ``plain``."""
+
+    AUTO = "auto"
+    PLAIN = "plain"
+    CHAT = "chat"
+    DAPO = "dapo"
+
+
+Prompts = Annotated[
+    list[str] | None, typer.Argument(metavar="[PROMPT ...]", help="Prompts; - reads one from standard input.")
+]
+Data = Annotated[str | None, typer.Option(metavar="FILE", help="Take the prompts from the rows of this file.")]
+TemplateName = Annotated[
+    Template, typer.Option(help="auto: the recipe's for a run of dapo, else chat if the tokenizer has one, else plain.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as model.compute_dtype=bfloat16."),
+]
+Likeliest = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, max=20, help="With --json: log-probabilities of each token and of the N likeliest."
+    ),
+]
+
+
+def generate(
+    model: Model,
+    prompts: Prompts = None,
+    data: Data = None,
+    samples: Annotated[int | None, typer.Option(metavar="N", help="Responses to each prompt.")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
+    template: TemplateName = Template.AUTO,
+    repetition_penalty: Refused = None,
+    presence_penalty: Refused = None,
+    frequency_penalty: Refused = None,
+    settings: Settings = None,
+    top_logprobs: Likeliest = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the responses only.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print what MODEL says to each PROMPT.
+
+    Sampling is greedy unless a temperature is given (or the recipe of the run names one for evaluation).
+    """
+    with errors_for_people(debug):
+        from dapo.config.plan import require_files
+        from dapo.inference.model import ONE_EACH, settings_for
+        from dapo.observe.progress import make_listener
+
+        if top_logprobs and not as_json:
+            raise ConfigError("--top-logprobs: are written as JSON only; add --json")
+        texts = _texts(prompts or [], data)
+        given = {
+            "--samples": samples,
+            "--temperature": temperature,
+            "--top-p": top_p,
+            "--min-p": min_p,
+            "--stop": stop or None,
+            "--repetition-penalty": repetition_penalty,
+            "--presence-penalty": presence_penalty,
+            "--frequency-penalty": frequency_penalty,
+            "--max-tokens": max_tokens,
+            "--data": data,
+            "--seed": seed,
+            "--system": system,
+            "--template": None if template is Template.AUTO else template.value,
+        }
+        _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
+        require_files(config)
+        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+            from dapo.inference.generate import generate_responses
+
+            show = _print_json if as_json else _printer(len(texts) + (data is not None), config)
+            generate_responses(config, texts, listener, show, top_logprobs)
+
+
+def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
+    """Raises ConfigError if there is nothing to generate from, and DataError if a prompt is empty."""
+    if not prompts and data is None:
+        raise ConfigError("nothing to generate from: give a PROMPT, - for standard input, or --data FILE")
+    if prompts.count("-") > 1:
+        raise ConfigError("-: standard input can be read only once")
+    for prompt in prompts:
+        if _is_setting(prompt):
+            raise ConfigError(f"the prompt {prompt!r} reads like a setting; give settings with --set {prompt}")
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    if not all(texts):
+        raise DataError("a prompt is empty" + ("; nothing came from standard input" if "-" in prompts else ""))
+    return texts
+
+
+def _print_json(response: Response) -> None:
+    from dapo.util.files import json_line
+
+    print(json_line(response.as_json()), end="", flush=True)
+
+
+def _is_setting(text: str) -> bool:
+    """Whether ``text`` is ``section.key=value`` with a key that there is."""
+    from dapo.config.messages import all_keys
+
+    return text.partition("=")[0] in all_keys() and "=" in text
+
+
+def _printer(prompts: int, config: Any) -> Any:
+    """One response alone is printed as it is, so that it can be piped on; several get a line above each."""
+    several = prompts > 1 or config.evaluation.samples_per_prompt > 1
+
+    def show(response: Response) -> None:
+        if several:
+            cut = "" if response.finish_reason == "stop" else ", cut at the limit"
+            place = f"prompt {response.prompt_number}, sample {response.sample_number}"
+            print(f"--- {place}: {counted(response.tokens, 'token')}{cut}")
+        print(response.text, flush=True)
+
+    return show

@@ -1,0 +1,223 @@
+"""``dapo inspect``: what a run did, in the terminal. Reads its folder only, so it can look at a run that is at work;
+what it may write is the index of samples, if that is behind and several steps are asked about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dapo.commands.shared.completion import complete_metric, complete_run, complete_status
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import AsJson, Debug
+from dapo.commands.shared.output import print_json, print_lines
+from dapo.errors import ConfigError, UserError
+from dapo.util.terminal import Terminal, counted, visible
+
+if TYPE_CHECKING:
+    from dapo.observe.run_view import RunView
+    from dapo.observe.sample_query import Steps
+    from dapo.observe.samples import SampleFilter
+
+_sample_option = partial(typer.Option, rich_help_panel="Options for --samples")
+
+
+class _Correct(StrEnum):
+    true = "true"
+    false = "false"
+
+
+class _Sort(StrEnum):
+    length = "length"
+    reward = "reward"
+    advantage = "advantage"
+    entropy = "entropy"
+    gap_max = "gap"
+
+
+class _Shown(StrEnum):
+    cut = "cut"
+    full = "full"
+    table = "table"
+    json = "json"
+
+
+_WIDE = 200
+"""Cells in a line of a table where there is no terminal."""
+
+
+def inspect(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.", autocompletion=complete_run)
+    ],
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Show these metrics of every step, such as accuracy,'clip/*'.",
+            autocompletion=complete_metric,
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option("--steps", "--step", metavar="N|A:B", help="Of these steps only.")
+    ] = None,
+    samples: Annotated[bool, typer.Option("--samples", help="Show samples; by default of the last step.")] = False,
+    status: Annotated[
+        str | None,
+        _sample_option(
+            metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...", autocompletion=complete_status
+        ),
+    ] = None,
+    correct: Annotated[_Correct | None, _sample_option(help="Right or wrong ones.")] = None,
+    longer_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
+    shorter_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
+    truncated: Annotated[bool, _sample_option("--truncated", help="Cut at the limit.")] = False,
+    row: Annotated[int | None, _sample_option("--row", "--prompt", help="Of this row of the data.")] = None,
+    draw: Annotated[int | None, _sample_option(help="Of this draw: one group.")] = None,
+    index: Annotated[int | None, _sample_option(help="Of this place in its group.")] = None,
+    contains: Annotated[str, _sample_option(metavar="TEXT", help="In prompt or response, in any case.")] = "",
+    sort: Annotated[_Sort | None, _sample_option(help="Largest first; by default in the order of the file.")] = None,
+    limit: Annotated[int, _sample_option(min=0, max=10**9, help="Show at most so many; 0: all.")] = 10,
+    full: Annotated[bool, _sample_option("--full", help="Do not cut long texts.")] = False,
+    table: Annotated[bool, _sample_option("--table", help="A line for each.")] = False,
+    diff: Annotated[
+        tuple[int, int] | None,
+        _sample_option(metavar="A B", help="Of one --prompt: what changed between two steps."),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run did: its state, metrics, evaluations and checkpoints, or its samples.
+
+    Works while the run is at work, and on one that was killed. If RUN is a folder that holds runs, they are listed.
+    """
+    with errors_for_people(debug):
+        from dapo.commands.inspect.sample_report import statuses
+        from dapo.observe.run_view import RunView, is_run, runs_in
+        from dapo.observe.samples import SampleFilter
+
+        right = None if correct is None else correct is _Correct.true
+        wanted = SampleFilter(statuses(status), right, longer_than, shorter_than, truncated, row, draw, index, contains)
+        asks_for_samples = samples or wanted != SampleFilter() or sort is not None or full or table
+        if asks_for_samples and metrics is not None:
+            raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
+        span = _span(steps)
+        if not is_run(run) and (found := runs_in(run)):
+            _runs(found, as_json)
+        elif diff is not None:
+            _require_alone(span, wanted, sort, table)
+            _diff(RunView.read(run), diff, row, limit, as_json)
+        elif asks_for_samples:
+            ways = {_Shown.json: as_json, _Shown.table: table, _Shown.full: full, _Shown.cut: True}
+            shown_as = next(way for way, asked in ways.items() if asked)
+            _samples(RunView.read(run), span, wanted, sort and sort.name, limit, shown_as)
+        elif metrics is not None:
+            _metrics(RunView.read(run), metrics, span, as_json)
+        else:
+            _overview(RunView.read(run), span, as_json)
+
+
+def _require_alone(span: Steps, wanted: SampleFilter, sort: _Sort | None, table: bool) -> None:
+    """Raises ConfigError if something was asked for that a comparison of two steps does not look at."""
+    from dapo.observe.samples import SampleFilter
+
+    others = {"--step": span, "--sort": sort, "--table": table, "a filter": wanted != SampleFilter(row=wanted.row)}
+    for name, given in others.items():
+        if given:
+            raise ConfigError(f"--diff: cannot be combined with {name}; it compares all samples of one --prompt ROW")
+
+
+def _runs(folders: Iterable[Path], as_json: bool) -> None:
+    from dapo.commands.inspect.run_report import run_as_json, runs_table
+    from dapo.observe.run_view import RunView
+
+    runs, spoilt = [], {}
+    for folder in folders:
+        try:
+            runs.append(RunView.read(folder, brief=True))
+        except (UserError, OSError) as error:  # it hides no other
+            spoilt[folder] = str(error)
+    if as_json:
+        unreadable = [{"run_dir": str(folder), "state": "unreadable", "why": why} for folder, why in spoilt.items()]
+        print_json([*(run_as_json(run) for run in runs), *unreadable])
+    else:
+        print_lines(runs_table(runs, _width()))
+        print_lines(f"cannot be read: {visible(why)}" for why in spoilt.values())
+
+
+def _overview(run: RunView, span: tuple[int, int] | None, as_json: bool) -> None:
+    from dapo.commands.inspect.run_report import as_json as overview
+    from dapo.commands.inspect.run_report import report
+
+    if as_json:
+        print_json(overview(run, span))
+    else:
+        print_lines(report(run, span, _width(), Terminal().options.ascii_only))
+
+
+def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json: bool) -> None:
+    from dapo.commands.inspect.run_report import chosen, in_range, metrics_table, with_any
+
+    entries = in_range(run.metrics, span)
+    names = chosen(patterns, run.metrics)
+    if as_json:
+        print_json([{name: e[name] for name in ["step", *names] if name in e} for e in with_any(entries, names)])
+    else:
+        print_lines(metrics_table(entries, names, _width()))
+
+
+def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None, limit: int, shown_as: _Shown) -> None:
+    from dapo.commands.inspect.sample_report import show, table
+    from dapo.observe.sample_query import find
+
+    found = find(run, span, wanted, order, limit)
+    if shown_as is _Shown.json:
+        print_json(found.samples)
+        return
+    if shown_as is _Shown.table:
+        width = _width() or _WIDE
+        Terminal(width=width, highlight=False).print(table(found.samples, width))
+    else:
+        full = shown_as is _Shown.full
+        print_lines(line for sample in found.samples for line in [*show(sample, _width() or 100, full), ""])
+    cut = f", {len(found.samples)} shown (--limit)" if len(found.samples) < found.matching else ""
+    print_lines([f"{found.matching} of {counted(found.total, 'sample')}{cut}"])
+
+
+def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_json: bool) -> None:
+    from rich.text import Text
+
+    from dapo.commands.inspect.sample_diff import diff_report, two_steps
+
+    before, after = two_steps(run, steps, row)
+    if as_json:
+        print_json({"before": before, "after": after})
+        return
+    terminal = Terminal(highlight=False)
+    styles = {"-": "red", "+": "green", "@": "bold"}
+    for kind, line in diff_report(before, after, _width(), limit):
+        terminal.print(Text(line, style=styles.get(kind, "")), soft_wrap=True)
+
+
+def _span(text: str | None) -> tuple[int, int] | None:
+    """First and last step of ``7``, ``3:9``, ``3:`` or ``:9``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{0,9})(:?)(\d{0,9})", text)
+    if found is None or not (found[1] or found[3]):
+        raise ConfigError(f"--steps {text}: expected a step, such as 7, or a range, such as 3:9, 3: or :9")
+    first, colon, last = found.groups()
+    if not colon:
+        return int(first), int(first)
+    return int(first or 0), int(last or 10**9)
+
+
+def _width() -> int | None:
+    """Cells in a line; None where there is no terminal, and lines may be of any length."""
+    console = Terminal()
+    return console.width if console.is_terminal else None

@@ -1,0 +1,130 @@
+"""What ``dapo inspect RUN --samples`` says of samples: text as it was, verdict, and what training made of it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.table import Table
+from rich.text import Text
+
+from dapo.errors import ConfigError
+from dapo.observe.samples import STATUSES
+from dapo.util.terminal import visible
+
+_MOST_LETTERS = 1000
+"""Of a text that is cut: so many are shown, the beginning and the end."""
+
+RIGHT: Mapping[Any, str] = {True: "right", False: "wrong"}
+
+
+def statuses(text: str | None) -> tuple[str, ...]:
+    """The statuses in a list such as ``kept,all_wrong``. Raises ConfigError if one is unknown."""
+    names = tuple(filter(None, (part.strip() for part in (text or "").split(","))))
+    for name in names:
+        if name not in STATUSES:
+            raise ConfigError(f"--status {name}: there is no such status; there are {', '.join(STATUSES)}")
+    return names
+
+
+def show(sample: Mapping[str, Any], width: int, full: bool) -> Iterator[str]:
+    """One sample, as lines."""
+    status = str(sample.get("status"))
+    sample = {"index": sample.get("sample"), **sample}
+    place = "  ".join(f"{name} {sample.get(name)}" for name in ("step", "row", "draw", "index"))
+    yield f"{place}  {status} ({STATUSES.get(status, 'unknown')})"
+    for name in ("prompt", "response"):
+        yield from text_lines(name, str(sample.get(name, "(the texts of this step are gone)")), width, full)
+    yield f"  extracted {one_line(sample.get('extracted'))}  gold {one_line(sample.get('gold'))}  {verdict(sample)}"
+    yield f"  {_numbers(sample)}"
+    if measures := _measures(sample):
+        yield f"  {measures}"
+
+
+def text_lines(name: str, text: str, width: int, full: bool) -> Iterator[str]:
+    """A text of a sample behind its name, ``width`` cells wide; cut in the middle unless ``full``."""
+    if not full and len(text) > _MOST_LETTERS:
+        half = _MOST_LETTERS // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} letters; --full shows them]\n{text[-half:]}"
+    label = f"  {name:<8} "
+    for line in visible(text).split("\n"):
+        for part in textwrap.wrap(line, max(20, width - 11), drop_whitespace=False, tabsize=1) or [""]:
+            yield f"{label}| {part}"
+            label = " " * 11
+
+
+def verdict(sample: Mapping[str, Any]) -> str:
+    """In words."""
+    if sample.get("error"):
+        return f"no verdict: {visible(sample['error'])}"
+    return RIGHT.get(sample.get("correct"), "neither right nor wrong")
+
+
+def _numbers(sample: Mapping[str, Any]) -> str:
+    parts = "".join(f", {visible(name)} {value:g}" for name, value in (sample.get("parts") or {}).items())
+    shaped, advantage = sample.get("shaped_reward"), sample.get("advantage")
+    versions = sample.get("versions") or []
+    fields = [
+        f"reward {_number(sample.get('reward'))}{parts}",
+        "" if shaped is None else f"shaped {_number(shaped)}",
+        "" if advantage is None else f"advantage {_number(advantage)}",
+        "" if sample.get("in_loss") or sample.get("status") != "kept" else "not in the loss",
+        f"length {sample.get('length')} ({'truncated' if sample.get('finish_reason') == 'length' else 'ended'})",
+        f"version {'-'.join(str(v) for v in dict.fromkeys(versions))}" if versions else "",
+    ]
+    return "  ".join(filter(None, fields))
+
+
+def _number(value: Any) -> str:
+    return f"{value:+.4g}" if isinstance(value, int | float) else "-"
+
+
+def one_line(text: Any) -> str:
+    """A text that was found, or that there is none."""
+    return "none" if text is None else visible(text).replace("\n", "\\n")
+
+
+def _measures(sample: Mapping[str, Any]) -> str:
+    """What was computed of its tokens, and what the held-out check said."""
+    names = {"entropy": "entropy", "logprob_engine": "log-prob of engine", "logprob_trainer": "of trainer"}
+    fields = [f"{text} {sample[name]:.4g}" for name, text in names.items() if sample.get(name) is not None]
+    if sample.get("gap_max") is not None:
+        fields.append(f"largest difference {sample['gap_max']:.2g}")
+    if sample.get("check_correct") is not None:
+        fields.append(f"held-out check {'right' if sample['check_correct'] else 'wrong'}")
+    return "  ".join(fields)
+
+
+_COLUMNS = ("step", "row", "draw", "#", "status", "verdict", "reward", "adv.", "length", "entropy", "answer", "gold")
+_LONGEST_ANSWER, _LEAST_RESPONSE = 16, 10
+
+
+def table(samples: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """A line of ``width`` cells for each, with as much of its response as there is room for."""
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _COLUMNS:
+        left = name in ("status", "verdict", "answer", "gold")
+        found.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = [_cells({"index": sample.get("sample"), **sample}) for sample in samples]
+    room = width - sum(max(map(cell_len, column)) + 2 for column in zip(_COLUMNS, *rows, strict=True))
+    if room >= _LEAST_RESPONSE:
+        found.add_column("response", no_wrap=True)
+    for row, sample in zip(rows, samples, strict=True):
+        response = [_cut(one_line(str(sample.get("response", ""))[:room]), room)] if room >= _LEAST_RESPONSE else []
+        found.add_row(*map(Text, [*row, *response]))
+    return found
+
+
+def _cells(sample: Mapping[str, Any]) -> list[str]:
+    said = "failed" if sample.get("error") else RIGHT.get(sample.get("correct"), "-")
+    entropy = "-" if sample.get("entropy") is None else f"{sample['entropy']:.3f}"
+    places = [str(sample.get(name)) for name in ("step", "row", "draw", "index", "status")]
+    numbers = [_number(sample.get("reward")), _number(sample.get("advantage")), str(sample.get("length")), entropy]
+    answers = [_cut(one_line(sample.get(name)), _LONGEST_ANSWER) for name in ("extracted", "gold")]
+    return [*places, said, *numbers, *answers]
+
+
+def _cut(text: str, cells: int) -> str:
+    return set_cell_size(text, min(cell_len(text), cells))

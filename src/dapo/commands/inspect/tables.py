@@ -1,0 +1,79 @@
+"""Text in columns, numbers by their unit, and small curves: what the reading commands print, on any terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.cells import cell_len
+
+from dapo.observe.metrics import describe
+from dapo.observe.progress import duration, finite
+
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
+    """Lines of a table, the first column to the left and the others to the right, its header first.
+
+    ``width``: cells in a line; what does not fit goes into a further table below, with the first column again. None:
+    there is no limit.
+    """
+    widths = [max(cell_len(row[place]) for row in [header, *rows]) for place in range(len(header))]
+    start = 1
+    while True:
+        end = start + 1
+        while end < len(header) and (width is None or widths[0] + sum(w + 2 for w in widths[start : end + 1]) <= width):
+            end += 1
+        shown = [0, *range(start, min(end, len(header)))]
+        for row in [header, *rows]:
+            yield "  ".join(_padded(row[place], widths[place], left=place == 0) for place in shown).rstrip()
+        if end >= len(header):
+            return
+        start = end
+        yield ""
+
+
+def _padded(text: str, width: int, left: bool) -> str:
+    gap = " " * (width - cell_len(text))
+    return text + gap if left else gap + text
+
+
+def number(name: str, value: Any) -> str:
+    """The value of a metric as a person reads it: shares in percent, bytes in MB, a dash where there is none."""
+    value = finite(value)
+    if value is None:
+        return "-"
+    unit = metric.unit if (metric := describe(name)) else ""
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "bytes":
+        return f"{value / 1e6:,.0f} MB"
+    if name == "time/elapsed":
+        return duration(value)
+    if isinstance(value, int) or value.is_integer():
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def curve(values: Sequence[Any], width: int, letters: str = BLOCKS) -> str:
+    """The course of a metric in at most ``width`` letters, from its lowest to its highest value; none is a blank."""
+    if len(values) > width:
+        cuts = [round(place * len(values) / width) for place in range(width + 1)]
+        values = [_mean(values[a:b]) for a, b in pairwise(cuts)]
+    found = [v for v in values if v is not None]
+    low, high = min(found, default=0.0), max(found, default=0.0)
+    top = len(letters) - 1
+
+    def letter(value: float | None) -> str:
+        if value is None:
+            return " "
+        return letters[round(top * (value - low) / (high - low))] if high > low else letters[0]
+
+    return "".join(map(letter, values)).rstrip()
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [v for v in values if v is not None]
+    return sum(found) / len(found) if found else None

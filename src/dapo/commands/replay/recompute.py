@@ -1,0 +1,180 @@
+"""Dynamic sampling, shaping and advantages of a stored step against what the functions of training make of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dapo.algorithm.admission import GroupVerdict, judge
+from dapo.algorithm.objective import token_weights
+from dapo.algorithm.shaping import overlong_penalty
+from dapo.commands.replay.stored import StoredStep
+from dapo.config import Config
+from dapo.records import Group, Sample
+from dapo.training.packing import pack
+
+_VERDICTS = ("all_right", "all_wrong", "flat", "too_few_scored")
+"""Statuses of groups that dynamic sampling did not want."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that does not come out as it was recorded. ``draw`` and ``index`` say of which sample, ``update`` of
+    which update; None: it is of none. ``recorded`` and ``recomputed`` are the two values, or None where the words of
+    ``what`` say all."""
+
+    what: str
+    recorded: Any = None
+    recomputed: Any = None
+    draw: int | None = None
+    index: int | None = None
+    update: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What is given."""
+        place = {"draw": self.draw, "index": self.index, "update": self.update}
+        known = {name: value for name, value in place.items() if value is not None}
+        return {"what": self.what, **known, "recorded": self.recorded, "recomputed": self.recomputed}
+
+
+def compare_groups(recorded: Sequence[Group], again: Sequence[Group]) -> Iterator[Difference]:
+    """Where shaped reward, advantage or part in the loss is not, to the last bit, what was recorded."""
+    for old_group, new_group in zip(recorded, again, strict=True):
+        for old, new in zip(old_group.samples, new_group.samples, strict=True):
+            place = {"draw": old_group.draw, "index": old.index}
+            for what, was, now in (
+                ("shaped reward", old.shaped_reward, new.shaped_reward),
+                ("advantage", old.advantage, new.advantage),
+                ("part in the loss", old.in_loss, new.in_loss),
+            ):
+                if not same(was, now):
+                    yield Difference(what, plain_number(was), plain_number(now), **place)
+
+
+def compare_decisions(stored: StoredStep, config: Config) -> Iterator[Difference]:
+    """Where dynamic sampling, with the recorded rewards, decides otherwise than was recorded."""
+    filters = config.algorithm.filter_groups
+    if not filters.enable:
+        return
+    for group, status in stored.groups:
+        is_open = any(sample.verdict.correct is None for sample in group.scored)
+        verdict = judge(group, metric="score" if is_open else filters.metric, tolerance=filters.tolerance)
+        expected = status if status in _VERDICTS else GroupVerdict.MIXED
+        if verdict != expected:
+            yield Difference("decision of dynamic sampling", str(expected), str(verdict), draw=group.draw)
+
+
+def compare_versions(stored: StoredStep, version: int, max_staleness: int) -> Iterator[Difference]:
+    """Where tokens that were trained on are of a policy that training could not have had them from.
+    ``max_staleness``: versions that a token may be older."""
+    oldest = version - max_staleness
+    allowed = str(version) if oldest == version else f"{oldest} to {version}"
+    for group in stored.trained:
+        for sample in group.samples:
+            odd = sample.versions[(sample.versions < oldest) | (sample.versions > version)]
+            if len(odd):
+                yield Difference("policy version of a token", int(odd[0]), allowed, draw=group.draw, index=sample.index)
+
+
+def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
+    """Numbers of a sample that was trained on, from its reward to its advantage."""
+    return {
+        "draw": draw,
+        "index": sample.index,
+        "length": sample.length,
+        "reward": sample.verdict.value if sample.scored else None,
+        "overlong_penalty": _penalty(sample, config) if sample.scored else None,
+        "shaped_reward": plain_number(sample.shaped_reward),
+        "advantage": plain_number(sample.advantage),
+        "in_loss": sample.in_loss,
+    }
+
+
+def _penalty(sample: Sample, config: Config) -> float:
+    """What the length took off the raw reward."""
+    algorithm = config.algorithm
+    buffer = algorithm.overlong_buffer
+    if algorithm.overlong_hard_punishment:
+        return -1.0 - sample.verdict.value if sample.truncated else 0.0
+    if not buffer.enable:
+        return 0.0
+    return overlong_penalty(
+        sample.length,
+        max_response_length=config.rollout.max_response_length,
+        buffer_len=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+    )
+
+
+def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, Any]]:
+    """What the updates of the step consist of, as far as it follows without weights: groups, samples, tokens in the
+    loss and the range of a loss token's weight. A correction that masks tokens may still take some out of the loss.
+    ``groups``: that were trained on, with advantages and tokens, or zeros in place of these."""
+    packed = pack([_with_prompt(group) for group in groups])
+    found: list[dict[str, Any]] = []
+    for _ in range(config.training.epochs_per_rollout):
+        for batch in packed.updates(config.training.groups_per_update):
+            weights = token_weights(
+                config.algorithm.loss_agg_mode,
+                mask=batch.mask,
+                sample_ids=batch.sample_ids,
+                group_ids=batch.group_ids,
+                num_samples=batch.num_samples,
+                constant=config.algorithm.loss_constant or config.rollout.max_response_length,
+            )
+            used = weights[batch.mask]
+            found.append(
+                {
+                    "update": len(found),
+                    "draws": list(dict.fromkeys(batch.draws.tolist())),
+                    "samples": batch.num_samples,
+                    "response_tokens": batch.num_response_tokens,
+                    "loss_tokens": int(batch.mask.sum()),
+                    "token_weight": [float(used.min()), float(used.max())] if len(used) else [0.0, 0.0],
+                }
+            )
+    return found
+
+
+def _with_prompt(group: Group) -> Group:
+    """With a prompt of one token where its tokens are not known: nothing here depends on it."""
+    return group if group.prompt.token_ids else replace(group, prompt=replace(group.prompt, token_ids=(0,)))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two recorded values are equal, to the bit; NaN, and what JSON makes of it, equals itself."""
+    return bool(one == other) or (_is_none(one) and _is_none(other))
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def plain_number(value: Any) -> Any:
+    """As JSON keeps it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def reports_differ(
+    recorded: Mapping[str, Any], made: Mapping[str, Any], tolerance: float, update: int | None
+) -> Iterator[Difference]:
+    """Where numbers of an update are not what was recorded.
+
+    Args:
+        recorded: by name; only names in both are compared.
+        tolerance: relative; 0: to the bit.
+        update: which one, or None for means over the step.
+    """
+    for name, now in made.items():
+        was = recorded.get(name)
+        if name in recorded and not _close(was, now, tolerance):
+            yield Difference(name, was, plain_number(now), update=update)
+
+
+def _close(was: Any, now: Any, tolerance: float) -> bool:
+    if same(was, plain_number(now)) or not tolerance:
+        return same(was, plain_number(now))
+    numbers = isinstance(was, int | float) and isinstance(now, int | float)
+    return numbers and math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance / 100)

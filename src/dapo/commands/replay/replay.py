@@ -1,0 +1,400 @@
+"""``dapo replay``: a rollout step made again, and what comes out otherwise than it was recorded.
+
+Consumes a run folder, of which nothing is changed. Produces a :class:`Replay`. Every part stands by itself: where one
+cannot be made again, the result says why, and the others are there all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from dapo.commands.replay.machine import device_here, other_threads
+from dapo.commands.replay.recompute import (
+    Difference,
+    compare_decisions,
+    compare_groups,
+    compare_versions,
+    planned_updates,
+    reports_differ,
+    sample_as_json,
+)
+from dapo.commands.replay.stored import StoredStep, differing_texts, read_step
+from dapo.commands.replay.tokens import gradient_norms, place_in, stored_tokens, traced_tokens
+from dapo.commands.replay.weights import Rerun, find_start, flat_report
+from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
+from dapo.config import Config, load_config
+from dapo.data.template import PromptTemplate
+from dapo.errors import ConfigError, UserError
+from dapo.model.loading import load_tokenizer, read_config, stop_token_ids, with_generation_config
+from dapo.model.placement import determinism
+from dapo.observe.changes import config_of_step
+from dapo.observe.run_view import RunView
+from dapo.orchestrator.batch_builder import Update, shape
+from dapo.orchestrator.step_metrics import statistic
+from dapo.records import Group, Sample
+from dapo.training.mismatch import Mismatch
+from dapo.training.trainer import UpdateReport
+
+_TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
+"""Relative difference of loss and gradient norm that other hardware or another order of additions may make."""
+
+
+@dataclass(slots=True)
+class Replay:
+    """What came out.
+
+    ``tolerance``: relative, for what the weights were needed for; 0: compared to the bit. ``start``: the kept weights,
+    and ``rerun`` the steps whose updates were made again from there. ``samples``: of those trained on, from reward to
+    advantage. ``updates``: planned, and where they could be made again with their numbers. ``tokens``: of the sample
+    asked for. ``missing``: what could not be made again, and why. ``notes``: what else to know.
+    """
+
+    run: str
+    step: int
+    batch: dict[str, Any]
+    samples: list[dict[str, Any]]
+    updates: list[dict[str, Any]]
+    tolerance: float = 0.0
+    start: str | None = None
+    rerun: list[int] = field(default_factory=list)
+    rewards: dict[str, Any] | None = None
+    sample: dict[str, Any] | None = None
+    differences: list[Difference] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        names = [name for name in self.__dataclass_fields__ if name != "differences"]
+        return {
+            **{name: getattr(self, name) for name in names},
+            "differences": [difference.as_json() for difference in self.differences],
+        }
+
+
+def replay(
+    root: Path,
+    step: int,
+    update: int | None = None,
+    sample: tuple[int, int] | None = None,
+    gradients: int = 8,
+    rewards: bool = True,
+    phase: Callable[[str], None] = lambda text: None,
+) -> Replay:
+    """Make a rollout step again.
+
+    Args:
+        step: from 1, as in ``samples/``.
+        update: of the step, from 0: only this one is reported; None: all of them.
+        sample: draw and index of the one whose tokens are wanted.
+        gradients: per update, for so many samples the gradient norm; one backward pass each.
+        rewards: score the samples again, which may cost calls of a judge.
+
+    Raises:
+        UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
+    """
+    view = RunView.read(root)
+    of_step = partial(config_of_step, load_config(view.folder.config), view.changes)
+    config = of_step(step)
+    _require_step(view, step)
+    stored = read_step(view.folder, step)
+    wanted = _wanted(stored, sample)
+    again = [shape(group, config) for group in stored.trained]
+    planned = planned_updates(stored.trained, config)
+    if update is not None and not 0 <= update < len(planned):
+        there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
+        raise ConfigError(f"--update {update}: step {step} has no such update; {there}")
+    if sample is not None and update is not None and sample[0] not in planned[update]["draws"]:
+        holders = [str(one["update"]) for one in planned if sample[0] in one["draws"]]
+        places = f"it is in {', '.join(holders)}" if holders else "it was not trained on"
+        raise ConfigError(f"--sample {sample[0]}:{sample[1]}: is not in update {update}; {places}")
+    found = Replay(
+        run=str(root),
+        step=step,
+        batch=_batch(stored),
+        samples=[sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
+        updates=planned if update is None else [planned[update]],
+    )
+    for draw, index, fault in stored.faults:
+        found.differences.append(Difference(fault, draw=draw, index=index))
+    decode = _check_texts(found, view, stored, config)
+    found.differences += compare_decisions(stored, config)
+    _check_versions(found, view, stored, config)
+    if config.algorithm.kl.mode != "reward":
+        found.differences += compare_groups(stored.trained, again)
+    if rewards:
+        _rescore(found, view, config, phase)
+    else:
+        found.missing.append("rewards: not asked for")
+    trace = _Trace(stored, wanted, gradients, update, decode, of_step)
+    _make_updates(found, view, config, stored, trace, phase)
+    if wanted is not None:
+        found.sample = trace.as_json()
+    return found
+
+
+# --- what was asked for -------------------------------------------------------------------------------------------
+
+
+def _require_step(view: RunView, step: int) -> None:
+    there = view.steps_with_samples
+    if (share := view.share_of_samples) not in (0, 1):
+        raise UserError(
+            f"{view.folder.root}: its recipe says run.save_samples={share:g}: a step is replayed from all of its groups"
+        )
+    if not there:
+        why = "none yet" if view.saves_samples else "its recipe says run.save_samples=false"
+        raise UserError(f"{view.folder.root}: no samples were saved, which a replay is made from: {why}")
+    if step not in there:
+        raise ConfigError(f"--step {step}: no samples of this step; there are those of step {_some(there)}")
+
+
+def _wanted(stored: StoredStep, sample: tuple[int, int] | None) -> tuple[Group, str, Sample] | None:
+    if sample is None:
+        return None
+    draw, index = sample
+    groups = {group.draw: (group, status) for group, status in stored.groups}
+    if draw not in groups:
+        raise ConfigError(
+            f"--sample {draw}:{index}: step {stored.step} has no draw {draw}; there are {_some(sorted(groups))}"
+        )
+    group, status = groups[draw]
+    for one in group.samples:
+        if one.index == index:
+            return group, status, one
+    there = _some([one.index for one in group.samples])
+    raise ConfigError(f"--sample {draw}:{index}: draw {draw} has no sample {index}; there are {there}")
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = [str(number) for number in numbers]
+    return ", ".join(shown if len(shown) <= 12 else [*shown[:11], "...", shown[-1]])
+
+
+# --- without weights ----------------------------------------------------------------------------------------------
+
+
+def _batch(stored: StoredStep) -> dict[str, Any]:
+    everything = [group for group, _ in stored.groups]
+    trained = [sample for group in stored.trained for sample in group.samples]
+    return {
+        "groups": len(everything),
+        "samples": sum(len(group.samples) for group in everything),
+        "groups_trained": len(stored.trained),
+        "samples_trained": len(trained),
+        "tokens_trained": sum(sample.length for sample in trained),
+        "loss_tokens": sum(sample.length for sample in trained if sample.in_loss),
+        "dropped": dict(Counter(status for _, status in stored.groups if status != "kept")),
+        "tokens_stored": stored.no_tokens is None,
+    }
+
+
+def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Config) -> Callable[[int], str]:
+    """Compare tokens with texts; the answer gives the text of one token."""
+    if stored.no_tokens is not None:
+        found.missing.append(f"tokens: {stored.no_tokens}")
+    folder = view.folder.model_before
+    try:
+        tokenizer = load_tokenizer(str(folder), config.model.trust_remote_code)
+        template = PromptTemplate(config.data, tokenizer)
+        if (folder / "config.json").is_file():  # not of an adapter
+            owner = SimpleNamespace(config=read_config(str(folder), config.model.trust_remote_code))
+            owner = with_generation_config(owner, str(folder))
+            template.ends_with(stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
+    except UserError as error:
+        found.missing.append(f"texts of tokens: {folder} holds no tokenizer that can be loaded: {error}")
+        return lambda token: ""
+    if stored.no_tokens is None:
+        for draw, index, fault in differing_texts(stored, template.decode):
+            found.differences.append(Difference(fault, draw=draw, index=index))
+    return lambda token: template.text([token])
+
+
+def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Config) -> None:
+    """Compare the versions that tokens were sampled under with that which the run had after the step before."""
+    after = {entry["step"]: entry.get("version") for entry in view.metrics}
+    version = 0 if found.step == 1 else after.get(found.step - 1)
+    if stored.no_tokens is None and isinstance(version, int):
+        found.differences += compare_versions(stored, version, config.rollout.max_staleness)
+    elif stored.no_tokens is None:
+        found.missing.append(f"versions of tokens: metrics.jsonl does not say which one step {found.step - 1} led to")
+
+
+def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str], None]) -> None:
+    function = view.reward_from_python
+    if function is not None:
+        found.missing.append(f"rewards: trained on a Python function ({function}), which the folder does not hold")
+        return
+    phase("scoring the samples again")
+    changes: list[StepChange] = []
+    try:
+        found.notes += [
+            f"the reward is not the one that the run started with: {x}" for x in view.changes_of_reward(config)
+        ]
+        rows = StoredRows(config, config.reward, found.notes.append)
+        with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one, such as a notebook's
+            thread.submit(
+                asyncio.run, rescore(view.folder, [found.step], config.reward, config, rows, changes.append)
+            ).result()
+    except UserError as error:
+        found.missing.append(f"rewards: {error}")
+        return
+    (change,) = changes
+    found.rewards = {"samples": change.samples, "changed": len(change.changes)}
+    for one in change.changes:
+        told = one.as_json()
+        found.differences.append(
+            Difference("reward", told["before"], told["after"], draw=told["draw"], index=told["index"])
+        )
+
+
+# --- with weights -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Trace:
+    """What is looked at in the updates of the step as they are made."""
+
+    stored: StoredStep
+    wanted: tuple[Group, str, Sample] | None
+    gradients: int
+    update: int | None
+    decode: Callable[[int], str]
+    of_step: Callable[[int], Config]
+    rerun: Rerun | None = None
+    norms: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    traced: list[dict[str, Any]] | None = None
+    traced_in: int | None = None
+
+    def visit(self, number: int, update: Update, objective: Any) -> None:
+        """Before update ``number`` is made."""
+        assert self.rerun is not None
+        policy = self.rerun.trainer.policy
+        if self.update not in (None, number):
+            return
+        if self.gradients:
+            self.norms[number] = gradient_norms(policy, update, objective, self.gradients)
+        if self.wanted is not None and self.traced is None:
+            group, _, sample = self.wanted
+            place = place_in(update, group.draw, sample.index)
+            if place is not None:
+                self.traced, self.traced_in = traced_tokens(policy, update, objective, place), number
+
+    def as_json(self) -> dict[str, Any]:
+        assert self.wanted is not None
+        group, status, sample = self.wanted
+        known = stored_tokens(sample, self.decode) if self.stored.no_tokens is None else []
+        traced = self.traced if self.traced is not None else [{}] * len(known)
+        return {
+            "draw": group.draw,
+            "index": sample.index,
+            "row": group.prompt.row,
+            "status": status,
+            "prompt": group.prompt.text,
+            "update": self.traced_in,
+            "tokens": [{**one, **other} for one, other in zip(known, traced, strict=True)],
+        }
+
+
+def _make_updates(
+    found: Replay, view: RunView, config: Config, stored: StoredStep, trace: _Trace, phase: Callable[[str], None]
+) -> None:
+    def give_up(reason: str) -> None:
+        found.missing.append(f"losses and gradients: {reason}")
+        if config.algorithm.kl.mode == "reward":
+            found.missing.append("shaped rewards and advantages: the KL in them needs the weights, see above")
+
+    if stored.no_tokens is not None:
+        return give_up(stored.no_tokens)
+    if not stored.trained:
+        return give_up("there was nothing to train on")
+    start = find_start(view.folder, config, found.step, trace.update or 0)
+    if isinstance(start, str) and trace.update is None:  # those after a checkpoint from inside of the step, if any
+        inside = find_start(view.folder, config, found.step, len(found.updates) - 1)
+        start = inside if not isinstance(inside, str) and inside.place.steps == found.step - 1 else start
+    if isinstance(start, str):
+        return give_up(start)
+    found.start = str(start.folder.relative_to(view.folder.root))
+    found.rerun = list(range(start.place.steps + 1, found.step))
+    device, reasons = device_here(view, config)
+    try:
+        with determinism(config, device):
+            phase(f"loading {found.start}")
+            rerun = trace.rerun = Rerun(view.folder, trace.of_step, start, found.step, device)
+            reasons += other_threads(view, config)
+            if reasons:
+                found.tolerance = rerun.tolerance = _TOLERANCE[config.model.compute_dtype]
+                found.notes.append(f"losses and gradients are compared to {found.tolerance:g}: {'; '.join(reasons)}")
+            rerun.go_to(found.step, phase)
+            if rerun.differences:
+                found.differences += rerun.differences
+                return give_up("an update on the way there does not come out as it was recorded, so the weights differ")
+            phase(f"making the updates of step {found.step} again")
+            reports = rerun.make(stored, trace.update, trace.visit)
+    except UserError as error:
+        return give_up(str(error))
+    wanted = {one["update"] for one in found.updates}
+    found.differences += [d for d in rerun.differences if d.update in wanted]
+    _report_updates(found, stored, reports, trace)
+    if config.algorithm.kl.mode == "reward" and rerun.shaped is not None:
+        found.differences += compare_groups(stored.trained, rerun.shaped)
+    if trace.update is None and len(reports) == len(found.updates):
+        _compare_with_metrics(found, view, config, list(reports.values()))
+
+
+def _report_updates(found: Replay, stored: StoredStep, reports: Mapping[int, UpdateReport], trace: _Trace) -> None:
+    for planned in found.updates:
+        number = planned["update"]
+        if number not in reports:
+            found.missing.append(f"update {number}: the oldest weights of this step, in {found.start}, are later")
+            continue
+        recorded = stored.reports[number] if stored.reports and number < len(stored.reports) else None
+        planned["recomputed"] = flat_report(asdict(reports[number]))
+        planned["recorded"] = None if recorded is None else flat_report(recorded)
+        planned["gradient_norms"] = trace.norms.get(number, [])
+    if not stored.reports:
+        found.missing.append("single updates: their reports were not stored; the means over the step are compared")
+
+
+_MEANS = {
+    "entropy": "entropy",
+    "clip/low": "clip_low",
+    "clip/high": "clip_high",
+    "clip/dual": "clip_dual",
+    "ratio/mean": "ratio",
+    "kl/proximal": "proximal_kl",
+    "kl/reference": "reference_kl",
+}
+"""Metrics of a step and the statistics of the objective that they are means of."""
+
+
+def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports: Sequence[UpdateReport]) -> None:
+    """The means over all updates of the step with its line in metrics.jsonl."""
+    recorded = next((entry for entry in view.metrics if entry["step"] == found.step), None)
+    done = [report for report in reports if report.skipped is None]
+    if recorded is None:
+        found.missing.append(f"metrics: metrics.jsonl has no line of step {found.step}")
+        return
+    means: dict[str, Any] = {"updates": len(done), "tokens/loss": sum(report.loss_tokens for report in done)}
+    if done:
+        means |= {
+            "loss": statistics.fmean(report.loss for report in done),
+            "grad_norm": statistics.fmean(report.grad_norm for report in done),
+            "grad_norm/max": max(report.grad_norm for report in done),
+        }
+        means |= {name: statistic(done, key) for name, key in _MEANS.items() if name in recorded}
+    mismatch = sum((report.mismatch for report in reports), Mismatch())
+    if mismatch.tokens and config.proximal == "engine":
+        means |= {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum}
+    found.differences += [
+        Difference(f"metrics.jsonl: {d.what}", d.recorded, d.recomputed)
+        for d in reports_differ(recorded, means, found.tolerance, None)
+    ]

@@ -1,0 +1,147 @@
+"""One rollout step as it lies in the run folder, as the records that went through training.
+
+Runs of versions that stored no tokens have texts and numbers per sample only: ``tokens`` says what is missing then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from dapo.commands.replay.checks import check_report, check_sample
+from dapo.errors import UserError
+from dapo.observe.run_folder import RunFolder
+from dapo.observe.samples import TokenArrays, checksum, read_samples, samples_path, tokens_path, updates_path
+from dapo.records import Group, Prompt, Reward, Sample
+from dapo.util.files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """``groups``: all of the step, each with its status, in the order of the file; samples carry what was recorded of
+    reward, shaped reward and advantage. ``reports``: of the updates, as JSON; None: they were not stored. ``faults``:
+    where tokens, or what is said of them, were changed after they were written. ``no_tokens``: why there are none;
+    None: there are."""
+
+    step: int
+    groups: tuple[tuple[Group, str], ...]
+    reports: list[dict[str, Any]] | None
+    faults: tuple[tuple[int, int, str], ...]
+    no_tokens: str | None
+
+    @property
+    def trained(self) -> list[Group]:
+        """The groups that were trained on, in the order of training."""
+        return [group for group, status in self.groups if status == "kept"]
+
+
+def read_step(folder: RunFolder, step: int) -> StoredStep:
+    """Raises UserError: a file is damaged, or is not of the same step as the others."""
+    path = samples_path(folder.samples, step)
+    lines = read_samples(path)
+    for number, line in enumerate(lines, start=1):
+        check_sample(line, f"{path}:{number}")
+    twice = [name for name, times in Counter((line["draw"], line["index"]) for line in lines).items() if times > 1]
+    if twice:
+        draw, index = twice[0]
+        raise UserError(f"{path}: sample {draw}:{index} is there twice; the file was changed after the run wrote it")
+    file, arrays, reason = tokens_path(folder.samples, step), None, None
+    if file.is_file():
+        arrays = TokenArrays.read(file)
+        if arrays.lengths.tolist() != [line["length"] for line in lines]:
+            raise UserError(f"{file}: holds other samples than {path.name}: their number or lengths differ")
+    else:
+        reason = f"{file.name} is not there (runs of versions before it stored no tokens)"
+    groups, faults = _groups(lines, arrays, str(file))
+    return StoredStep(step, groups, _reports(folder, step), faults, reason)
+
+
+def differing_texts(stored: StoredStep, decode: Callable[[Sequence[int]], str]) -> list[tuple[int, int, str]]:
+    """Draw, index and what is wrong of each sample whose tokens do not say what its text says."""
+    return [
+        (group.draw, sample.index, "its tokens do not decode to its response")
+        for group, _ in stored.groups
+        for sample in group.samples
+        if (sample.token_ids < 0).any() or decode(sample.token_ids.tolist()) != sample.text
+    ]
+
+
+def _reports(folder: RunFolder, step: int) -> list[dict[str, Any]] | None:
+    path = updates_path(folder.samples, step)
+    if not path.is_file():
+        return None
+    try:
+        found = read_json(path)
+        if not isinstance(found, list) or not all(isinstance(report, dict) for report in found):
+            raise ValueError("expected a list of reports")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not the reports of a step's updates: {error}") from None
+    for number, report in enumerate(found):
+        check_report(report, f"{path}: update {number}")
+    return found
+
+
+def _groups(
+    lines: Sequence[Mapping[str, Any]], arrays: TokenArrays | None, file: str
+) -> tuple[tuple[tuple[Group, str], ...], tuple[tuple[int, int, str], ...]]:
+    blocks = [list(block) for _, block in groupby(lines, key=lambda line: line["draw"])]
+    if arrays is not None and len(arrays.prompt_lengths) != len(blocks):
+        raise UserError(f"{file}: holds {len(arrays.prompt_lengths)} groups where the samples are of {len(blocks)}")
+    groups, faults = [], []
+    number = token = prompt_token = 0
+    for place, block in enumerate(blocks):
+        prompt: Any = ()
+        if arrays is not None:
+            size = int(arrays.prompt_lengths[place])
+            prompt = arrays.prompt_ids[prompt_token : prompt_token + size]
+            prompt_token += size
+        samples = []
+        for line in block:
+            span = slice(token, token + line["length"])
+            numbers = _numbers(arrays, span, line["length"])
+            if arrays is not None and checksum(prompt, *numbers) != int(arrays.checksums[number]):
+                faults.append((line["draw"], line["index"], "its stored tokens were changed: their checksum differs"))
+            versions = [int(numbers[2][0]), int(numbers[2][-1])] if line["length"] else []
+            if arrays is not None and line.get("versions", versions) != versions:
+                faults.append((line["draw"], line["index"], f"its versions are not those of its tokens, {versions}"))
+            samples.append(_sample(line, *numbers))
+            number, token = number + 1, span.stop
+        first = block[0]
+        ids = tuple(int(token_id) for token_id in prompt)
+        group = Group(first["draw"], Prompt(first["row"], first["prompt"], ids, first["gold"]), tuple(samples))
+        groups.append((group, first["status"]))
+    return tuple(groups), tuple(faults)
+
+
+def _numbers(arrays: TokenArrays | None, span: slice, length: int) -> tuple[Any, Any, Any]:
+    """Token ids, log-probs and versions; where they are not known as many zeros, since lengths are known always."""
+    if arrays is None:
+        return np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32)
+    return arrays.token_ids[span], arrays.logprobs[span], arrays.versions[span]
+
+
+def _sample(line: Mapping[str, Any], token_ids: Any, logprobs: Any, versions: Any) -> Sample:
+    value = 0.0 if line["reward"] is None else float(line["reward"])
+    return Sample(
+        request_id=line["draw"],
+        index=line["index"],
+        token_ids=token_ids,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason=line["finish_reason"],
+        text=line["response"],
+        reward=Reward(line["correct"], value, line["parts"], line["error"], line["extracted"]),
+        shaped_reward=_float(line["shaped_reward"]),
+        advantage=_float(line["advantage"]),
+        in_loss=line["in_loss"],
+    )
+
+
+def _float(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,230 @@
+"""The weights that an update started from: kept, or made again by re-running the stored updates since an older place.
+
+Sampling is not repeated: every step that is re-run trains on its stored batch. So what has to be the same is the
+trainer alone, which in deterministic mode on the same machine it is, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.algorithm.objective import DapoObjective
+from dapo.commands.replay.recompute import Difference, reports_differ
+from dapo.commands.replay.stored import StoredStep, read_step
+from dapo.config import Config
+from dapo.errors import UserError
+from dapo.model.placement import set_threads
+from dapo.observe.checkpoints import CheckpointId, Checkpoints, damages
+from dapo.observe.run_folder import RunFolder
+from dapo.observe.samples import tokens_path
+from dapo.orchestrator.batch_builder import Batch, BatchBuilder, Update
+from dapo.orchestrator.state import read_state
+from dapo.records import Group
+from dapo.training.lora import load_trainable
+from dapo.training.packing import PackedBatch, pack
+from dapo.training.trainer import Trainer, UpdateReport
+from dapo.util.files import holds_model
+
+Visit = Callable[[int, Update, DapoObjective], None]
+"""Called before an update is made, with its number in the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Weights that are kept. ``folder``: model-before, or a checkpoint. ``place``: where in the run."""
+
+    folder: Path
+    place: CheckpointId
+
+    @property
+    def is_beginning(self) -> bool:
+        """Before the first update: there is neither an optimizer nor any other state yet."""
+        return not self.place.steps and not self.place.updates
+
+
+def find_start(folder: RunFolder, config: Config, step: int, update: int) -> Start | str:
+    """The furthest kept weights from which an update can be reached; if there are none, why.
+    ``step`` counts from 1, ``update`` from 0."""
+    starts = list(_starts(folder))
+    before = [s for s in starts if (s.place.steps, s.place.updates) <= (step - 1, update)]
+    if not before:
+        return (
+            f"the weights before step {step} are not kept and cannot be made again: model-before/ is not there, and "
+            f"{'all checkpoints are later ones' if starts else 'there are no checkpoints'}"
+        )
+    start = max(before, key=lambda s: (s.place.steps, s.place.updates))
+    name = start.folder.relative_to(folder.root)
+    if start.place.steps < step - 1 and not config.runtime.deterministic:
+        return (
+            f"the weights before step {step} are not kept; the nearest ones are in {name}, and without "
+            "runtime.deterministic updates made again from there lead elsewhere (run.save_every and run.keep_last keep "
+            "more)"
+        )
+    first = start.place.steps + (2 if start.place.updates else 1)  # inside of a step its batch is in the checkpoint
+    missing = [k for k in range(first, step + 1) if not tokens_path(folder.samples, k).is_file()]
+    if missing:
+        return (
+            f"the weights before step {step} would have to be made again from {name}, but no tokens were stored of "
+            f"step{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing[:8]))}"
+            f"{', ...' if len(missing) > 8 else ''}"
+        )
+    return start
+
+
+def _starts(folder: RunFolder) -> Iterator[Start]:
+    if holds_model(folder.model_before):
+        yield Start(folder.model_before, CheckpointId(0))
+    if folder.checkpoints.is_dir():
+        for place in Checkpoints(folder.checkpoints).places():
+            yield Start(folder.checkpoints / place.name, place)
+
+
+class Rerun:
+    """A trainer at a place of the run, and the way from there.
+
+    Attributes:
+        tolerance: relative, that updates are compared with; 0: to the bit.
+        differences: what on the way did not come out as it was recorded.
+        shaped: the groups of the step made last, with shaped rewards and advantages made again, a KL in the reward
+            included; None: its batch was taken from a checkpoint.
+    """
+
+    def __init__(
+        self, folder: RunFolder, of_step: Callable[[int], Config], start: Start, step: int, device: torch.device
+    ) -> None:
+        """Load the weights. ``of_step``: the settings of each step. ``step``: the last one that is to be made.
+        Raises UserError: they, or the state beside them, cannot be read."""
+        self._folder, self._of_step, self.tolerance = folder, of_step, 0.0
+        configs = [of_step(k) for k in range(start.place.steps + 1, step + 1)]
+        config = next((c for c in configs if c.algorithm.kl.mode != "off"), configs[0])  # one that needs the reference
+        self.differences: list[Difference] = []
+        self.shaped: Sequence[Group] | None = None
+        problems = None if start.folder == folder.model_before else damages(start.folder)
+        if problems:
+            raise UserError(f"{start.folder} is damaged: {'; '.join(problems)}")
+        state = {} if start.is_beginning else read_state(start.folder, ("steps_done", "step", "prepare"))
+        before = folder.model_before
+        has_before = holds_model(before)
+        if config.algorithm.kl.mode != "off" and not has_before:
+            raise UserError(f"{before}: is not there, and the reference policy of the KL is what it was")
+        source = before if has_before else start.folder / "model"
+        model = load_trainable(source, config.model, device)
+        set_threads(config, model)
+        dtype = getattr(torch, config.model.compute_dtype)
+        self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
+        self.preparer = BatchBuilder(config, self.trainer.policy)
+        self._step = start.place.steps  # steps done
+        self._under_way: dict[str, Any] | None = None
+        if not start.is_beginning or start.folder != before:
+            self.trainer.load(start.folder / "model")
+        if state:
+            self.trainer.load_state(start.folder / "optimizer")
+            self.preparer.use(of_step(start.place.begun))
+            self.preparer.load_state(state["prepare"])
+            self._under_way = state["step"] if start.place.updates else None
+
+    def go_to(self, step: int, phase: Callable[[str], None]) -> None:
+        """Re-run the updates of all steps before ``step``, up to the first that does not come out as recorded."""
+        while self._step < step - 1 and not self.differences:  # after one, all others would differ too
+            phase(f"making the updates of step {self._step + 1} again")
+            self.make(self._stored(self._step + 1))
+
+    def make(self, stored: StoredStep, last: int | None = None, visit: Visit | None = None) -> dict[int, UpdateReport]:
+        """Make the updates of the next step and compare them with what was recorded.
+
+        Args:
+            last: stop after this update; None: after all of them.
+            visit: sees every update before it is made.
+
+        Returns:
+            The report of every update, by its number. Those made before the checkpoint was taken are not among them.
+        """
+        self._begin(stored)
+        reports: dict[int, UpdateReport] = {}
+        earlier: list[UpdateReport] = []
+        if self._under_way is not None:
+            batch, earlier, self._under_way = self._under_way["batch"], self._under_way["reports"], None
+            self.shaped = None
+            batch = replace(batch, packed=batch.packed.to(self.trainer.device))
+        else:
+            batch = self._batch(stored)
+        objective = self.preparer.objective
+        for number, update in enumerate(self.preparer.updates(batch.packed, done=len(earlier)), start=len(earlier)):
+            if last is not None and number > last:
+                return reports
+            if visit is not None:
+                visit(number, update, objective)
+            reports[number] = self.trainer.update(update.batch, update.inputs, objective)
+            self._compare(stored, number, reports[number])
+        self.preparer.observe([*earlier, *reports.values()], batch)
+        self.trainer.publish()
+        self._step = stored.step
+        return reports
+
+    def _begin(self, stored: StoredStep) -> None:
+        """With the settings of the step; a rate that falls follows clock and length of the run, so as recorded."""
+        config = self._of_step(stored.step)
+        self.trainer.use(config.training)
+        self.preparer.use(config)
+        self.trainer.begin_step(stored.step - 1)
+        if config.training.final_learning_rate is not None and stored.reports:
+            self.trainer.set_learning_rate(stored.reports[0]["learning_rate"])
+
+    def _batch(self, stored: StoredStep) -> Batch:
+        """The batch with the advantages that were recorded, which are those that the run trained on."""
+        self._require_vocabulary(stored)
+        try:
+            prepared = self.preparer.batch(stored.trained, self.trainer.version)
+            recorded = pack(stored.trained, self.trainer.device)
+        except ValueError as error:
+            raise UserError(f"step {stored.step}: its stored samples do not make a batch: {error}") from None
+        self.shaped = prepared.groups
+        packed: PackedBatch = replace(prepared.packed, advantages=recorded.advantages, mask=recorded.mask)
+        return replace(prepared, packed=packed)
+
+    def _require_vocabulary(self, stored: StoredStep) -> None:
+        """Raises UserError: a token that the model does not have, which a GPU would fail on without a word of it."""
+        size = self.trainer.policy.model.get_input_embeddings().num_embeddings
+        for group in stored.trained:
+            for sample in group.samples:
+                ids = [*group.prompt.token_ids, *sample.token_ids.tolist()]
+                odd = next((token for token in ids if not 0 <= token < size), None)
+                if odd is not None:
+                    raise UserError(
+                        f"step {stored.step}: sample {group.draw}:{sample.index} has a token {odd}, but the model "
+                        f"knows {size}"
+                    )
+
+    def _stored(self, step: int) -> StoredStep:
+        stored = read_step(self._folder, step)
+        for draw, index, fault in stored.faults:
+            self.differences.append(Difference(f"step {step}: {fault}", draw=draw, index=index))
+        return stored
+
+    def _compare(self, stored: StoredStep, number: int, report: UpdateReport) -> None:
+        if stored.reports is None or number >= len(stored.reports):
+            return
+        for difference in reports_differ(
+            flat_report(stored.reports[number]), flat_report(asdict(report)), self.tolerance, number
+        ):
+            self.differences.append(replace(difference, what=f"step {stored.step}: {difference.what}"))
+
+
+_COMPARED = ("loss", "grad_norm", "learning_rate", "tokens", "response_tokens", "loss_tokens")
+
+
+def flat_report(report: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of an update's report by name: statistics as means over tokens, no times, nothing of the machine's."""
+    found = {name: report[name] for name in _COMPARED if name in report}
+    found["skipped"] = bool(report.get("skipped"))  # the words name a folder that a replay does not write
+    for name, (total, count) in (report.get("statistics") or {}).items():
+        found[name] = total / count if count and total is not None else None
+    mismatch = report.get("mismatch") or {}
+    if mismatch.get("tokens"):
+        found["mismatch"] = mismatch["absolute_sum"]
+    return found

@@ -1,0 +1,39 @@
+"""``dapo report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, Run
+from dapo.commands.shared.output import print_lines
+from dapo.errors import UserError, install
+
+
+def report(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write to; by default report/ in the run folder.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write what a run learned, what it cost and how to do it again: report.html, and report.md with plots.
+
+    Works while the run is at work, too. The HTML file needs no other file and no network.
+    """
+    with errors_for_people(debug):
+        from dapo.observe.run_view import RunView
+
+        found = RunView.read(run)
+        try:
+            from dapo.commands.report.content import sections_of
+            from dapo.commands.report.write import write_report
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
+            raise UserError(f"dapo report needs matplotlib, which is not installed: {install('report')}") from None
+        pages = write_report(f"Report of {run.resolve().name}", sections_of(found), output or run / "report")
+        print_lines(map(str, pages))

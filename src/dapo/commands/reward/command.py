@@ -1,0 +1,186 @@
+"""``dapo reward check`` and ``dapo reward score``: is the reward right, and what would another one have said."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dapo.commands.inspect.command import _span
+from dapo.commands.shared.completion import complete_recipe
+from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
+from dapo.commands.shared.options import Debug, JsonFile, Run, files_and_settings
+from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
+from dapo.errors import ConfigError
+from dapo.util.terminal import counted, warn
+
+if TYPE_CHECKING:
+    from dapo.config import RewardConfig
+    from dapo.observe.run_view import RunView
+
+app = typer.Typer(no_args_is_help=True, help="Check a reward against labelled cases; score a run's samples again.")
+
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no times.")]
+
+
+@app.command(epilog=EXIT_CODES)
+def check(
+    reward: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|KIND",
+            help="A recipe, of which the reward section is used; or math, code, exact.",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILES [REWARD.KEY=VALUE]", help="Labelled cases (JSONL); keys of the reward to change."
+        ),
+    ],
+    tolerance: Annotated[
+        float, typer.Option(min=0, metavar="X", help="How far a reward may be from an expected number.")
+    ] = 1e-9,
+    output: JsonFile = None,
+    quiet: _Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Score labelled cases and print every disagreement; exit code 0 only if all agree, 1 if not.
+
+    A case is {"gold": "4", "response": "It is 4.", "expected": true}, where expected may be false or a number, too; or,
+    for code, {"solution": "...", "tests": [...], "expected": "pass"}, or fail, timeout, error.
+    """
+    with errors_for_people(debug):
+        from dapo.commands.reward.report import disagreement
+        from dapo.config import load_reward
+        from dapo.reward.check import check_cases, read_cases
+
+        files, overrides = files_and_settings(words)
+        if not files:
+            raise ConfigError("no files are named; give FILES of labelled cases: dapo reward check math FILE.jsonl")
+        config = load_reward(reward, overrides)
+        cases = read_cases(files, config)
+        _require_writable(output, files)
+        started = time.perf_counter()
+        with status_line(quiet, "starting") as progress:
+            checked = asyncio.run(
+                check_cases(cases, config, tolerance, lambda done: progress(f"{done:,} of {len(cases):,} cases"))
+            )
+        seconds = time.perf_counter() - started
+        agreed = sum(one.agrees for one in checked)
+        for one in checked:
+            if not one.agrees:
+                print_lines([*disagreement(one), ""])
+        if output is not None:
+            found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
+            write_results(output, {**found, "verdicts": [one.as_json() for one in checked]})
+        if not quiet:
+            print(f"{counted(len(cases), 'case', ',')} in {seconds:.1f} s, {len(cases) / seconds:,.0f} per second")
+        print(f"agree {agreed} of {len(cases)}")
+        if agreed < len(cases):
+            raise typer.Exit(1)
+
+
+@app.command(epilog=EXIT_CODES)
+def score(
+    run: Run,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[REWARD.KEY=VALUE]", help="Keys of the reward to change.")
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE|KIND",
+            help="What to score with: a recipe, or math, exact, ...; by default the run's own reward.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
+    steps: Annotated[str, typer.Option("--steps", "--step", metavar="N|A:B|all", help="Samples of these steps.")] = (
+        "all"
+    ),
+    examples: Annotated[int, typer.Option(min=0, help="Show at most so many samples that changed.")] = 6,
+    output: JsonFile = None,
+    quiet: _Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Score the stored samples of RUN again with another reward, and show what changes. RUN itself stays as it is.
+
+    With the run's own reward it shows whether its verdicts can be reproduced.
+    """
+    with errors_for_people(debug):
+        from dapo.commands.reward.report import Summary
+        from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
+        from dapo.config import load_config, load_reward
+        from dapo.observe.run_view import RunView
+
+        files, overrides = files_and_settings(words)
+        if files:
+            raise ConfigError(f"{files[0]}: expected reward.key=value; the reward is named by --reward")
+        view = RunView.read(run)
+        wanted = _steps(view, steps)
+        config = load_config(view.folder.config)
+        if reward is None and view.reward_from_python is not None:
+            raise ConfigError(
+                f"{view.folder.root}: was trained on a Python function ({view.reward_from_python}), which the folder "
+                "does not hold; name a reward with --reward, such as file.py's in a recipe"
+            )
+        chosen = load_reward(reward or view.folder.config, overrides)
+        if reward is None:
+            for line in view.changes_of_reward(config):
+                warn(f"the reward is not the one that the run started with: {line}")
+        _require_writable(output, [str(view.folder.config)])
+        rows = StoredRows(config, chosen, warn)
+        summary = Summary(examples)
+        told: list[dict[str, Any]] = []
+
+        def hear(change: StepChange) -> None:
+            summary.add(change)
+            if output is not None:
+                told.append(change.as_json())
+
+        started, done = time.perf_counter(), 0
+        with status_line(quiet, "starting") as progress:
+
+            def advance(step: int) -> None:
+                nonlocal done
+                done += 1
+                progress(f"step {step}, {done:,} samples")
+
+            asyncio.run(rescore(view.folder, wanted, chosen, config, rows, hear, advance))
+        seconds = time.perf_counter() - started
+        print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
+        print_lines(summary.lines())
+        if output is not None:
+            write_results(
+                output, {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3), "steps": told}
+            )
+        if not quiet:
+            print(f"{counted(done, 'sample', ',')} in {seconds:.1f} s, {done / seconds:,.0f} per second")
+        print(summary.verdict())
+
+
+def _steps(view: RunView, text: str) -> list[int]:
+    """Raises UserError if there are no such samples; it says which there are."""
+    from dapo.observe.sample_query import steps_asked_for
+
+    return steps_asked_for(view, (0, 10**9) if text == "all" else _span(text) or (0, 0))
+
+
+def _told(config: RewardConfig) -> Any:
+    from dapo.config.secrets import redact
+
+    return redact(config.model_dump(mode="json"))
+
+
+def _require_writable(output: Path | None, inputs: Sequence[str]) -> None:
+    """Raises ConfigError if it is one of the files that are read, UserError if it cannot be written to."""
+    if output is None:
+        return
+    if any(output.resolve() == Path(file).resolve() for file in inputs):
+        raise ConfigError(f"--json: {str(output)!r} is one of the files to be read; name another file")
+    require_writable("--json", output)

@@ -1,0 +1,73 @@
+"""``dapo reward-server``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Annotated
+
+import typer
+
+from dapo.commands.shared.completion import complete_recipe
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, Host, Overrides, Quiet
+from dapo.errors import ConfigError, RewardError, install
+
+
+def reward_server(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="YAML file with a reward section (it may hold nothing else), or a kind of reward such as math.",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    overrides: Overrides = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that clients must send.")
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Items that may wait; what is more is answered with 429.")
+    ] = 4096,
+    max_items: Annotated[int, typer.Option(min=1, metavar="N", help="Items of one request.")] = 1024,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, metavar="MIB", help="Size of one request.")] = 16.0,
+    max_text: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Characters of one prompt, response or answer.")
+    ] = 1_000_000,
+    drain_s: Annotated[
+        float, typer.Option(min=0, metavar="S", help="After a signal: longest time for running requests to finish.")
+    ] = 30.0,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a reward over HTTP, for runs with reward.kind=server and for other programs.
+
+    SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU finishes what runs and ends with 0; a second one ends at once.
+    """
+    with errors_for_people(debug):
+        from dapo.config import load_reward
+
+        try:
+            from dapo.reward.server import ServerLimits
+            from dapo.reward.serving import Address, serve
+        except ImportError as error:
+            raise RewardError(
+                f"dapo reward-server needs {error.name}, which is not installed: {install('server')}"
+            ) from None
+        config = load_reward(recipe, overrides or [])
+        address = Address(host, port, _token(token_env))
+        limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
+        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+        asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say))
+
+
+def _token(name: str | None) -> str | None:
+    """Raises ConfigError if the variable is not set."""
+    if name is None:
+        return None
+    token = os.environ.get(name, "").strip()
+    if not token:
+        raise ConfigError(f"--token-env {name}: this environment variable is not set, or empty")
+    return token

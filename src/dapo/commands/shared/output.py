@@ -1,0 +1,64 @@
+"""What commands say: how far they are while they work, lines and JSON in the end, and the JSON file they may write."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dapo.errors import UserError
+
+
+@contextmanager
+def status_line(quiet: bool, text: str) -> Iterator[Callable[[str], None]]:
+    """One line on the terminal, as long as the block lasts, that says how far a command is: ``text``, and then what the
+    call that it gives is called with. Nothing at all if ``quiet``, or where there is no terminal."""
+    from rich.text import Text
+
+    from dapo.util.terminal import Terminal
+
+    console = Terminal(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(text) as status:
+        yield lambda text: status.update(Text(text))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """On standard output, as they come."""
+    for line in lines:
+        print(line)
+
+
+def print_json(value: Any) -> None:
+    """On standard output, for people and programs."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def require_writable(option: str, output: Path, file: Path | None = None) -> None:
+    """Make the folder of the output of an option, or of the ``file`` that comes of it, and try to write there.
+    Raises UserError: that cannot be done; better said before an hour of work."""
+    file = file or output
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        probe = file.with_name(f".{file.name}.probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{option}: cannot write to {str(output)!r}: {error.strerror or error}") from None
+
+
+def write_results(output: Path, found: Mapping[str, Any]) -> None:
+    """Write what was found, and by which command, to the file of ``--json``. Raises UserError if that fails."""
+    from dapo.config.secrets import redact_command
+    from dapo.util.files import write_json
+
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(output, {"command": redact_command(sys.argv), **found})
+    except OSError as error:
+        raise UserError(f"--json: cannot write to {str(output)!r}: {error.strerror or error}") from None

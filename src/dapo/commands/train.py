@@ -1,0 +1,245 @@
+"""``dapo train``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from dapo.commands.shared.completion import complete_recipe, complete_run
+from dapo.commands.shared.errors import complain, errors_for_people, exit_code
+from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
+from dapo.config.recipes import existing_recipe
+from dapo.config.secrets import blanks, redact, require_secrets
+from dapo.errors import ConfigError, UserError
+from dapo.observe.run_folder import RunFolder
+from dapo.util.process import Shutdown, Stopped
+from dapo.util.terminal import Terminal
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+
+
+def train(
+    recipe: Annotated[
+        str | None,  # and not a path, which would make one slash of the two in an override's address
+        typer.Argument(help="YAML file that describes the run.", metavar="RECIPE", autocompletion=complete_recipe),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with the run in this folder, from its latest checkpoint. RECIPE may be left out.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe, print it with the numbers that follow, start nothing.")
+    ] = False,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Show the run in the browser while it trains (dapo ui shows it afterwards).")
+    ] = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model as RECIPE says."""
+    with errors_for_people(debug, output_is_result=dry_run):
+        changes = list(overrides or ())
+        if resume is not None and recipe is not None and is_setting(recipe):
+            changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
+        named = existing_recipe(recipe) if recipe is not None else None
+        config = _config(named, changes, resume)
+        named = named or RunFolder(resume or Path()).config
+        if dry_run:
+            _dry_run(config, named, resume)
+            return
+        _require_data(config, named)
+        require_secrets(config.model_dump(mode="json"), named, "as section.key=value")  # a run's config.yaml, perhaps
+        with _page(Path(config.run.dir or resume or "runs/run")) if ui else nullcontext():
+            _train(config, resume, quiet)
+
+
+def _config(recipe: Path | None, overrides: list[str], resume: Path | None) -> Config:
+    from dapo.config import load_config
+
+    if resume is not None:
+        from dapo.orchestrator.resume import require_nothing_in_memory, resume_config
+
+        require_nothing_in_memory(resume)
+        return resume_config(resume, recipe, overrides)
+    if recipe is None:
+        raise ConfigError("a recipe is needed: dapo train RECIPE; or dapo train --resume RUN to go on with a run")
+    return load_config(recipe, overrides)
+
+
+def _page(folder: Path) -> AbstractContextManager[None]:
+    from dapo.commands.ui.command import require_ui
+
+    require_ui("--ui")
+    from dapo.commands.ui.serving import beside
+
+    return beside(folder, lambda text: print(text, flush=True))
+
+
+def _train(config: Config, resume: Path | None, quiet: bool) -> None:
+    from dapo.observe.progress import make_listener
+
+    with closing(make_listener(quiet)) as listener:
+        with stopped_by_signals(config.run.stop_within_s, resume) as stopping:
+            listener.phase("loading")
+            from dapo.orchestrator.inputs import RunOverrides
+            from dapo.orchestrator.launch import run_experiment
+
+            folder = RunFolder(resume) if resume else None
+            summary = run_experiment(config, listener, RunOverrides(resume=folder), stopping)
+        listener.finished(summary)
+    if not quiet:
+        secrets = list(blanks(redact(config.model_dump(mode="json"))))
+        for line in next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets):
+            Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -> Iterator[Shutdown]:
+    """The signals to stop end the run that is inside of the block, within a bounded time, with its exit code.
+
+    ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
+    run that goes on, if it is none that begins.
+    """
+
+    def code_of(error: BaseException) -> int:
+        return exit_code(error) if isinstance(error, UserError) else 70
+
+    with Shutdown(within_s, code_of) as stopping:
+        stopping.run = stopping.saved = resume
+        try:
+            yield stopping
+        except (Stopped, KeyboardInterrupt):
+            if stopping.signal is None:
+                raise
+            code = stopping.exit_code
+            can = f"to go on: dapo train --resume {stopping.run}" if stopping.run else "before the run had begun"
+            complain(f"stopped by {stopping.signal.name}, {can} (exit code {code})")
+            raise typer.Exit(code) from None
+
+
+def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
+    """The setting with which a run whose minutes were over before its steps would train on; None: it was another."""
+    from dapo.orchestrator.budget import Budget
+
+    budget = Budget(config.training, summary.get("steps", 0))
+    unfinished = budget.steps < config.training.steps and config.training.minutes is not None
+    return budget.how_to_go_on() if unfinished and not str(summary.get("stopped")).startswith("converged") else None
+
+
+def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
+    """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
+    ``secrets``: keys of its recipe that config.yaml does not keep."""
+    if run_dir is None:
+        return []
+    folder = Path(run_dir)
+    lines = []
+    first = next(iter(sorted((folder / "samples").glob("step-*.jsonl"))), None)
+    if first is not None:
+        lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
+    if longer:
+        lines.append(f"go on with this run: dapo train --resume {folder} {longer}")
+    elif (folder / "model-after").is_dir():
+        again = "".join(f" {key}=..." for key in secrets)  # nothing else of the run is missing in its config.yaml
+        told = " (config.yaml keeps no secrets)" if secrets else ""
+        command = f"dapo train {folder / 'config.yaml'} model.path={folder / 'model-after'} run.dir={folder}-more"
+        lines.append(f"train on from here: {command}{again}{told}")
+    if (folder / "metrics.jsonl").is_file():
+        lines.append(f"what changed, what it cost and what it wrote, as one page: dapo report {folder}")
+        lines.append(f"see it in the browser: dapo ui {folder}")
+    return lines
+
+
+def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
+    from dapo.config import warnings_for
+    from dapo.config.plan import plan_of, require_files
+    from dapo.observe.run_folder import config_yaml
+
+    console = Terminal()
+    plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
+    plan["memory"] = _predicted_memory(config)
+    if resume is not None:
+        plan |= _where_it_goes_on(resume, config)
+    plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
+    notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
+    if console.is_terminal:
+        from rich.syntax import Syntax
+
+        console.print(Syntax(config_yaml(config), "yaml", background_color="default", word_wrap=True))
+        for name, value in plan.items():
+            console.print(Text.assemble(f"{name:>34}  ", (value, "bold")))
+        for warning in warnings_for(config):
+            console.print(Text.assemble(("warning: ", "bold yellow"), warning))
+    else:  # as comments, so that the whole is YAML
+        print(config_yaml(config) + "\n".join(f"# {note}" for note in notes))
+    require_files(config, recipe)
+    _require_model(config)
+    _try_template(config)
+
+
+def _require_model(config: Config) -> None:
+    """Raises ModelError if its folder, or that of its tokenizer, does not exist."""
+    from dapo.model.hub import require_folder
+
+    require_folder("model.path:", config.model.path)
+    if config.model.tokenizer is not None:
+        require_folder("model.tokenizer:", config.model.tokenizer)
+
+
+def _try_template(config: Config) -> None:
+    """Raises UserError if a tokenizer that lies in a folder cannot write prompts as the recipe says."""
+    name = config.model.tokenizer or config.model.path
+    if not Path(name).expanduser().is_dir():
+        return
+    from dapo.data.template import PromptTemplate
+    from dapo.model.loading import load_tokenizer
+
+    PromptTemplate(config.data, load_tokenizer(name, config.model.trust_remote_code))
+
+
+def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
+    """The checkpoint that a resumed run would begin with (all of its files are read, as they will be then), and what
+    is changed from which step on."""
+    from dapo.observe.checkpoints import CheckpointId, Checkpoints
+    from dapo.orchestrator.resume import changes_at
+
+    intact, damaged = Checkpoints(RunFolder(run).checkpoints).find_intact()
+    told = [f"{bad.name} is damaged: {why}" for bad, why in damaged]
+    where = f"{intact}" if intact else "none of its checkpoints" if told else "no checkpoint yet: from the start"
+    changes, place = changes_at(RunFolder(run), config, intact), intact and CheckpointId.parse(intact.name)
+    new = "; ".join(str(change) for change in changes if place and change.step > place.steps)
+    return {"goes on from": "; ".join([where, *told]), **({"changes": new} if new else {})}
+
+
+def _predicted_memory(config: Config) -> str:
+    from dapo.checks.patient import config_at_hand
+
+    if not config_at_hand(config.model.path):  # for which torch is not loaded
+        return "not predicted, as the model is not on this machine"
+    from dapo.checks.memory import predicted_from
+
+    return predicted_from(config)
+
+
+def _require_data(config: Config, recipe: Path) -> None:
+    """What can be told before torch is loaded."""
+    from dapo.config.plan import require_files
+    from dapo.model.hub import require_at_hand
+    from dapo.observe.trackers import check_trackers
+
+    check_trackers(config)
+    if not config.data.train and config.training.steps:
+        raise ConfigError(f"{recipe}: data.train: required but not given; files of prompts to train on (JSONL)")
+    require_files(config, recipe)
+    require_at_hand("model.path:", config.model.path)

@@ -1,0 +1,259 @@
+"""Two models answer one prompt, side by side, while somebody watches.
+
+Consumes: a question and two models of a run. Produces: events (plain mappings) as the answers are written, and for
+each that is done the verdict of the run's reward. One such thing goes on at a time; once the models are loaded it ends
+within :data:`MOST_SECONDS`, and when nobody watches any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dapo.commands.ui.models import Loaded, Models
+from dapo.commands.ui.pieces import Pieces
+from dapo.commands.ui.questions import Question, recipe_of
+from dapo.config import RewardConfig
+from dapo.errors import UserError
+from dapo.observe.run_view import RunView
+from dapo.records import FinishReason, Prompt, Sample
+from dapo.reward.build import make_scorer, needs_answer
+from dapo.reward.contract import Scorer
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling
+from dapo.rollout.seeds import sample_seed
+
+MOST_SECONDS = 120.0
+PERIOD = 0.05
+"""Seconds between two looks at what is being written."""
+TOP = 5
+"""Most likely tokens told of each place."""
+
+Event = dict[str, Any]
+Emit = Callable[[Event], None]
+
+
+class Busy(Exception):
+    """Somebody else's answers are being written."""
+
+    def __str__(self) -> str:
+        return "other answers are being written just now; try again in a moment"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What to ask which models of a run, and how to sample. ``max_tokens`` None: as many as the model may. ``judged``:
+    whether the run's reward says what it thinks of the answers; its code may be anybody's."""
+
+    root: Path
+    models: Sequence[Path]
+    question: Question
+    samples: int = 1
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    seed: int = 0
+    judged: bool = True
+
+
+class Answerer:
+    """Has models answer, one question at a time, on one event loop; each is given up after ``seconds``."""
+
+    def __init__(self, seconds: float = MOST_SECONDS) -> None:
+        self._models = Models()
+        self._seconds = seconds
+        self._task: asyncio.Task[None] | None = None
+        self._scorer: tuple[Path, Scorer] | None = None
+
+    def begin(self, asked: Asked) -> AsyncGenerator[Event]:
+        """Start; the events come from what is returned, and end with ``done`` or ``error``.
+        Raises Busy: at once, if another question is being answered."""
+        if self._task is not None and not self._task.done():
+            raise Busy
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        task = self._task = asyncio.create_task(self._run(asked, events.put_nowait))
+        task.add_done_callback(lambda _: events.put_nowait(None))
+        return _watched(task, events)
+
+    async def close(self) -> None:
+        """Give up what goes on, and let go of models and reward."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self._models.close()
+        if self._scorer is not None:
+            await self._scorer[1].close()
+            self._scorer = None
+
+    async def _run(self, asked: Asked, emit: Emit) -> None:
+        """From the first event to the last, whatever goes wrong."""
+        started = time.perf_counter()
+        try:
+            await self._answer(asked, emit)
+        except TimeoutError:
+            emit({"event": "error", "message": f"not done after {self._seconds:g} s, and given up"})
+        except Exception as error:
+            emit({"event": "error", "message": _told(error)})
+        else:
+            emit({"event": "done", "seconds": round(time.perf_counter() - started, 2)})
+
+    async def _answer(self, asked: Asked, emit: Emit) -> None:
+        loaded = []
+        for path in asked.models:
+            if not await self._models.holds(path):
+                emit({"event": "status", "message": f"loading {path.relative_to(asked.root)}"})
+            loaded.append(await self._models.get(path))
+        prompts = [model.encode(asked.question) for model in loaded]  # before any of them begins
+        emit({"event": "status", "message": "answering"})
+        judge = _Judge(asked, await self._scorer_of(asked))
+        async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as sides:
+            for side, (model, ids) in enumerate(zip(loaded, prompts, strict=True)):
+                sides.create_task(_Side(side, model, asked, judge, emit).answer(ids))
+
+    async def _scorer_of(self, asked: Asked) -> Scorer | str:
+        """What scores this run's responses, or why nothing does."""
+        config = await asyncio.to_thread(_reward_of, asked)  # reads the run: others are answered meanwhile
+        if isinstance(config, str):
+            return config
+        if self._scorer is not None and self._scorer[0] != asked.root:
+            await self._scorer[1].close()
+            self._scorer = None
+        if self._scorer is None:
+            scorer = make_scorer(config)
+            try:
+                await scorer.start()
+            except UserError as error:  # an answer without a verdict is better than none
+                await scorer.close()
+                return str(error)
+            self._scorer = asked.root, scorer
+        return self._scorer[1]
+
+
+async def _watched(task: asyncio.Task[None], events: asyncio.Queue[Event | None]) -> AsyncGenerator[Event]:
+    """Who stops watching ends it."""
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+    finally:
+        task.cancel()
+
+
+def _reward_of(asked: Asked) -> RewardConfig | str:
+    """What to make the scorer from, or why there is no verdict."""
+    if not asked.judged:
+        return "nobody asked"
+    config = recipe_of(asked.root)
+    function = RunView.read(asked.root).reward_from_python
+    if function is not None:
+        return f"the reward was the Python function {function}, which only the training had"
+    if asked.question.answer is None and needs_answer(config.reward):
+        return "the reward needs a reference answer"
+    return config.reward
+
+
+def _told(error: BaseException) -> str:
+    """What went wrong, for people: of several things at once the first one."""
+    if isinstance(error, BaseExceptionGroup):
+        return _told(error.exceptions[0])
+    return str(error) if isinstance(error, UserError | EngineError) else f"{type(error).__name__}: {error}"
+
+
+class _Judge:
+    """The run's reward, asked for one question's responses."""
+
+    def __init__(self, asked: Asked, scorer: Scorer | str) -> None:
+        question = asked.question
+        # typed prompts have no row; rewards that count them see one that no row has
+        self._prompt = Prompt(
+            -1 if question.row is None else question.row, question.text, (), question.answer, question.meta
+        )
+        self._scorer = scorer
+
+    async def verdict(self, response: str, finish_reason: FinishReason, prompt_end: str) -> Event:
+        if isinstance(self._scorer, str):
+            return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": self._scorer}
+        try:
+            prompt = replace(self._prompt, end=prompt_end)
+            reward = await self._scorer.score(prompt, response, finish_reason)
+        except UserError as error:
+            return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": str(error)}
+        value = None if reward.error else reward.value
+        told = {"extracted": reward.extracted, "parts": dict(reward.parts), "error": reward.error}
+        return {"correct": reward.correct, "reward": value, **told}
+
+
+class _Side:
+    """One model at work on its answers."""
+
+    def __init__(self, side: int, model: Loaded, asked: Asked, judge: _Judge, emit: Emit) -> None:
+        self._side, self._model, self._asked, self._judge, self._emit = side, model, asked, judge, emit
+        self._told: dict[int, tuple[Pieces, int]] = {}  # by sample: how far it was told
+
+    async def answer(self, ids: tuple[int, ...]) -> None:
+        """Sample, tell what is written meanwhile, and judge what is done."""
+        asked = self._asked
+        self._prompt_end = self._model.prompting.template.end(ids)
+        limit = min(asked.max_tokens or self._model.max_tokens, self._model.max_tokens)
+        sampling = Sampling(asked.temperature, limit, top_logprobs=TOP)
+        seeds = tuple(sample_seed(asked.seed, 0, 0, index) for index in range(asked.samples))  # the same on both sides
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._watch())
+            async for sample in self._model.engine.generate([Request(self._side, ids, seeds, sampling)]):
+                self._told[sample.index] = self._pieces(), sample.length  # no draft comes after the sample
+                tasks.create_task(self._finish(sample))
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD)
+            for draft in await self._model.engine.drafts():
+                if draft.request_id == self._side:
+                    self._tell(draft)
+
+    def _tell(self, draft: Draft) -> None:
+        """The tokens that came since it was told last."""
+        pieces, start = self._told.get(draft.index, (self._pieces(), 0))
+        texts = pieces.add(draft.token_ids[start:])
+        if texts:
+            tokens = [
+                [text, _probability(logprob)] for text, logprob in zip(texts, draft.logprobs[start:], strict=True)
+            ]
+            self._emit({"event": "tokens", "side": self._side, "index": draft.index, "start": start, "tokens": tokens})
+            self._told[draft.index] = pieces, len(draft.token_ids)
+
+    def _pieces(self) -> Pieces:
+        return Pieces(self._model.prompting.template.decode)
+
+    async def _finish(self, sample: Sample) -> None:
+        text = self._model.prompting.template.decode(sample.token_ids.tolist())
+        self._emit(
+            {
+                "event": "sample",
+                "side": self._side,
+                "index": sample.index,
+                "text": text,
+                "tokens": list(self._tokens(sample)),
+                "length": sample.length,
+                "finish_reason": sample.finish_reason,
+                "verdict": await self._judge.verdict(text, sample.finish_reason, self._prompt_end),
+            }
+        )
+
+    def _tokens(self, sample: Sample) -> Iterator[list[Any]]:
+        """Text, probability and, as text and probability each, the most likely tokens in its place."""
+        assert sample.top_ids is not None and sample.top_logprobs is not None  # they were asked for
+        template = self._model.prompting.template
+        texts = self._pieces().add(sample.token_ids.tolist(), last=True)
+        tops = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
+        for text, logprob, (ids, logprobs) in zip(texts, sample.logprobs.tolist(), tops, strict=True):
+            best = [[template.text([i]), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
+            yield [text, _probability(logprob), best]
+
+
+def _probability(logprob: float) -> float:
+    return round(math.exp(logprob), 4)

@@ -1,0 +1,154 @@
+"""Series of metrics, thinned out for the screen, and tables of several runs side by side. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from dapo.config import flat
+from dapo.config.plan import steps_that_fit
+from dapo.observe.changes import Change
+from dapo.observe.metrics import METRICS, PHASES
+
+Entry = Mapping[str, Any]
+Run = Sequence[Entry]
+
+HEADLINES = (
+    *("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "probability/mean"),
+    *("groups/share_all_right", "clip/high", "grad_norm", "mismatch/mean", "kl/reference", "tokens_per_second/total"),
+)
+"""What is worth a look first: section 4.3 of the paper, then what tells of trouble."""
+
+
+def names_in(entries: Sequence[Entry]) -> list[str]:
+    """Metrics that have a number in some line, in the order of the registry."""
+    order = {name: place for place, name in enumerate(METRICS)}
+    found = {"step"}
+    for entry in entries:
+        found.update(name for name in entry.keys() - found if _is_number(entry[name]))
+    return sorted(found - {"step"}, key=lambda name: (order.get(name, len(order)), name))
+
+
+def curve(entries: Run, name: str, points: int, x: str = "step", others: Sequence[Run] = ()) -> list[list[float]]:
+    """Points ``[x, mean, lowest, highest]`` of a metric, at most ``points`` of them, each of as many steps.
+
+    What was measured before training stands at 0, whatever ``x`` is. ``others``: of further runs, which become one
+    curve with the first one, over the steps that all of them have measured.
+    """
+    measured = [_measured(run, name, x) for run in (entries, *others)]
+    steps = [step for step in measured[0] if all(step in run for run in measured)] if others else list(measured[0])
+    table = np.stack([np.array([run[step] for step in steps], np.float64) for run in measured], axis=1) if steps else ()
+    parts = np.array_split(table, min(points, len(table))) if len(table) else ()  # [steps, runs, (x, value)]
+    return [
+        [_round(sum(part[-1, :, 0].tolist()) / len(measured)), *map(_round, _spread(part[..., 1]))] for part in parts
+    ]
+
+
+def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]:
+    """Place and value of a metric by step."""
+    places = ((e.get("step") or 0, e.get(x) if e.get("step") else 0.0, e.get(name)) for e in entries)
+    return {step: (place, v) for step, place, v in places if _is_number(place) and _is_number(v)}
+
+
+def curves(
+    entries: Run, names: Iterable[str], points: int, x: str = "step", others: Sequence[Run] = ()
+) -> dict[str, list[list[float]]]:
+    """The curve of each of these metrics."""
+    return {name: curve(entries, name, points, x, others) for name in names}
+
+
+def time_left(entries: Sequence[Entry], steps: int | None, minutes: Any) -> dict[str, Any] | None:
+    """Of a run that goes on, at the pace of its last ten steps: ``steps`` left of ``training.steps``, or as many as fit
+    into ``training.minutes`` if ``by`` says that those end first, ``pace`` (seconds of a step, evaluations included),
+    ``of`` (how many steps that is from), ``seconds`` left at the end of the last step. None: no step is done yet."""
+    done = [entry for entry in entries if entry.get("step")]
+    if not done or steps is None:
+        return None
+    left, by, last = max(steps - done[-1]["step"], 0), "steps", done[-1]
+    if _is_number(minutes) and (seconds := last.get("time/step")) and _is_number(used := last.get("time/training")):
+        fit = steps_that_fit(minutes, used, seconds)
+        left, by = (fit, "minutes") if fit < left else (left, by)
+    pace = float(np.mean([sum(_phases_of(entry)) for entry in done[-10:]]))
+    return {"steps": left, "by": by, "pace": pace, "of": len(done[-10:]), "seconds": left * pace}
+
+
+def marks(entries: Sequence[Entry], changes: Sequence[Change], x: str = "step") -> list[list[Any]]:
+    """``[x, text]`` of each step from which on settings were others; of one that is not done yet nothing."""
+    places = {entry["step"]: entry.get(x) for entry in entries}
+    texts: dict[int, list[str]] = {}
+    for change in changes:
+        texts.setdefault(change.step, []).append(str(change))
+    return [[places[step], "\n".join(said)] for step, said in texts.items() if _is_number(places.get(step))]
+
+
+def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
+    """Seconds of each phase per step: series for the screen (means over neighbours) and totals over the run.
+
+    ``other`` is what no phase has, such as writing samples and checkpoints.
+    """
+    steps = [entry for entry in entries if entry.get("step")]
+    table = np.array([_phases_of(entry) for entry in steps], np.float64).reshape(len(steps), len(PHASES) + 1)
+    numbers = np.array([entry["step"] for entry in steps], np.float64)
+    count = min(points, len(steps))
+    parts = zip(*(np.array_split(array, count) for array in (numbers, table)), strict=True) if count else ()
+    rows = [[_round(step[-1]), *map(_round, part.mean(axis=0))] for step, part in parts]
+    names = [*PHASES, "other"]
+    return {"names": names, "rows": rows, "totals": dict(zip(names, map(_round, table.sum(axis=0)), strict=True))}
+
+
+_OF_THE_RUN = ("run.", "monitor.every")
+"""Keys in which runs differ without being different experiments."""
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that do not have the same value in all these recipes; one that is not there is as good as null."""
+    tables = [dict(flat(config)) for config in configs]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    return [key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)]
+
+
+def experiment(recipe: Mapping[str, Any], content: Any = None, changes: Sequence[Change] = ()) -> str:
+    """What stands for a recipe without its seed, for the ``content`` of what it names and for changes under way: the
+    same for runs that repeat an experiment. Empty: no recipe. Longer runs differ where the rate follows the length."""
+    values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(_OF_THE_RUN)}
+    length = () if "training.final_learning_rate" in values else ("training.steps", "training.minutes")
+    changed = [(c.step, c.key, c.old, c.new) for c in changes if not c.key.startswith((*_OF_THE_RUN, *length))]
+    text = json.dumps([values, content, sorted(changed, key=str)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest() if values else ""
+
+
+def ablation_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that make these runs different experiments."""
+    return [key for key in differing(configs) if not key.startswith(_OF_THE_RUN)]
+
+
+def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
+    """The end of a curve: the last value of an evaluation or of the time so far, of other metrics the mean over the
+    last ``over`` steps."""
+    values = [entry[name] for entry in entries[-200:] if _is_number(entry.get(name))]
+    if not values:
+        return None
+    return float(values[-1] if name.startswith(("eval/", "time/elapsed")) else np.mean(values[-over:]))
+
+
+def _phases_of(entry: Entry) -> list[float]:
+    seconds = {name: float(entry.get(f"time/{name}") or 0.0) for name in PHASES}
+    wall = entry.get("time/wall") or (entry.get("time/step") or 0.0) + seconds["evaluation"]  # older runs have no wall
+    return [*seconds.values(), max(float(wall) - sum(seconds.values()), 0.0)]
+
+
+def _spread(values: Any) -> tuple[float, float, float]:
+    return float(values.mean()), float(values.min()), float(values.max())
+
+
+def _round(value: float) -> float:
+    """Six digits are more than a screen shows."""
+    return float(f"{value:.6g}")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

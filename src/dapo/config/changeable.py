@@ -1,0 +1,87 @@
+"""Which keys may change when a run goes on, and from when."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+MAY_CHANGE = (
+    *_keys("training", "steps minutes max_skipped_updates mismatch_alarm offload_optimizer"),
+    *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
+    *_keys("evaluation", "rows every patience min_improvement samples_per_prompt max_response_length stop"),
+    *_keys("evaluation", "temperature top_p top_k min_p"),
+    *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
+    *_keys("reward", "url token_env api_key_env cache"),
+    *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
+)
+"""Keys, and sections with all of their keys, that change nothing but limits, evaluation and what is done around
+training; so they hold at once. Those of ``reward`` hold for the rewards that one is put together from, too."""
+
+
+FROM_THE_NEXT_STEP = (
+    *_keys("training", "learning_rate final_learning_rate warmup_steps weight_decay adam_epsilon max_grad_norm"),
+    *_keys("training", "groups_per_update epochs_per_rollout"),
+    *_keys("algorithm", "clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_constant proximal"),
+    *_keys("algorithm", "overlong_filtering overlong_hard_punishment advantage.kind advantage.epsilon"),
+    *_keys("algorithm.overlong_buffer", "enable len penalty_factor"),
+    *_keys("algorithm.correction", "kind level cap low high"),
+    *_keys("algorithm.kl", "estimator coef target horizon"),
+)
+"""Keys of objective and optimizer. A step that is under way is finished with those that it began with."""
+
+
+BETWEEN_STEPS = (
+    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length max_staleness"),
+    *_keys("algorithm", "filter_groups.enable filter_groups.metric filter_groups.tolerance kl.mode"),
+)
+"""Keys of what is sampled and kept. Inside of a step, of which there are samples already, they are refused."""
+
+
+MAY_CHANGE_UNLESS_DETERMINISTIC = (
+    *_keys("runtime", "threads device"),
+    *_keys("rollout", "max_concurrent_samples cache_gib"),
+    *_keys("training", "tokens_per_micro_batch activation_checkpointing"),
+    *_keys("reward", "timeout_s memory_mb test_timeout_s"),
+)
+"""Keys that change the order of additions, and so the last bits, or which scores fail."""
+
+
+BY_CONTENT = (
+    *_keys("model", "path tokenizer"),
+    *_keys("data", "train chat_template today"),
+    "evaluation.data",
+    *_keys("reward", "function rubric"),
+)
+"""Names of files and folders: they may lie elsewhere now, as long as what is in them is the same. And
+a date, as long as the prompts are."""
+
+
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "every draw follows from it": ("seed",),
+    "it would be another model": _keys("model", "compute_dtype trust_remote_code lora"),
+    "prompts or their order would be others": (
+        *_keys("data", "prompt_key answer_key template chat_template_kwargs instruction system max_prompt_length"),
+        *_keys("data", "shuffle shuffle_answers"),
+    ),
+    "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
+    "Adam's moments were made with it": ("training.betas",),
+    "it has to hold for the whole run": _keys("runtime", "kind deterministic"),
+    "rewards so far would mean something else": ("reward",),
+}
+"""Keys that never change, by the reason; of ``reward`` all that no other table has."""
+
+
+def may_change(key: str, deterministic: bool, inside: bool = False) -> bool:
+    """Whether a run may go on with another value of ``key``. ``inside``: of a rollout step."""
+    allowed = (*MAY_CHANGE, *FROM_THE_NEXT_STEP, *BY_CONTENT, *(() if inside else BETWEEN_STEPS))
+    return _is_one_of(key, allowed if deterministic else (*allowed, *MAY_CHANGE_UNLESS_DETERMINISTIC))
+
+
+def _is_one_of(key: str, names: Sequence[str]) -> bool:
+    key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", key)
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -1,0 +1,133 @@
+"""The numbers that follow from a recipe: what a step holds, how much of it, and at most how many tokens.
+
+Shown at the start of a run and by ``--dry-run``, because sizes multiply and the reader should not have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dapo.config import Config
+from dapo.config.data_sets import names_a_data_set
+from dapo.config.recipes import demo_of
+from dapo.config.sections import DataItem
+from dapo.errors import DataError
+from dapo.util.terminal import counted
+
+MINUTES = "minutes of steps, at most"
+"""The name of ``training.minutes`` among them."""
+
+
+def plan_of(config: Config) -> dict[str, int | str]:
+    """Derived numbers by name, in the order in which they are shown."""
+    rollout, training, filters = config.rollout, config.training, config.algorithm.filter_groups
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    rounds = filters.max_num_gen_batches if filters.enable else 1
+    most = "" if training.minutes is None else ", at most"  # the minutes may be over first
+    plan: dict[str, int | str] = {
+        "steps": training.steps,
+        "prompts per step": rollout.prompts_per_step,
+        "samples per prompt": rollout.samples_per_prompt,
+        "samples per step": samples,
+        "prompts drawn per step, at most": rollout.prompts_per_step * rounds,
+        "updates per step": config.updates_per_step,
+        "groups per update": training.groups_per_update,
+        "samples per update": training.groups_per_update * rollout.samples_per_prompt,
+        f"updates in all{most}": config.updates_per_step * training.steps,
+        "tokens per sample, at most": longest,
+        "tokens per step, at most": samples * longest,
+        "tokens per micro-batch, at most": training.tokens_per_micro_batch,
+        "samples per micro-batch, at least": min(samples, training.tokens_per_micro_batch // longest),
+        "proximal policy": config.proximal,
+        "staleness, at most": rollout.max_staleness,
+    }
+    if training.minutes is not None:
+        plan[MINUTES] = f"{training.minutes:g}"
+    evaluation = config.evaluation
+    if evaluation.data:
+        rows = _rows(evaluation.data, evaluation.rows)
+        per_row = counted(evaluation.samples_per_prompt, "sample")
+        plan["evaluation"] = f"{_shown(rows, evaluation.rows)} rows x {per_row}, temperature {evaluation.temperature:g}"
+        between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
+        plan[f"evaluations{most}"] = between + (2 if training.steps else 1)
+    else:
+        plan["evaluation"] = "none"
+    return plan
+
+
+def plan_line(plan: Mapping[str, object]) -> str:
+    """The plan in one line: how prompts become samples become updates."""
+    return (
+        f"{counted(plan['steps'], 'step')}, each {counted(plan['prompts per step'], 'prompt')} x "
+        f"{counted(plan['samples per prompt'], 'sample')} = {counted(plan['samples per step'], 'sample')}, "
+        f"{counted(plan['updates per step'], 'update')} of {counted(plan['groups per update'], 'group')}"
+    )
+
+
+def missing_files(config: Config) -> list[str]:
+    """Files of the recipe that do not exist, as ``key: file``. What the hub has shows when it is loaded."""
+    named = [("data.train", item) for item in config.data.train]
+    named += [("evaluation.data", item) for item in config.evaluation.data]
+    missing = [
+        f"{key}: {item.path!r} does not exist{_HUB if not Path(item.path).suffix else ''}"
+        for key, item in named
+        if not _is_file(item.path) and not names_a_data_set(item)
+    ]
+    template = config.data.chat_template
+    if template is not None and not _is_file(template):
+        missing.append(f"data.chat_template: {template!r} does not exist")
+    return missing
+
+
+def require_files(config: Config, recipe: Path | None = None) -> None:
+    """Raises DataError if a file that the recipe names does not exist."""
+    missing = missing_files(config)
+    if missing:
+        hint = remedy(recipe) if recipe is not None else ""
+        raise DataError("\n".join(filter(None, [*missing, hint])))
+
+
+def remedy(recipe: Path) -> str:
+    """How the files of a recipe are made, or where it says so, if it begins with a comment; empty: it does not."""
+    if command := demo_of(recipe):
+        return f"`{command}` makes what this recipe trains on, and runs it"
+    with recipe.open("rb") as file:
+        return f"see the comment at the top of {recipe}" if file.read(1) == b"#" else ""
+
+
+_HUB = " (a data set of the hub is named owner/name, or has a split: or name:)"
+
+
+def _shown(rows: int | None, limit: int | None) -> str:
+    if rows is None:
+        return "all" if limit is None else f"up to {limit}"
+    return str(rows)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a name too long
+        return False
+
+
+def _rows(items: list[DataItem], limit: int | None) -> int | None:
+    """How many rows will be used, up to ``limit``, as far as it shows without reading more than plain JSON lines (their
+    lines that are not blank are counted). None: it does not."""
+    if not all(_is_file(item.path) and item.path.endswith((".jsonl", ".ndjson")) for item in items):
+        return None
+    count = 0
+    for item in items:
+        with Path(item.path).open("rb") as lines:
+            for line in lines:
+                count += bool(line.strip())
+                if limit is not None and count >= limit:
+                    return limit
+    return count
+
+
+def steps_that_fit(minutes: float, used: float, seconds: float) -> int:
+    """How many more steps of so many seconds fit into the minutes, of which ``used`` seconds are over."""
+    return max(0, int((60 * minutes - used) // seconds))

@@ -1,0 +1,205 @@
+"""What people prefer: votes between the answers of two models of a run, kept as preference pairs.
+
+``votes.jsonl`` in the run folder has one JSON object for each vote, and is only ever added to. Fields: ``prompt``,
+``chosen`` and ``rejected`` (null where neither was better), ``vote`` (``left``, ``right``, ``tie``, ``both_bad``),
+``who``, ``time`` (Unix seconds), ``row`` (of the held-out data), ``temperature``, and what was shown, ``left`` and
+``right``: ``model`` and ``response`` each. The voter did not know the models.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dapo.errors import UserError
+from dapo.evaluation.statistics import Estimate, estimate_share
+from dapo.util.files import json_line, lines_of, lock_file, parse_json, write_atomic
+
+Choice = Literal["left", "right", "tie", "both_bad"]
+CHOICES: Sequence[Choice] = ("left", "right", "tie", "both_bad")
+
+
+def votes_path(root: Path) -> Path:
+    return root / "votes.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One of two answers."""
+
+    model: str
+    response: str
+
+    def as_json(self) -> dict[str, str]:
+        return {"model": self.model, "response": self.response}
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    prompt: str
+    left: Shown
+    right: Shown
+    choice: Choice
+    who: str
+    time: float
+    row: int | None = None
+    temperature: float | None = None
+
+    @property
+    def chosen(self) -> Shown | None:
+        """The better one; None: neither."""
+        return {"left": self.left, "right": self.right}.get(self.choice)
+
+    @property
+    def rejected(self) -> Shown | None:
+        """The other one; None: neither."""
+        return {"left": self.right, "right": self.left}.get(self.choice)
+
+    def as_json(self) -> dict[str, Any]:
+        """The line of votes.jsonl."""
+        chosen, rejected = self.chosen, self.rejected
+        return {
+            "prompt": self.prompt,
+            "chosen": chosen and chosen.response,
+            "rejected": rejected and rejected.response,
+            "vote": self.choice,
+            "who": self.who,
+            "time": self.time,
+            "row": self.row,
+            "temperature": self.temperature,
+            "left": self.left.as_json(),
+            "right": self.right.as_json(),
+        }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Vote:
+        """Raises KeyError, TypeError or ValueError if the line is not a vote."""
+        left, right = (Shown(str(line[side]["model"]), str(line[side]["response"])) for side in ("left", "right"))
+        if line["vote"] not in CHOICES:
+            raise ValueError(f"vote is {line['vote']!r}")
+        time, who = float(line["time"]), str(line["who"])
+        return cls(str(line["prompt"]), left, right, line["vote"], who, time, line.get("row"), line.get("temperature"))
+
+
+def add_vote(root: Path, vote: Vote) -> int:
+    """Add to the votes of a run: how many there are then. Half a line that a killed process left at the end is cut off.
+    Raises UserError: the file cannot be written; it is as it was before."""
+    path, line = votes_path(root), json_line(vote.as_json()).encode()
+    try:
+        with path.open("a+b", buffering=0) as file:  # a buffer would be written once more when the file is closed
+            lock_file(file, fcntl.LOCK_EX)  # freed with the file
+            file.seek(0)
+            before = file.read()
+            whole = before.rfind(b"\n") + 1
+            file.truncate(whole)
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(whole)
+                raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot keep the vote: {error.strerror or error}") from None
+    return before.count(b"\n") + 1
+
+
+def read_votes(root: Path) -> list[Vote]:
+    """All votes of a run; a last line that was cut off while being written is left out.
+    Raises UserError: another line is not a vote, or the file cannot be read."""
+    path = votes_path(root)
+    votes = []
+    try:
+        lines = [line for line in lines_of(path) if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            votes.append(Vote.from_json(parse_json(line)))
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f"{path}:{number}: not a vote") from None
+    return votes
+
+
+def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
+    """The votes that found one answer better, as reward models and DPO are trained on."""
+    for vote in votes:
+        chosen, rejected = vote.chosen, vote.rejected
+        if chosen is not None and rejected is not None:
+            texts = {"prompt": vote.prompt, "chosen": chosen.response, "rejected": rejected.response}
+            models = {"chosen_model": chosen.model, "rejected_model": rejected.model}
+            yield {**texts, **models, "who": vote.who, "time": vote.time}
+
+
+def write_pairs(votes: Sequence[Vote], output: Path) -> int:
+    """Write the preference pairs as JSON lines: how many there are. Raises UserError if the file cannot be written."""
+    pairs = list(preference_pairs(votes))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(output, map(json_line, pairs))
+    except OSError as error:
+        raise UserError(f"--output: cannot write {str(output)!r}: {error.strerror or error}") from None
+    return len(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """The votes between two models, ``models`` in the order of the run: the second is the one that learned longer."""
+
+    models: tuple[str, str]
+    first: int
+    second: int
+    ties: int
+    both_bad: int
+    voters: int
+    prompts: int
+
+    @property
+    def share(self) -> Estimate | None:
+        """How often the second one was the better one, of the votes that found one better; None: there are none."""
+        decided = self.first + self.second
+        return estimate_share(self.second, decided) if decided else None
+
+    @property
+    def verdict(self) -> str:
+        """What that says."""
+        share = self.share
+        if share is None or share.low is None or share.high is None:
+            return "no vote found one of them better"
+        if share.low > 0.5 or share.high < 0.5:
+            return f"{self.models[share.low > 0.5]} is preferred"
+        return "too few votes to tell them apart"
+
+
+def tallies(votes: Sequence[Vote]) -> list[Tally]:
+    """By pair of models."""
+    pairs: dict[tuple[str, str], list[Vote]] = {}
+    for vote in votes:
+        first, second = sorted((vote.left.model, vote.right.model), key=_order)
+        pairs.setdefault((first, second), []).append(vote)
+    return [_tally(models, several) for models, several in sorted(pairs.items())]
+
+
+def _tally(models: tuple[str, str], votes: Sequence[Vote]) -> Tally:
+    better = [vote.chosen.model for vote in votes if vote.chosen is not None]
+    return Tally(
+        models=models,
+        first=better.count(models[0]),
+        second=better.count(models[1]),
+        ties=sum(vote.choice == "tie" for vote in votes),
+        both_bad=sum(vote.choice == "both_bad" for vote in votes),
+        voters=len({vote.who for vote in votes}),
+        prompts=len({vote.prompt for vote in votes}),
+    )
+
+
+def _order(model: str) -> tuple[int, str]:
+    """Before, checkpoints, after."""
+    return {"model-before": 0, "model-after": 2}.get(model, 1), model

@@ -1,0 +1,342 @@
+"""What ``dapo evaluate`` and ``dapo generate`` share: a model by any of its names, settings in layers, and an engine.
+
+The first part is light, so that mistakes in names and settings show at once; torch is loaded by the second one. No
+trainer and no float32 master weights are made: the model is loaded in ``model.compute_dtype``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dapo.config import Config, load_config, nested
+from dapo.config.layers import layered_config
+from dapo.config.secrets import require_secrets
+from dapo.config.sections import DataConfig, DataItem
+from dapo.errors import ConfigError, DataError, ModelError
+from dapo.evaluation.evaluate import stop_texts
+from dapo.observe.checkpoints import Checkpoints
+from dapo.observe.progress import Listener
+from dapo.util.files import holds_model
+from dapo.util.terminal import visible
+
+if TYPE_CHECKING:
+    from dapo.data.template import PromptTemplate
+    from dapo.records import Prompt
+    from dapo.rollout.native.engine import NativeEngine
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """``path``: folder in Hugging Face layout, or a name on the hub. ``recipe``: of the run that it comes from."""
+
+    path: str
+    recipe: Path | None = None
+
+
+def find_model(name: str) -> FoundModel:
+    """The model that ``name`` stands for: a folder in Hugging Face layout, a run folder (its last weights, which are
+    model-after/ or else those of the last checkpoint), a checkpoint folder, or a name on the hub.
+
+    Raises:
+        ModelError: there is such a folder, but no model in it; or a path that leads nowhere.
+    """
+    folder = Path(name).expanduser()
+    if os.path.isfile(folder):  # noqa: PTH113  (the methods of Path raise for a name that is too long)
+        raise ModelError(f"model {name}: is a file; name the folder that holds config.json and the weights")
+    if not name or not os.path.isdir(folder):  # noqa: PTH112
+        if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+            raise ModelError(f"model {name!r}: no such folder")
+        return FoundModel(name)  # whether the hub has it shows when it is loaded
+    places = [folder, folder / "model", folder / "model-after", *_checkpoints(folder)]
+    found = next((place for place in places if holds_model(place)), None)
+    if found is None:
+        raise ModelError(
+            f"model {name}: the folder holds no model: neither config.json (Hugging Face layout), nor "
+            "adapter_config.json (a LoRA adapter), nor model/ (a checkpoint), nor model-after/ or checkpoints/ (a run "
+            "folder)"
+        )
+    return FoundModel(str(found), _recipe_of(found))
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Models of a run's checkpoints, the furthest one first."""
+    folder = run / "checkpoints"
+    places = Checkpoints(folder).places() if folder.is_dir() else []
+    return [folder / place.name / "model" for place in reversed(places)]
+
+
+def _recipe_of(model: Path) -> Path | None:
+    """The resolved recipe of the run whose folder a model lies in: RUN/model-after or RUN/checkpoints/NAME/model."""
+    for run in list(model.resolve().parents)[:3:2]:
+        if (run / "config.yaml").is_file() and (run / "environment.json").is_file():
+            return run / "config.yaml"
+    return None
+
+
+_OPEN: Mapping[str, Any] = {
+    "rollout": {"max_response_length": 1024},
+    # what concerns training alone must not stand in the way
+    "algorithm": {"overlong_buffer": {"enable": False}},
+    "training": {"tokens_per_micro_batch": 2**40},
+}
+"""Where nobody says otherwise."""
+ONE_EACH: Mapping[str, Any] = {"evaluation": {"samples_per_prompt": 1, "data": [], "rows": None}}
+"""For prompts to answer: what a recipe says of its evaluation is not about them."""
+_FROM_RECIPE = {
+    "seed": True,
+    "model": {"tokenizer", "compute_dtype", "trust_remote_code"},
+    "data": {"prompt_key", "answer_key", "max_prompt_length", *DataConfig.WRITING},
+    "rollout": {"max_response_length", "stop_token_ids", "stop", "max_concurrent_samples"},
+    "reward": True,
+    "evaluation": {
+        *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "stop"),
+        "max_response_length",
+    },
+    "runtime": {"threads", "deterministic"},  # not the device: it may be another machine
+}
+"""What a recipe says that concerns inference."""
+
+
+def inference_config(
+    model: FoundModel,
+    *layers: Mapping[str, Any],
+    recipe: Path | None = None,
+    overrides: Sequence[str] = (),
+    where: Mapping[str, str] | None = None,
+) -> Config:
+    """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
+    settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    trained = recipe or model.recipe
+    from_recipe = load_config(trained).model_dump(include=_FROM_RECIPE, exclude_unset=True) if trained else {}  # type: ignore[arg-type]
+    named = {"model": {"path": model.path}}
+    config = layered_config([_OPEN, from_recipe, *layers, named], overrides, "settings", where)
+    require_secrets(config.model_dump(mode="json", include=_FROM_RECIPE), trained, "as section.key=value")  # type: ignore[arg-type]
+    return config
+
+
+_OPTIONS = {
+    "samples": "evaluation.samples_per_prompt",
+    "max_tokens": "evaluation.max_response_length",
+    "seed": "seed",
+    "system": "data.system",
+    "template": "data.template",
+}
+"""Keys of the config that options of commands, and arguments of Python's functions, stand for; all others are keys of
+``evaluation`` by their own names."""
+
+
+def settings_for(
+    model: Any,
+    options: Mapping[str, Any],
+    *layers: Mapping[str, Any],
+    recipe: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[FoundModel, Config]:
+    """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``options`` by the names that
+    messages tell (``--top-p`` or ``top_p``; None: not given), and all else as for :func:`inference_config`.
+    Raises UserError: there is no such model, or a setting is wrong."""
+    from dapo.model.hub import require_at_hand
+
+    by_name = isinstance(model, str | Path)
+    found = find_model(str(model)) if by_name else FoundModel(type(model).__name__)
+    if by_name:
+        require_at_hand("model", found.path)
+    given: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    for option, value in options.items():
+        if value is not None:
+            name = option.lstrip("-").replace("-", "_")
+            key = _OPTIONS.get(name, f"evaluation.{name}")
+            given[key], where[key] = value, option
+    return found, inference_config(found, *layers, nested(given), recipe=recipe, overrides=overrides, where=where)
+
+
+def require_loaded(model: Any, tokenizer: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ModelError: a loaded model is none, has no weights, or comes without its tokenizer."""
+    if not hasattr(model, "config") or not hasattr(model, "parameters"):
+        raise ModelError(f"model: expected a folder, a name or a loaded PreTrainedModel, got {type(model).__name__}")
+    if any(weights.is_meta for weights in model.parameters()):
+        raise ModelError("model: its weights are on the meta device, so there are none; load them first")
+    if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
+        raise ModelError(
+            f"tokenizer: expected a loaded one, got {type(tokenizer).__name__} {str(tokenizer)[:60]!r}; the name of "
+            "one goes into the setting model.tokenizer"
+        )
+    if tokenizer is None and "model.tokenizer" not in settings:
+        raise ModelError("tokenizer: a loaded model needs its own: give tokenizer=... or the setting model.tokenizer")
+
+
+def function_of(model: FoundModel) -> str | None:
+    """What to say where a model comes from a run whose reward was a Python function: its recipe does not have it."""
+    from dapo.observe.run_view import RunView
+
+    function = RunView.read(model.recipe.parent, brief=True).reward_from_python if model.recipe else None
+    return function and f"the run was trained on the Python function {function}, which its folder does not hold"
+
+
+def label_of(item: DataItem) -> str:
+    """What people call an item of data: its path, and what it takes to tell it from others of this path."""
+    return ":".join(part for part in (item.path, item.name, item.split) if part)
+
+
+def settings_lines(config: Config) -> list[str]:
+    """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
+    data, reward, sampling = config.data, config.reward, config.evaluation
+    prompt = f"template {data.template}"
+    for name, text in (
+        ("instruction", data.instruction),
+        ("system", data.system),
+        ("chat_template_kwargs", data.chat_template_kwargs),
+    ):
+        prompt += f", {name} {text!r}" if text else ""
+    judged = {key: value for key, value in reward.model_dump(include={"extract", "after", "function"}).items() if value}
+    said = "".join(f", {key} {', '.join(v) if isinstance(v, list) else repr(v)}" for key, v in judged.items())
+    drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    drawn += f", top_p {sampling.top_p:g}" if sampling.top_p < 1 else ""
+    drawn += f", top_k {sampling.top_k}" if sampling.top_k else ""
+    drawn += f", min_p {sampling.min_p:g}" if sampling.min_p else ""
+    stop = stop_texts(config)
+    drawn += f", until {' or '.join(map(repr, stop))}" if stop else ""
+    return [
+        f"model {config.model.path} in {config.model.compute_dtype}",
+        f"prompts: {prompt}",
+        f"reward: {reward.kind}{said}",
+        f"sampling: {sampling.samples_per_prompt} per prompt, {drawn}, at most {config.evaluated_length} tokens, "
+        f"seed {config.seed}",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """A tokenizer, the template it makes prompts with, and the config with that template in it. ``model``: one that is
+    loaded already; None: that of the config."""
+
+    config: Config
+    tokenizer: Any
+    template: PromptTemplate
+    model: Any = None
+
+
+def with_template(config: Config, tokenizer: Any) -> Config:
+    """``config``; where it names no template with ``chat`` if the tokenizer has one, else ``plain``."""
+    if "template" in config.data.model_fields_set:
+        return config
+    template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
+    return config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+
+
+def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> Prompting:
+    """Load the tokenizer, unless it is given, and choose the template (:func:`with_template`).
+    ``model``: a loaded one to use in place of the config's.
+
+    Raises:
+        ModelError: there is no such tokenizer.
+        ConfigError: a template was asked for that it does not have.
+    """
+    from dapo.data.template import PromptTemplate
+    from dapo.model.loading import embedding_rows, load_tokenizer
+
+    trusted = config.model.trust_remote_code
+    tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or config.model.path, trusted)
+    config = with_template(config, tokenizer)
+    rows = embedding_rows(model or config.model.path, trusted)
+    return Prompting(config, tokenizer, PromptTemplate(config.data, tokenizer, rows), model)
+
+
+def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
+    """What to warn of: samples that will all be the same, and letters that the tokenizer has no token for, so that the
+    model does not see them. ``prompts``: by the name of where they come from; of many, some are looked at."""
+    from dapo.checks.answers import LOOKED_AT, spread
+    from dapo.data.template import lost_letters
+
+    if prompting.config.evaluation.samples_per_prompt > 1 and prompting.config.evaluation.temperature == 0:
+        yield "at temperature 0 all samples of a prompt are alike; use a temperature of 1"
+    for name, several in prompts.items():
+        some = spread(several, LOOKED_AT)
+        lost = [(p, letters) for p in some if (letters := lost_letters(p, prompting.tokenizer))]
+        if lost:
+            prompt, letters = lost[0]
+            which = f", {len(lost)} of {len(some)} looked at" if len(several) > 1 else ""
+            yield visible(
+                f"{name}, row {prompt.row + 1}{which}: the tokenizer has no token for {''.join(letters)!r}: the model "
+                "does not see these letters and answers another prompt"
+            )
+
+
+def load_engine(
+    prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]], samples: int, listener: Listener
+) -> NativeEngine:
+    """The model in an engine that is just large enough for ``prompts``, by the name of where they come from, and for
+    ``samples`` at once.
+
+    Raises:
+        ModelError: not found, damaged or not supported.
+        DataError: a prompt and its response do not fit into the model's positions; names the row.
+    """
+    import torch
+
+    from dapo.checks.start import check_vocabulary, notice_generation_config
+    from dapo.model.loading import load_model, stop_token_ids
+    from dapo.model.placement import cache_bytes, device_of, set_threads
+    from dapo.rollout.native.engine import NativeEngine
+
+    config = prompting.config
+    dtype = getattr(torch, config.model.compute_dtype)
+    device = device_of(config)
+    if device.type == "cuda":
+        listener.phase(f"on {torch.cuda.get_device_name(device)}")
+    # a loaded model stays as it is: load_model changes the types of its numbers and its attention
+    source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
+    model = load_model(source, dtype, config.model.trust_remote_code, device)
+    model.requires_grad_(False)
+    limit = config.evaluated_length
+    check_positions(prompts, limit, model.config)
+    set_threads(config, model)
+    stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
+    prompting.template.ends_with(stop_ids)
+    check_vocabulary(model, prompting.tokenizer, config, listener)
+    notice_generation_config(model, listener)
+    return NativeEngine(
+        model,
+        stop_ids,
+        max_sequence_tokens=max(len(p.token_ids) for several in prompts.values() for p in several) + limit,
+        max_concurrent_samples=min(config.rollout.max_concurrent_samples, max(samples, 1)),
+        cache_bytes=cache_bytes(config),
+        deterministic=config.runtime.deterministic,
+        threads=torch.get_num_threads(),
+        decode=prompting.template.decode,
+    )
+
+
+def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:
+    """Raises DataError: the longest prompt and its response do not fit into the model's positions; ConfigError: no
+    response of that length does, whatever the prompt."""
+    from dapo.model.loading import POSITIONS_STATED, context_limit
+
+    positions = context_limit(model_config)
+    longest, name = max(
+        ((p, name) for name, several in prompts.items() for p in several), key=lambda found: len(found[0].token_ids)
+    )
+    size = len(longest.token_ids)
+    if positions is None or size + limit <= positions:
+        return
+    if size >= positions:
+        raise DataError(
+            f"{name}, row {longest.row + 1}: the prompt has {size} tokens, but the model was made for {positions} "
+            f"positions ({POSITIONS_STATED}); leave this row out"
+        )
+    error = ConfigError if limit >= positions else DataError
+    raise error(
+        f"{name}, row {longest.row + 1}: {size} prompt tokens and up to {limit} response tokens are more than the "
+        f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
+        f"--max-tokens {positions - size} or less (in Python: max_tokens)"
+    )

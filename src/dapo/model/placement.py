@@ -1,0 +1,64 @@
+"""Where a model computes: its device, its threads, and bits that repeat."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dapo.config import Config
+from dapo.errors import ConfigError
+from dapo.util.process import keep_freed_memory
+
+SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
+
+
+def device_of(config: Config) -> torch.device:
+    """The device of engine and trainer. Raises ConfigError: a GPU was asked for and there is none."""
+    found = torch.cuda.is_available()
+    if config.runtime.device == "cuda" and not found:
+        built = "no GPU was found" if torch.version.cuda else "this PyTorch was built for CPUs only"
+        raise ConfigError(f"runtime.device: cuda, but {built} (torch {torch.__version__}); auto or cpu will run here")
+    return torch.device("cuda" if found and config.runtime.device != "cpu" else "cpu")
+
+
+def cache_bytes(config: Config) -> int | None:
+    """What the engine may take for keys and values; None: what is free."""
+    return None if config.rollout.cache_gib is None else int(config.rollout.cache_gib * 2**30)
+
+
+@contextmanager
+def determinism(config: Config, device: torch.device) -> Iterator[None]:
+    """Inside, with ``runtime.deterministic``, a GPU uses only operations whose result has the same bits each time.
+
+    To be entered before the first product on it: its libraries read their setting once, which stays in the environment.
+    """
+    if not config.runtime.deterministic or device.type != "cuda":
+        yield
+        return
+    settings: Any = torch.utils.deterministic  # its stub lacks the setting
+    before, filled = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # nothing here reads any
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+        settings.fill_uninitialized_memory = filled
+
+
+def set_threads(config: Config, model: Any) -> None:
+    """Threads for tensor work, and memory that is kept for it.
+
+    Operations of a small model take microseconds. Shared between threads, each of them waits for the slowest, and when
+    another program holds a core that wait is a whole time slice: measured, a demo model decodes 20k tokens/s on one
+    thread whatever else runs, and between 12k and 1.5k on two. See docs/decisions/0004-threads.md.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    small = sum(p.numel() for p in model.parameters()) < SMALL_MODEL
+    torch.set_num_threads(config.runtime.threads or (1 if small else cores))
+    keep_freed_memory()

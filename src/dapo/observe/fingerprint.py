@@ -1,0 +1,165 @@
+"""What a run started from, in a few numbers, so that a resumed run can tell whether it is still the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.config import ComposeReward, Config
+from dapo.errors import UserError
+from dapo.observe.progress import Listener
+from dapo.records import Prompt
+from dapo.util.differences import Difference, differences
+from dapo.util.files import plain, read_json
+
+_ALL_UP_TO = 2**28
+"""Weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds."""
+
+
+def fingerprint(
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    train: Mapping[str, Any],
+    prompt: Prompt,
+    heldout: Sequence[Prompt],
+    reward: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """All that a run starts from. ``train``: fingerprint of the training rows. ``prompt``: the first one to train on.
+    ``reward``: a function passed from Python, which stands in for the recipe's reward."""
+    return {
+        "device": next(model.parameters()).device.type,
+        "model": fingerprint_model(model),
+        "tokenizer": fingerprint_tokenizer(tokenizer),
+        "prompts": _hash([one.token_ids for one in (prompt, *heldout)]),
+        "prompt": _hash(prompt.token_ids),
+        "data.train": train,
+        "evaluation.data": fingerprint_prompts(heldout),
+        "reward": fingerprint_reward(config, reward),
+    }
+
+
+def fingerprint_model(model: Any) -> dict[str, Any]:
+    """Architecture, number of weights and a hash over them."""
+    parameters = list(model.named_parameters())
+    total = sum(p.numel() for _, p in parameters)
+    stride = max(1, -(-total // _ALL_UP_TO))
+    digest = hashlib.sha256()
+    for name, parameter in parameters:
+        values = parameter.detach().reshape(-1)[::stride].to("cpu", torch.float32).contiguous()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return {
+        "type": model.config.model_type,
+        "parameters": total,
+        "weights": digest.hexdigest()[:16],
+        "config": _hash([_config_of(model), stop]),
+    }
+
+
+def _config_of(model: Any) -> list[tuple[str, str]]:
+    """What changes the numbers that a model computes."""
+    ignored = ("transformers_version", "dtype", "torch_dtype", "architectures")
+    settings = model.config.to_diff_dict().items()
+    return sorted((key, str(value)) for key, value in settings if not key.startswith("_") and key not in ignored)
+
+
+def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Number of tokens and a hash over vocabulary and chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # merges, normalizer and all
+    known = vocabulary if backend is None else backend.to_str()
+    parts = [known, tokenizer.special_tokens_map, getattr(tokenizer, "chat_template", None)]
+    return {"tokens": len(vocabulary), "hash": _hash(parts)}
+
+
+def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Number of rows and a hash over texts and answers."""
+    return {"rows": len(prompts), "hash": _hash([[p.text, p.answer] for p in prompts])}
+
+
+def fingerprint_reward(config: Config, function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Kind, and for a user's file a hash over it; of every part, if it is put together.
+    ``function``: a function passed from Python, which stands in for the recipe's reward."""
+    if function is not None:
+        return {"kind": "python", "function": getattr(function, "__qualname__", type(function).__name__)}
+    reward = config.reward
+    if isinstance(reward, ComposeReward):
+        return {"kind": reward.kind, "parts": {name: _of_one(one) for name, one in reward.rewards.items()}}
+    return _of_one(reward)
+
+
+def _of_one(reward: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": reward.kind}
+    for key in reward.FILES:
+        name = getattr(reward, key)
+        if name is None:
+            continue
+        file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+        if key == "function":
+            found["function"] = function or name
+        if function or key != "function":
+            found["file"] = _hash_of_file(Path(file))
+    return found
+
+
+def _hash_of_file(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None  # said with its reason when it is loaded
+
+
+_LATER = ("device", "prompts", "prompt")
+"""What older versions did not record."""
+
+
+def check_fingerprint(
+    file: Path, now: Mapping[str, Any], listener: Listener, deterministic: bool = False
+) -> list[Difference]:
+    """Compare with what a run started from. Another reward or device and other rows to evaluate on are said aloud and
+    returned; anything else is refused.
+
+    Raises:
+        UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere.
+    """
+    try:
+        then = read_json(file)
+        if not isinstance(then, dict):
+            raise ValueError
+    except (OSError, ValueError):
+        if any((file.parent / "checkpoints").glob("step-*")):  # otherwise it was killed before it was written
+            unknown = "whether data and model are still the same is not known, nor what was changed so far"
+            listener.warning(f"{file}: cannot be read, so {unknown}")
+        return []
+    for name in ("settings", "in_memory", "changes"):  # resume.py has looked at them
+        then.pop(name, None)
+    of_older = "prompts" not in then
+    if "prompt" in then:  # without the rows to evaluate on, which may be others
+        then.pop("prompts", None)
+    known = {key: value for key, value in now.items() if key in then or key not in _LATER}
+    changed = list(differences(then, json.loads(json.dumps(plain(known)))))
+    allowed = ("reward", "evaluation", *(() if deterministic else ("device",)))
+    refused = [str(found) for found in changed if found.key.partition(".")[0] not in allowed]
+    if refused:
+        older = (
+            "\nAn older version of dapo began it, and read some tokenizers otherwise: go on with it (environment.json)"
+        )
+        raise UserError(
+            f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
+            + "\n".join(refused)
+            + (older if of_older else "")
+        )
+    for found in changed:
+        listener.warning(f"the {found.key.partition('.')[0]} is not the one that the run started with: {found}")
+    return changed
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, default=str).encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,181 @@
+"""What a run starts from: prompts, model, reward and threads, each checked before anything is written.
+
+Every mistake that can be seen here is seen here, with a value that would work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from dapo.checks.start import _smaller_step, longest_sequence
+from dapo.config import Config
+from dapo.data.source import PromptSource, load_prompts, read_prompts
+from dapo.data.tables import Table
+from dapo.data.template import PromptTemplate
+from dapo.errors import DataError, ModelError, first_line
+from dapo.model.adapters import find_adapter
+from dapo.model.loading import (
+    check_supported,
+    copy_model,
+    read_config,
+    with_generation_config,
+)
+from dapo.model.placement import cache_bytes
+from dapo.observe.progress import Listener
+from dapo.observe.run_folder import RunFolder
+from dapo.records import Prompt
+from dapo.reward.build import needs_answer
+from dapo.rollout.engine import Engine
+from dapo.rollout.native.engine import NativeEngine
+from dapo.training.lora import load_trainable, trainable_shape
+
+
+@dataclass(frozen=True, slots=True)
+class RunOverrides:
+    """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
+
+    ``engine``: holds the weights that the run starts from; give ``algorithm.proximal=recompute`` with it.
+    ``folder``: a run folder that has been made already; ``lock``: holds its lock, until the run takes that over.
+    ``resume``: that of a run to go on with.
+    """
+
+    model: Any = None
+    tokenizer: Any = None
+    rows: Sequence[Mapping[str, Any]] | Table | None = None
+    heldout: Sequence[Mapping[str, Any]] | Table | None = None
+    reward: Callable[..., Any] | None = None
+    engine: Engine | None = None
+    folder: RunFolder | None = None
+    lock: ExitStack | None = None
+    resume: RunFolder | None = None
+
+    @property
+    def in_memory(self) -> list[str]:
+        """Arguments of ``dapo.train`` that the run folder does not hold."""
+        given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
+        return [name for name, value in (given | {"reward": self.reward}).items() if value is not None]
+
+
+def policy_model(config: Config, inputs: RunOverrides, device: torch.device) -> Any:
+    """The model to train, on its device; a new adapter is not on it yet.
+    Raises ModelError: it cannot be loaded, or not be trained."""
+    return load_trainable(inputs.model or config.model.path, config.model, device)
+
+
+def native_engine(
+    config: Config,
+    model: Any,
+    stop_ids: Sequence[int],
+    template: PromptTemplate,
+    heldout: Sequence[Prompt],
+    spare_bytes: int,
+) -> NativeEngine:
+    """The engine of this process, with a copy of the model's weights.
+
+    Args:
+        heldout: prompts that it has to have room for, beside those to train on.
+        spare_bytes: memory to leave to the trainer.
+
+    Raises:
+        ModelError: it does not fit into the memory.
+    """
+    try:
+        return NativeEngine(
+            copy_model(model, getattr(torch, config.model.compute_dtype)),
+            stop_ids,
+            max_sequence_tokens=longest_sequence(config, heldout),
+            max_concurrent_samples=config.rollout.max_concurrent_samples,
+            cache_bytes=cache_bytes(config),
+            spare_bytes=spare_bytes,
+            deterministic=config.runtime.deterministic,
+            threads=torch.get_num_threads(),
+            decode=template.decode,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"the rollout engine does not fit into the GPU's memory: {first_line(error)}; lower "
+            f"rollout.max_concurrent_samples (now {config.rollout.max_concurrent_samples}) or rollout.cache_gib"
+        ) from None
+
+
+def training_prompts(
+    config: Config, inputs: RunOverrides, template: PromptTemplate, listener: Listener
+) -> PromptSource:
+    """The prompts to train on, with a word on what was left out.
+    Raises DataError: none are named, a row is bad, or there are fewer than one step needs."""
+    data = config.data
+    rows = data.train if inputs.rows is None else inputs.rows
+    if not rows:
+        raise DataError(
+            "data.train: no files are named; give files of prompts to train on (JSONL, JSON, Parquet) or a data set"
+            if inputs.rows is None
+            else "prompts: there are none; give rows such as {'prompt': '2+2=', 'answer': '4'}"
+        )
+    needed = _needs_answer(config, inputs)
+    source = load_prompts(data, rows, template, seed=config.seed, answer_required=needed, warn=listener.warning)
+    report, wanted = source.report, config.rollout.prompts_per_step
+    if report.whole and report.usable < wanted:
+        raise DataError(
+            f"data.train: {report.usable} usable prompts are fewer than one step needs "
+            f"(rollout.prompts_per_step={wanted}); use {_smaller_step(config, report.usable)}, or more data"
+        )
+    looked_at = f"{report.rows}" if report.whole else f"the first {report.checked} (of {report.rows})"
+    for fault in report.faults:
+        listener.warning(f"data.train: a bad row is skipped: {fault}")
+    for count, what in (
+        (report.bad, "rows are bad and skipped"),
+        (report.too_long, f"prompts are longer than data.max_prompt_length={data.max_prompt_length} and left out"),
+        (report.duplicates, "rows repeat the prompt of an earlier row"),
+        (report.conflicts, "rows repeat the prompt of an earlier row with another answer"),
+    ):
+        if count:
+            listener.warning(f"data.train: {count} of {looked_at} {what}")
+    for what, places in report.doubts.items():
+        listener.warning(f"data.train: {len(places)} of {looked_at} rows {what}, such as {places[0]}")
+    if all(prompt.answer is None for prompt in source.untokenized()):
+        listener.warning(
+            f"data.train: no row has an answer under {data.answer_key!r} (data.answer_key); a reward function is given "
+            "answer=None"
+        )
+    return source
+
+
+def heldout_prompts(
+    config: Config, inputs: RunOverrides, template: PromptTemplate, listener: Listener
+) -> tuple[Prompt, ...]:
+    """The rows to evaluate on, all of them and in their order; none if none are named."""
+    evaluation = config.evaluation
+    rows = evaluation.data if inputs.heldout is None else inputs.heldout
+    if not rows:
+        return ()
+    needed = _needs_answer(config, inputs)
+
+    def warn(text: str) -> None:
+        listener.warning(f"evaluation.data: {text}")
+
+    return read_prompts(config.data, rows, template, answer_required=needed, limit=evaluation.rows, warn=warn)
+
+
+def _needs_answer(config: Config, inputs: RunOverrides) -> bool:
+    check = config.monitor.check
+    return (inputs.reward is None and needs_answer(config.reward)) or (check is not None and needs_answer(check))
+
+
+def described_model(config: Config, inputs: RunOverrides) -> Any:
+    """What has the config and the generation config of the model to train: of a named one nothing but these.
+    Raises ModelError or ConfigError: there is none, or it cannot be trained as the recipe says."""
+    if inputs.model is not None:
+        return inputs.model
+    adapter = find_adapter(config.model.path)
+    path = adapter.base if adapter else config.model.path
+    found = read_config(path, config.model.trust_remote_code)
+    check_supported(found)
+    if config.model.lora.rank:
+        trainable_shape(config.model, found)
+    return with_generation_config(SimpleNamespace(config=found), path)

@@ -1,0 +1,110 @@
+"""How near a step came to what the card can do at most: matrix products in the update, memory reads in the rollout.
+
+Consumes: what was computed and how long it took. Produces: two metrics, on cards that are in the table. The shares are
+of the makers' figures for dense bfloat16, which no program reaches; ``bench/`` measures what a card does reach.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dapo.orchestrator.rollout_batch import RolloutBatch
+from dapo.training.trainer import UpdateReport
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """``operations``: a second, of dense 16-bit matrix products. ``bytes``: of its memory, a second."""
+
+    operations: float
+    bytes: float
+
+
+CARDS = {
+    "B200": Card(2250e12, 8.0e12),
+    "GH200": Card(989e12, 4.0e12),
+    "H200": Card(989e12, 4.8e12),
+    "H100 PCIe": Card(756e12, 2.0e12),
+    "H100": Card(989e12, 3.35e12),
+    "A100-SXM4-80GB": Card(312e12, 2.04e12),
+    "A100 80GB": Card(312e12, 1.94e12),
+    "A100": Card(312e12, 1.56e12),
+    "L40S": Card(362e12, 0.864e12),
+    "L4": Card(121e12, 0.3e12),
+    "RTX 4090": Card(165e12, 1.008e12),
+    "RTX 3090": Card(71e12, 0.936e12),
+}
+"""By a part of the name that CUDA gives; the first one that fits holds."""
+
+
+def card_named(name: str) -> Card | None:
+    """The card of this name as CUDA gives it, such as "NVIDIA H200"; None: it is not in the table."""
+    return next((card for part, card in CARDS.items() if re.search(rf"\b{part}\b", name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CardLimits:
+    """A model on a card.
+
+    Attributes:
+        card: that it runs on.
+        operations_per_token: of an update, for each token that is computed: 6 for a weight that is trained, 4 for one
+            that is not; without the embedding, which is looked up, and the head.
+        operations_per_prediction: the same of the head, which sees the positions of response tokens only.
+        weight_bytes: that a decode step reads.
+        cache_bytes: of the keys and values of one token.
+    """
+
+    card: Card
+    operations_per_token: float
+    operations_per_prediction: float
+    weight_bytes: float
+    cache_bytes: float
+
+    @classmethod
+    def of(cls, model: Any, device: torch.device, dtype: torch.dtype) -> CardLimits | None:
+        """Those of a model on its device; None where they are not known: on a CPU, in float32, on another card."""
+        card = card_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        return None if card is None or dtype.itemsize != 2 else cls.on(card, model, dtype.itemsize)
+
+    @classmethod
+    def on(cls, card: Card, model: Any, itemsize: int) -> CardLimits:
+        """Those of a model whose weights take ``itemsize`` bytes each in the engine."""
+        config = model.config
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        values = 2 * kinds.count("full_attention") * (getattr(config, "num_key_value_heads", None) or heads) * width
+        inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        layers = [p for p in model.parameters() if p is not inputs and p is not head]
+
+        def operations(parameters: Iterable[torch.Tensor]) -> int:
+            return sum((6 if p.requires_grad else 4) * p.numel() for p in parameters)
+
+        read = itemsize * sum(p.numel() for p in (*layers, head))
+        return cls(card, operations(layers), operations([head]), read, itemsize * values)
+
+    def shares(
+        self, fill: RolloutBatch, reports: Sequence[UpdateReport], seconds: Mapping[str, float], decode_steps: int
+    ) -> dict[str, float]:
+        """``share/matmul`` and ``share/bandwidth`` of a step, as far as there is something to tell.
+
+        ``seconds``: by phase: rollout (with the wait for rewards), update. ``decode_steps``: times that the engine went
+        through the weights for a token of each row.
+        """
+        found: dict[str, float] = {}
+        if reports and seconds.get("update"):
+            done = self.operations_per_token * sum(r.computed_tokens for r in reports)
+            done += self.operations_per_prediction * sum(r.response_tokens for r in reports)
+            found["share/matmul"] = done / seconds["update"] / self.card.operations
+        generating = seconds.get("rollout", 0.0) - fill.stats.reward_wait_s
+        if decode_steps and generating > 0:
+            context = sum(s.length * (len(g.prompt.token_ids) + s.length / 2) for g in fill.sampled for s in g.samples)
+            read = decode_steps * self.weight_bytes + context * self.cache_bytes
+            found["share/bandwidth"] = read / generating / self.card.bytes
+        return found

@@ -1,0 +1,257 @@
+"""The metrics of one rollout step, by the names of ``observe/metrics.py``, from what the roles report of it.
+
+Rates are token- or sample-weighted over the whole step, never means of means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, pstdev
+
+from dapo.algorithm.shaping import overlong_penalty
+from dapo.config import Config
+from dapo.orchestrator.buffer import RolloutBatch
+from dapo.records import Group, Sample
+from dapo.training.mismatch import Mismatch
+from dapo.training.trainer import UpdateReport
+
+_OBJECTIVE_NAMES = {
+    "entropy": "entropy",
+    "probability": "probability/mean",
+    "clip_low": "clip/low",
+    "clip_high": "clip/high",
+    "clip_dual": "clip/dual",
+    "clip_up_probability": "clip/high_probability",
+    "ratio": "ratio/mean",
+    "proximal_kl": "kl/proximal",
+    "importance": "correction/mean",
+    "reference_kl": "kl/reference",
+}
+
+
+_FILTERED = ("all_right", "all_wrong", "flat", "too_few_scored")
+"""What becomes of a group that there is nothing to learn from."""
+
+WATCHED = (
+    *("response_length/mean", "response_length/max", "response_length/truncated", "reward/mean", "accuracy"),
+    *("entropy", "probability/mean", "clip/low", "clip/high", "clip/high_probability"),
+    *("groups/share_all_right", "groups/share_all_wrong", "grad_norm", "staleness/mean"),
+    *("mismatch/mean", "mismatch/max", "mismatch/k3"),
+)
+"""What the paper's section 4.3 watches: in every step; None where there is no number, as in a step without update."""
+
+
+def step_metrics(
+    fill: RolloutBatch,
+    trained: Sequence[Group],
+    reports: Sequence[UpdateReport],
+    mismatch: Mismatch,
+    times: Mapping[str, float],
+    config: Config,
+) -> dict[str, float | None]:
+    """Metrics of a step. What there is no number for is left out, or None if it is in :data:`WATCHED`.
+
+    ``trained``: the groups of ``fill`` after shaping, with advantages. ``times``: seconds by phase: rollout (with the
+    wait for rewards), prepare, update, sync, evaluation, rest.
+    """
+    drawn = [s for g in fill.sampled for s in g.samples]
+    nothing: dict[str, float | None] = dict.fromkeys(WATCHED)
+    return (
+        nothing
+        | _lengths(drawn, trained)
+        | _rewards(drawn)
+        | _trained(trained, config)
+        | _groups(fill)
+        | _updates(reports)
+        | mismatch_metrics(mismatch)
+        | _speed(fill, reports, times)
+    )
+
+
+def step_warnings(fill: RolloutBatch, reports: Sequence[UpdateReport]) -> Iterator[str]:
+    """What a person should know of a step."""
+    if not fill.groups:
+        stats = fill.stats
+        yield (
+            f"nothing to train on: of {stats.drawn} prompts {stats.all_wrong} were all wrong, {stats.all_right} all "
+            f"right, {stats.flat} without spread in the reward; the weights stay"
+        )
+    errors = Counter(s.reward.error for g in fill.sampled for s in g.samples if s.reward and s.reward.error)
+    if errors:
+        (error, _), *_ = errors.most_common(1)
+        yield f"{fill.stats.failed_scores} of {fill.stats.scores} scores failed, such as: {error}"
+    for report in reports:
+        if report.skipped:
+            yield f"an update was skipped: {report.skipped}"
+
+
+def _lengths(samples: Sequence[Sample], trained: Sequence[Group]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if samples:
+        found = {
+            "response_length/mean": fmean(s.length for s in samples),
+            "response_length/max": max(s.length for s in samples),
+            "response_length/truncated": fmean(s.truncated for s in samples),
+        }
+    kept = [s.length for g in trained for s in g.samples]
+    return found | ({"response_length/kept_mean": fmean(kept)} if kept else {})
+
+
+def _rewards(samples: Sequence[Sample]) -> dict[str, float]:
+    scored = [s for s in samples if s.scored]
+    if not scored:
+        return {}
+    verdicts = [s.verdict for s in scored]
+    found = {
+        "reward/mean": fmean(v.value for v in verdicts),
+        "reward/std": pstdev(v.value for v in verdicts),
+    }
+    judged = [v.correct for v in verdicts if v.correct is not None]
+    if judged:
+        found["accuracy"] = fmean(judged)
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for verdict in verdicts:
+        for name, value in verdict.parts.items():
+            parts[name].append(value)
+    if "answer_found" in parts:
+        found["reward/no_answer"] = 1 - fmean(parts.pop("answer_found"))
+    return found | {f"reward/part/{_path_element(name)}": fmean(values) for name, values in parts.items()}
+
+
+def _trained(groups: Sequence[Group], config: Config) -> dict[str, float]:
+    kept = [s for g in groups for s in g.scored]
+    if not kept:
+        return {}
+    return {
+        "reward/shaped_mean": fmean(s.shaped_reward for s in kept),
+        "reward/overlong": fmean(_punished(s, config) for s in kept),
+        "advantage/mean_abs": _token_mean((abs(s.advantage), s.length) for s in kept if s.in_loss),
+    }
+
+
+def _punished(sample: Sample, config: Config) -> bool:
+    """Whether its length lowered the reward. (Not told from the shaped reward, which may have a KL inside.)"""
+    buffer = config.algorithm.overlong_buffer
+    soft = buffer.enable and overlong_penalty(
+        sample.length,
+        max_response_length=config.rollout.max_response_length,
+        buffer_len=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+    )
+    return soft < 0 or (config.algorithm.overlong_hard_punishment and sample.truncated)
+
+
+def _path_element(name: str) -> str:
+    """A part's name as one path element: a user may call a part anything."""
+    return "_".join(name.replace("/", "_").split()) or "_"
+
+
+def _token_mean(values: Iterable[tuple[float, int]]) -> float:
+    total, tokens = 0.0, 0
+    for value, length in values:
+        total, tokens = total + value * length, tokens + length
+    return total / tokens if tokens else 0.0
+
+
+def _groups(fill: RolloutBatch) -> dict[str, float]:
+    stats = fill.stats
+    judged = stats.all_right + stats.all_wrong + stats.flat + stats.mixed
+    found: dict[str, float] = {
+        "groups/drawn": stats.drawn,
+        "groups/kept": stats.kept,
+        "groups/mixed": stats.mixed,
+        "groups/all_right": stats.all_right,
+        "groups/all_wrong": stats.all_wrong,
+        "groups/flat": stats.flat,
+        "groups/unscored": stats.too_few_scored,
+        "groups/surplus": stats.surplus,
+        "groups/carried": stats.carried,
+        "groups/stale": stats.stale,
+        "groups/rounds": stats.rounds,
+        "groups/keep_rate": stats.keep_rate,
+        "staleness/mean": stats.staleness_mean,
+        "staleness/max": stats.staleness_max,
+        "groups/cancelled": stats.cancelled,
+        "tokens/generated": stats.tokens,
+        "tokens/wasted": stats.wasted_tokens,
+        "tokens/filtered": sum(s.length for g, status in fill.rejected if status in _FILTERED for s in g.samples),
+    }
+    if stats.kept:
+        found["groups/draws_per_kept"] = stats.drawn / stats.kept
+    if stats.scores:
+        found["reward/errors"] = stats.failed_scores / stats.scores
+    if judged:
+        found["groups/share_all_right"] = stats.all_right / judged
+        found["groups/share_all_wrong"] = stats.all_wrong / judged
+    return found
+
+
+def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    done = [r for r in reports if r.skipped is None]
+    found: dict[str, float] = {
+        "updates": len(done),
+        "updates/skipped": len(reports) - len(done),
+        "tokens/loss": sum(r.loss_tokens for r in done),
+        "tokens/trained": sum(r.tokens for r in reports),
+        "tokens/computed": sum(r.computed_tokens for r in reports),
+    }
+    if done:
+        found |= {
+            "loss": fmean(r.loss for r in done),
+            "grad_norm": fmean(r.grad_norm for r in done),
+            "grad_norm/max": max(r.grad_norm for r in done),
+        }
+    return found | {name: statistic(done, key) for key, name in _OBJECTIVE_NAMES.items() if _has(done, key)}
+
+
+def _has(reports: Sequence[UpdateReport], key: str) -> bool:
+    return any(r.statistics.get(key, (0.0, 0.0))[1] for r in reports)
+
+
+def statistic(reports: Sequence[UpdateReport], key: str) -> float:
+    """Mean of a statistic of the objective over all tokens of all updates; NaN if nothing was counted."""
+    pairs = [r.statistics[key] for r in reports if key in r.statistics]
+    count = sum(count for _, count in pairs)
+    return sum(total for total, _ in pairs) / count if count else math.nan
+
+
+def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
+    """Engine against trainer, if there were tokens of the current version to compare."""
+    if not mismatch.tokens:
+        return {}
+    return {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum, "mismatch/k3": mismatch.k3}
+
+
+def step_seconds(times: Mapping[str, float]) -> float:
+    """Of a step, without evaluation and files: what ``training.minutes`` counts. ``times``: seconds by lap."""
+    return sum(seconds for phase, seconds in times.items() if phase not in ("evaluation", "rest"))
+
+
+def phases(fill: RolloutBatch, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
+    """Where the seconds of a step went: the laps, cut so finely as is known, with the same sum."""
+    wait = min(fill.stats.reward_wait_s, times.get("rollout", 0.0))
+    updates = {
+        "forward": sum(r.seconds_forward for r in reports),
+        "backward": sum(r.seconds_backward for r in reports),
+        "optimizer": sum(r.seconds_optimizer for r in reports),
+    }
+    between = times.get("update", 0.0) - sum(updates.values())
+    cut = {"rollout": times.get("rollout", 0.0) - wait, "reward_wait": wait, **updates}
+    others = {phase: seconds for phase, seconds in times.items() if phase not in ("rollout", "update")}
+    return cut | others | {"rest": times.get("rest", 0.0) + between}
+
+
+def _speed(fill: RolloutBatch, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
+    total = step_seconds(times)
+    found = {f"time/{phase}": seconds for phase, seconds in phases(fill, reports, times).items()}
+    found |= {"time/wall": sum(found.values()), "time/update": times.get("update", 0.0), "time/step": total}
+    if found.get("time/rollout"):
+        found["tokens_per_second/rollout"] = fill.stats.tokens / found["time/rollout"]
+    if times.get("update"):
+        found["tokens_per_second/update"] = sum(r.tokens for r in reports) / times["update"]
+    if total:
+        found["tokens_per_second/total"] = fill.stats.tokens / total
+        found["samples_per_second"] = sum(len(g.samples) for g in fill.groups) / total
+    return found

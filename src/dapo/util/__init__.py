@@ -1,0 +1,1 @@
+"""Files, processes, network and text: no concept of the field."""
