@@ -28,7 +28,7 @@ from dapo.records import Group, Prompt
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 
-__all__ = ["ExperienceBuffer", "RolloutBatch", "FillStats", "PromptStream"]
+__all__ = ["ExperienceBuffer", "FillStats", "PromptStream", "RolloutBatch"]
 
 
 class PromptStream(Protocol):
