@@ -1,4 +1,4 @@
-"""What is checked once data, model and reward are loaded, before anything is written."""
+"""What a run checks at its start: the reward on trial before the model is loaded, lengths, vocabulary, stop tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from dapo.config import Config
 from dapo.config.processors import GENERATION_CONFIG
 from dapo.data.source import PromptSource
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
-from dapo.model.loading import (
-    POSITIONS_STATED,
-    context_limit,
-    named_stop_ids,
-)
+from dapo.model.loading import POSITIONS_STATED, context_limit, named_stop_ids
 from dapo.observe.progress import Listener
 from dapo.records import Prompt
 from dapo.reward.contract import Scorer
@@ -128,7 +124,7 @@ def longest_response(config: Config) -> int:
     return max(config.rollout.max_response_length, config.evaluation.max_response_length or 0)
 
 
-def _smaller_step(config: Config, prompts: int) -> str:
+def smaller_step(config: Config, prompts: int) -> str:
     """Settings of a step with at most ``prompts`` prompts, which can still be cut into mini-batches."""
     per_update = config.training.groups_per_update
     whole = prompts // per_update * per_update

@@ -79,9 +79,10 @@ FIXED: Mapping[str, tuple[str, ...]] = {
 def may_change(key: str, deterministic: bool, inside: bool = False) -> bool:
     """Whether a run may go on with another value of ``key``. ``inside``: of a rollout step."""
     allowed = (*MAY_CHANGE, *FROM_THE_NEXT_STEP, *BY_CONTENT, *(() if inside else BETWEEN_STEPS))
-    return _is_one_of(key, allowed if deterministic else (*allowed, *MAY_CHANGE_UNLESS_DETERMINISTIC))
+    return is_one_of(key, allowed if deterministic else (*allowed, *MAY_CHANGE_UNLESS_DETERMINISTIC))
 
 
-def _is_one_of(key: str, names: Sequence[str]) -> bool:
+def is_one_of(key: str, names: Sequence[str]) -> bool:
+    """Whether a key, or a section that holds it, is among ``names``."""
     key = re.sub(r"^reward\.parts\.\w+\.reward\.", "reward.", key)
     return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -8,11 +8,7 @@ import re
 from dapo.config.sections import DataItem
 
 _COMPRESSED = (".gz", ".zst")
-
-
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
 _FILE = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", *_COMPRESSED)
 
 

@@ -16,10 +16,13 @@ def shipped_recipes() -> list[Path]:
     return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
 
 
+def _by_name() -> dict[str, Path]:
+    return {path.stem: path for path in shipped_recipes()}
+
+
 def existing_recipe(recipe: str | Path) -> Path:
     """``recipe``, or where there is no such file and it is only the name of a shipped one, that one's file."""
-    known = {path.stem: path for path in shipped_recipes()}
-    return Path(recipe) if os.path.exists(recipe) else known.get(str(recipe), Path(recipe))  # noqa: PTH110
+    return Path(recipe) if os.path.exists(recipe) else _by_name().get(str(recipe), Path(recipe))  # noqa: PTH110
 
 
 def demo_of(recipe: Path) -> str | None:
@@ -30,7 +33,7 @@ def demo_of(recipe: Path) -> str | None:
 
 def recipe_path(name: str) -> Path:
     """The file of a shipped recipe, such as ``cpu-demo``. Raises ConfigError: there is none of this name."""
-    known = {path.stem: path for path in shipped_recipes()}
+    known = _by_name()
     if name not in known:
         raise ConfigError(f"no recipe {name!r} comes with dapo; there are: {', '.join(known)}")
     return known[name]

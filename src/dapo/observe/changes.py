@@ -12,7 +12,7 @@ from typing import Any
 
 from dapo.config import Config, build_config
 from dapo.errors import UserError
-from dapo.util.differences import _shown
+from dapo.util.differences import shown
 from dapo.util.files import read_json
 
 _LEARNED = ("algorithm.", "rollout.", "training.")
@@ -32,7 +32,7 @@ class Change:
     date: str
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.key} {_shown(self.old)} -> {_shown(self.new)}"
+        return f"step {self.step}: {self.key} {shown(self.old)} -> {shown(self.new)}"
 
     @property
     def of_evaluation(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dapo.checks.start import _smaller_step, longest_sequence
+from dapo.checks.start import longest_sequence, smaller_step
 from dapo.config import Config
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.tables import Table
@@ -123,7 +123,7 @@ def training_prompts(
     if report.whole and report.usable < wanted:
         raise DataError(
             f"data.train: {report.usable} usable prompts are fewer than one step needs "
-            f"(rollout.prompts_per_step={wanted}); use {_smaller_step(config, report.usable)}, or more data"
+            f"(rollout.prompts_per_step={wanted}); use {smaller_step(config, report.usable)}, or more data"
         )
     looked_at = f"{report.rows}" if report.whole else f"the first {report.checked} (of {report.rows})"
     for fault in report.faults:

@@ -17,7 +17,7 @@ from dapo.config.changeable import (
     FIXED,
     FROM_THE_NEXT_STEP,
     MAY_CHANGE_UNLESS_DETERMINISTIC,
-    _is_one_of,
+    is_one_of,
     may_change,
 )
 from dapo.config.secrets import redact, require_secrets
@@ -107,7 +107,7 @@ def changes_at(
         )
 
     def first(key: str) -> int:
-        return begun + 1 if _is_one_of(key, later) else place.steps + 1
+        return begun + 1 if is_one_of(key, later) else place.steps + 1
 
     recorded = read_changes(folder.fingerprint)
     earlier = [one for one in recorded if one.step < first(one.key)]
@@ -118,7 +118,7 @@ def changes_at(
     for one in [*(Difference(c.key, c.old, c.new) for c in recorded if c not in earlier), *new]:
         merged[one.key] = one._replace(was=merged.get(one.key, one).was)
     found = [one for one in merged.values() if one.was != one.now]
-    inside = [] if place.between_steps else [str(one) for one in found if _is_one_of(one.key, BETWEEN_STEPS)]
+    inside = [] if place.between_steps else [str(one) for one in found if is_one_of(one.key, BETWEEN_STEPS)]
     if inside:
         raise ConfigError(
             f"{folder.root}: {place.name} is inside of step {begun}, and these settings change between steps only:\n"
@@ -161,6 +161,6 @@ def _differences(folder: RunFolder, config: Config) -> list[Difference]:
 
 
 def _why_not(key: str) -> str:
-    if _is_one_of(key, MAY_CHANGE_UNLESS_DETERMINISTIC):
+    if is_one_of(key, MAY_CHANGE_UNLESS_DETERMINISTIC):
         return "with runtime.deterministic it would change the last bits"
-    return next((why for why, keys in FIXED.items() if _is_one_of(key, keys)), "no key of this version")
+    return next((why for why, keys in FIXED.items() if is_one_of(key, keys)), "no key of this version")

@@ -17,7 +17,7 @@ class Difference(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: was {_shown(self.was)}, is now {_shown(self.now)}"
+        return f"{self.key}: was {shown(self.was)}, is now {shown(self.now)}"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
@@ -30,5 +30,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
             yield Difference(f"{prefix}{key}", was, now)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as JSON, cut to 200 characters."""
     return shortened(json.dumps(value, ensure_ascii=False, default=str), 200)
