@@ -46,7 +46,7 @@ test-gpu: $(STAMP)  ## tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)
 
 test-faults: $(STAMP)  ## some sixty faults done to runs, and who survived; ARGS=SIGTERM for those named so
-	@$(TEST_ENV) PYTHONPATH=tests $(PY) tests/faults/fault_table.py $(ARGS)
+	@$(TEST_ENV) PYTHONPATH=tests/support $(PY) tests/faults/fault_table.py $(ARGS)
 
 nightly: $(STAMP) trackers transformers4  ## tests too slow for CI
 	@$(PYTEST) -m "nightly and not gpu" $(ARGS)

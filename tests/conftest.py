@@ -1,7 +1,7 @@
 """Shared by all tests: helpers importable by name, one thread per test process, a time limit for each test.
 
 Without a CUDA device kernels are interpreted, and tests marked gpu are skipped. What was skipped is said at the end of
-a session; ``skips.py`` says which skips fail it in CI.
+a session; ``support/skips.py`` says which skips fail it in CI.
 """
 
 import os
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # helpers; conformance
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE / "support"), str(HERE), str(HERE.parent)]  # helpers; test_imports; conformance
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun by a script in the background: tests interrupt things
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -218,7 +218,7 @@ class Running:
 
 
 def _environment() -> dict[str, str]:
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[1] / "support")
     path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
 

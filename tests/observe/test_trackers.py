@@ -234,7 +234,10 @@ def test_the_real_package_has_a_run_and_its_second_part(name: str, tmp_path: Pat
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "MLFLOW", "TRACKIO"))
     }
-    environment |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    environment |= {
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}",
+    }
     command = [str(python), str(ROOT / "tests" / "observe" / "real_trackers.py"), name, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

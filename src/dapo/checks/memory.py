@@ -26,7 +26,7 @@ logits         in the output head, c rows at a time, at most t and as many as ``
 decoding       2 x 4 V s in a step of the rollout
 =============  ====================================================================================================
 
-Prediction and measurement are compared in tests/doctor/test_doctor_memory.py; the libraries themselves (about half a
+Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
 the layers go backward. The larger ones count.

@@ -11,7 +11,7 @@ import pytest
 
 from page_run import served
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 pytest.importorskip("duckdb")
 
 LIMIT = 0.3

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_cases import dapo, save_model, write_rows
 
+from command_cases import dapo, save_model, write_rows
 from dapo.inference import evaluate as standalone
 from dapo.records import Prompt
 

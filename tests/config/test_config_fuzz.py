@@ -20,7 +20,7 @@ from dapo.config.reference import Key, keys_of
 from dapo.errors import ConfigError
 from dapo.observe.run_folder import config_yaml
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 Mutant = tuple[str | bytes, list[str]]
 """Text of a recipe, and overrides."""

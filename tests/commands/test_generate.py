@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from command_cases import dapo, save_model, write_rows
 
+from command_cases import dapo, save_model, write_rows
 from dapo.rollout.native.checks import MOST_TOP_LOGPROBS
 from run_cases import TOKENIZER
 

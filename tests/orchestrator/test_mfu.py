@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_step_metrics import STATS, make_group, make_report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dapo.orchestrator.buffer import RolloutBatch
 from dapo.orchestrator.mfu import CARDS, Card, CardLimits, card_named
-from observe.test_step import STATS, make_group, make_report
 
 
 def make_model(tied: bool = True) -> Qwen2ForCausalLM:

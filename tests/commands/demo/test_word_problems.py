@@ -27,7 +27,7 @@ from dapo.config.recipes import recipe_path
 from dapo.errors import ConfigError
 from dapo.observe.progress import QuietListener
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 MODEL = REPOSITORY / ".models/smollm2-135m-instruct"
 SEEDS = (11, 12, 13)  # never used in tuning
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from command_cases import REWARD, dapo, read_lines, save_model, sums, write_rows
 
+from command_cases import REWARD, dapo, read_lines, save_model, sums, write_rows
 from dapo.inference.evaluate import short_names
 from run_cases import PROMPTS, run
 
