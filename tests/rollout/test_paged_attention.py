@@ -13,7 +13,7 @@ import torch
 
 from dapo.model.attention import AttentionSpec
 from dapo.rollout.native.paged import attention as paged
-from dapo.rollout.native.paged.attention import Pool, PoolShape
+from dapo.rollout.native.paged.pool import Pool, PoolShape
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = 1

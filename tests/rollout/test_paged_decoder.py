@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request, Sampling
-from dapo.rollout.native.paged.decoder import PagedDecoder, minimum_pages
+from dapo.rollout.native.paged.decoder import PagedDecoder
 from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
-from dapo.rollout.native.paged.pages import BlockTables, PageAllocator
+from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, minimum_pages
 from dapo.rollout.native.stopping import StopTexts
 
 VOCABULARY = 50

@@ -20,7 +20,8 @@ from dapo.records import Sample
 from dapo.rollout.engine import EngineError, Request, Sampling
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.paged import build
-from dapo.rollout.native.paged.decoder import PagedDecoder, minimum_pages
+from dapo.rollout.native.paged.decoder import PagedDecoder
+from dapo.rollout.native.paged.pages import minimum_pages
 from dapo.rollout.native.paged.runner import ladder
 from helpers import ARCHITECTURES, VOCAB, random_model
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from dapo.model.attention import AttentionSpec
-from dapo.rollout.native.paged.attention import PoolShape
+from dapo.rollout.native.paged.pool import PoolShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +256,7 @@ def launch(
         extremes = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     block_d = max(16, triton.next_power_of_2(dim))  # 16: the least that a matrix product sums over
     _attend[(rows, shape.kv_heads, splits)](
-        query,
-        key,
-        value,
-        address,
-        table,
-        lengths,
-        out,
-        partial,
-        extremes,
+        *(query, key, value, address, table, lengths, out, partial, extremes),
         spec.layer,
         shape.pages,
         spec.scaling,

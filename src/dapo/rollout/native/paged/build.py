@@ -10,9 +10,9 @@ import torch
 
 from dapo.errors import ModelError
 from dapo.model.compiling import compile_layers
-from dapo.rollout.native.paged.attention import Pool, PoolShape
-from dapo.rollout.native.paged.decoder import PREFILL_TOKENS, STRETCH, PagedDecoder, minimum_pages
-from dapo.rollout.native.paged.pages import pages_for
+from dapo.rollout.native.paged.decoder import PREFILL_TOKENS, STRETCH, PagedDecoder
+from dapo.rollout.native.paged.pages import minimum_pages, pages_for
+from dapo.rollout.native.paged.pool import Pool, PoolShape
 from dapo.rollout.native.paged.rows import Rows
 from dapo.rollout.native.paged.runner import DeviceRunner
 from dapo.rollout.native.stopping import StopTexts

@@ -17,55 +17,20 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
-from dapo.rollout.native.checks import check_request, not_finite
-from dapo.rollout.native.paged.device import NOTHING, Fetch, Response, RowStart, Runner, Variant
-from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, pages_for
+from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.paged.device import Fetch, RowStart, Runner, Variant
+from dapo.rollout.native.paged.in_flight import SampleInFlight, Waiting
+from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, minimum_pages, pages_for, slots_of
 from dapo.rollout.native.stopping import StopTexts
 
 STRETCH = 32  # steps between two looks: at 4 ms a step the host's 4 ms are 3%, and a finished row idles for 16 steps
 PREFILL_TOKENS = 8192  # prompts computed in one pass: enough to fill a card
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A sample that is not finished. ``marks``: from which token on which policy version was at work."""
-
-    key: int
-    request: Request
-    index: int
-    age: int = -1
-    done: Response = NOTHING  # what it had when it was preempted
-    stopped: bool = False  # by a stop text
-    marks: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def limit(self) -> int:
-        return self.request.sampling.max_tokens
-
-    def versions(self, count: int) -> npt.NDArray[np.int32]:
-        ends = [start for start, _ in self.marks[1:]] + [count]
-        sizes = [end - start for (start, _), end in zip(self.marks, ends, strict=True)]
-        return np.repeat(np.array([v for _, v in self.marks], np.int32), sizes)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """Sequences that start from the same tokens. ``pages`` hold all of these but the last, once they are computed."""
-
-    tokens: npt.NDArray[np.int64]
-    sequences: deque[_Sequence]
-    pages: PageArray | None = None
-
-    @property
-    def cached(self) -> int:
-        return len(self.tokens) - 1
 
 
 class PagedDecoder:
@@ -114,12 +79,12 @@ class PagedDecoder:
         self._prefill_tokens = prefill_tokens
         self._pages = PageAllocator(pages)
         self._tables = BlockTables(self._pages, runner.rows, max_sequence_tokens, page_tokens)
-        self._waiting: deque[_Waiting] = deque()
-        self._rows: dict[int, _Sequence] = {}  # in no order
+        self._waiting: deque[Waiting] = deque()
+        self._rows: dict[int, SampleInFlight] = {}  # in no order
         self._lengths = np.full(runner.rows, -1, np.int64)
         self._generated = np.zeros(runner.rows, np.int64)
         self._ages = itertools.count()
-        self._leaving: tuple[list[_Sequence | None], Fetch] | None = None  # None: cancelled since
+        self._leaving: tuple[list[SampleInFlight | None], Fetch] | None = None  # None: cancelled since
         self.preemptions = 0
         self.decode_steps = 0
 
@@ -141,9 +106,9 @@ class PagedDecoder:
 
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
-        sequences = deque(_Sequence(key, request, index) for index in range(len(request.seeds)))
+        sequences = deque(SampleInFlight(key, request, index) for index in range(len(request.seeds)))
         if sequences:
-            self._waiting.append(_Waiting(np.array(request.prompt_ids, np.int64), sequences))
+            self._waiting.append(Waiting(np.array(request.prompt_ids, np.int64), sequences))
 
     def cancel(self, key: int) -> None:
         """Forget everything submitted under ``key``."""
@@ -227,7 +192,7 @@ class PagedDecoder:
 
         Prompts that cannot start yet are computed along: a pass costs much the same for one as for many.
         """
-        batch: list[_Waiting] = []
+        batch: list[Waiting] = []
         tokens = 0
         for waiting in self._waiting:
             if waiting.pages is not None:
@@ -243,14 +208,14 @@ class PagedDecoder:
         parts = [w for w in batch if w.cached]
         if parts:
             slots = [
-                _slots(w.pages, w.cached, self._page_tokens) for w in parts if w.pages is not None
+                slots_of(w.pages, w.cached, self._page_tokens) for w in parts if w.pages is not None
             ]  # all have them
             self._runner.prefill(
                 np.concatenate([w.tokens[:-1] for w in parts]), [w.cached for w in parts], np.concatenate(slots)
             )
         return True
 
-    def _make_room(self, pages: int, keep: _Waiting | None = None) -> bool:
+    def _make_room(self, pages: int, keep: Waiting | None = None) -> bool:
         """Whether ``pages`` can be taken for something new without taking from what runs."""
         if self._pages.free - self._next_pages() >= pages:
             return True
@@ -296,7 +261,7 @@ class PagedDecoder:
         copies.append((int(pages[full]), int(own[0])))
         return np.concatenate([pages[:full], own])
 
-    def _begin(self, row: int, sequence: _Sequence, waiting: _Waiting) -> RowStart:
+    def _begin(self, row: int, sequence: SampleInFlight, waiting: Waiting) -> RowStart:
         """Enter a sequence under a row's number."""
         done = sequence.done
         sequence.age = next(self._ages) if sequence.age < 0 else sequence.age
@@ -352,7 +317,7 @@ class PagedDecoder:
             [np.array(sequence.request.prompt_ids, np.int64), sequence.done.tokens.astype(np.int64)]
         )
         self._end([row])
-        self._waiting.appendleft(_Waiting(tokens, deque([sequence])))
+        self._waiting.appendleft(Waiting(tokens, deque([sequence])))
         self.preemptions += 1
 
     def _compact(self) -> None:
@@ -406,24 +371,7 @@ class PagedDecoder:
             return []
         (sequences, fetch), self._leaving = self._leaving, None
         arrived = zip(sequences, fetch.result(), strict=True)
-        return [(s.key, self._sample(s, response)) for s, response in arrived if s is not None]
-
-    def _sample(self, sequence: _Sequence, response: Response) -> Sample:
-        request, count = sequence.request, len(response.tokens)
-        if not np.isfinite(response.logprobs).all():
-            raise not_finite(request, sequence.index, int(np.flatnonzero(~np.isfinite(response.logprobs))[0]))
-        stopped = sequence.stopped or int(response.tokens[-1]) in self._stop
-        top = request.sampling.top_logprobs
-        return Sample(
-            request_id=request.id,
-            index=sequence.index,
-            token_ids=response.tokens,
-            logprobs=response.logprobs,
-            versions=sequence.versions(count),
-            finish_reason="stop" if stopped else "length",
-            top_ids=response.top_ids[:, :top] if top and response.top_ids is not None else None,
-            top_logprobs=response.top_logprobs[:, :top] if top and response.top_logprobs is not None else None,
-        )
+        return [(s.key, s.sample(response, self._stop)) for s, response in arrived if s is not None]
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -434,7 +382,7 @@ class PagedDecoder:
             self._tables.end(row)
             self._lengths[row] = -1
 
-    def _uncompute(self, waiting: _Waiting) -> None:
+    def _uncompute(self, waiting: Waiting) -> None:
         """Release the pages of a prompt computed ahead."""
         if waiting.pages is not None:
             self._pages.release(waiting.pages)
@@ -445,14 +393,3 @@ class PagedDecoder:
             if not waiting.sequences:
                 self._uncompute(waiting)
         self._waiting = deque(w for w in self._waiting if w.sequences)
-
-
-def minimum_pages(max_sequence_tokens: int, page_tokens: int) -> int:
-    """The smallest pool in which all finish: a sequence, the page that another one copied of its prompt, and page 0."""
-    return pages_for(max_sequence_tokens, page_tokens) + 2
-
-
-def _slots(pages: PageArray, tokens: int, page_tokens: int) -> npt.NDArray[np.int64]:
-    """Where the tokens of a sequence stand in the pool."""
-    place = np.arange(tokens)
-    return pages.astype(np.int64)[place // page_tokens] * page_tokens + place % page_tokens

@@ -91,3 +91,14 @@ class BlockTables:
 
 def pages_for(tokens: int, page_tokens: int) -> int:
     return -(-tokens // page_tokens)
+
+
+def minimum_pages(max_sequence_tokens: int, page_tokens: int) -> int:
+    """The smallest pool in which all finish: a sequence, the page that another one copied of its prompt, and page 0."""
+    return pages_for(max_sequence_tokens, page_tokens) + 2
+
+
+def slots_of(pages: PageArray, tokens: int, page_tokens: int) -> npt.NDArray[np.int64]:
+    """Where the tokens of a sequence stand in the pool."""
+    place = np.arange(tokens)
+    return pages.astype(np.int64)[place // page_tokens] * page_tokens + place % page_tokens

@@ -19,10 +19,11 @@ from dapo.model.attention import AttentionSpec
 from dapo.model.forward import hidden_states, output_head
 from dapo.model.packed import PackedAttention
 from dapo.rollout.engine import EngineError, NoMemoryError
-from dapo.rollout.native.paged.attention import Pool, attend, choose_splits, copy_pages, store
+from dapo.rollout.native.paged.attention import attend, choose_splits, copy_pages, store
 from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
 from dapo.rollout.native.paged.draw import draw, top_logprobs
 from dapo.rollout.native.paged.pages import PageArray
+from dapo.rollout.native.paged.pool import Pool
 from dapo.rollout.native.paged.rows import IDLE, Rows
 
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products

@@ -1,0 +1,67 @@
+"""What the paged decoder knows of samples that are not finished."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dapo.records import Sample
+from dapo.rollout.engine import Request
+from dapo.rollout.native.checks import not_finite
+from dapo.rollout.native.paged.device import NOTHING, Response
+from dapo.rollout.native.paged.pages import PageArray
+
+
+@dataclass(slots=True, eq=False)
+class SampleInFlight:
+    """A sample that is not finished. ``marks``: from which token on which policy version was at work."""
+
+    key: int
+    request: Request
+    index: int
+    age: int = -1
+    done: Response = NOTHING  # what it had when it was preempted
+    stopped: bool = False  # by a stop text
+    marks: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        return self.request.sampling.max_tokens
+
+    def versions(self, count: int) -> npt.NDArray[np.int32]:
+        ends = [start for start, _ in self.marks[1:]] + [count]
+        sizes = [end - start for (start, _), end in zip(self.marks, ends, strict=True)]
+        return np.repeat(np.array([v for _, v in self.marks], np.int32), sizes)
+
+    def sample(self, response: Response, stop_ids: frozenset[int]) -> Sample:
+        """The finished sample. Raises NotFiniteError: the model's logits were not finite."""
+        request, top = self.request, self.request.sampling.top_logprobs
+        if not np.isfinite(response.logprobs).all():
+            raise not_finite(request, self.index, int(np.flatnonzero(~np.isfinite(response.logprobs))[0]))
+        stopped = self.stopped or int(response.tokens[-1]) in stop_ids
+        return Sample(
+            request_id=request.id,
+            index=self.index,
+            token_ids=response.tokens,
+            logprobs=response.logprobs,
+            versions=self.versions(len(response.tokens)),
+            finish_reason="stop" if stopped else "length",
+            top_ids=response.top_ids[:, :top] if top and response.top_ids is not None else None,
+            top_logprobs=response.top_logprobs[:, :top] if top and response.top_logprobs is not None else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Sequences that start from the same tokens. ``pages`` hold all of these but the last, once they are computed."""
+
+    tokens: npt.NDArray[np.int64]
+    sequences: deque[SampleInFlight]
+    pages: PageArray | None = None
+
+    @property
+    def cached(self) -> int:
+        return len(self.tokens) - 1
