@@ -74,11 +74,12 @@ $(TRANSFORMERS4): $(STAMP)
 		charset_normalizer || { echo "make transformers4: the package index cannot be reached" >&2; exit 1; }
 	@touch $@
 
-check: $(STAMP)  ## format, lint and types
+check: $(STAMP)  ## format, lint, types, and no more lines of code than before (scripts/lines.py)
 	@$(PY) -m ruff format --check --quiet . || { echo "make check: some files are not formatted; run 'make format'" >&2; \
 		$(PY) -m ruff format --check .; exit 1; }
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
+	@$(PY) scripts/lines.py
 
 format: $(STAMP)  ## format the code and mend what the linter can mend
 	@$(PY) -m ruff check --fix-only --quiet .

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,18 @@ def test_each_folder_imports_only_from_those_below_it() -> None:
         if ORDER.index(other) > ORDER.index(room)
     ]
     assert upwards == []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Lazy imports and those for type checkers included."""
+    names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in files(".")}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    below = {
+        name: {
+            found for module in named_anywhere(path) for found in (module, module.rpartition(".")[0]) if found in names
+        }
+        for name, path in names.items()
+    }
+    for name, modules in below.items():  # `from package import module` names the module only
+        below[name] = {m for m in modules if m != name and not any(other.startswith(f"{m}.") for other in modules)}
+    TopologicalSorter(below).prepare()  # raises CycleError, which names the modules
