@@ -1,10 +1,7 @@
-"""What another reward would have said: the stored samples of a run, scored again (``dapo reward score``).
+"""The stored samples of a run, scored again (``dapo reward score``). The run folder is only read.
 
-Consumes a run folder, of which nothing is changed, and a ``reward`` section; produces a :class:`StepChange` for each
-step that has samples, one step at a time. Waits for the scorer, with many samples at once.
-
-Samples are stored without the further keys of their rows (tests and the like). For a reward that may want them they are
-read from the run's data, where the row's prompt must still be the one that was sampled from.
+Samples are stored without the further keys of their rows (tests and the like). For a reward that may need them they are
+read from the run's data, where the row must still have the prompt of the sample.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -44,14 +41,11 @@ KINDS: Mapping[str, str] = {
     "decided": "now decided",
     "value": "other value",
 }
-"""How the reward of a sample can change, the most telling first, in words.
+"""How the reward of a sample can change, the most important first, and its column header.
+``opened``: ``correct`` is now None; ``decided``: it was. ``value``: only the value differs."""
 
-``failed``: there is no verdict any more; ``answer_lost``: an answer is no longer found; ``opened``: right or wrong is
-no longer said; and the other way round. ``value``: all else is the same.
-"""
-
-_SAME = 1e-9
-"""Values of a reward that differ by less are the same."""
+_TOLERANCE = 1e-9
+"""Rewards that differ by less, absolutely or relatively, are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +70,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class GroupChange:
-    """A group that dynamic sampling would have decided otherwise about."""
+    """A group whose verdict in dynamic sampling changed."""
 
     step: int
     draw: int
@@ -84,58 +78,27 @@ class GroupChange:
     before: GroupVerdict
     after: GroupVerdict
 
-    def as_json(self) -> dict[str, Any]:
-        return {"step": self.step, "draw": self.draw, "row": self.row, "before": self.before, "after": self.after}
-
 
 @dataclass(frozen=True, slots=True)
 class StepChange:
     """One step, scored again.
 
-    ``compared``: samples that have a verdict both times; the two sums are over their rewards. ``kept_before`` and
-    ``kept_after``: groups with something to learn from (mixed ones).
+    ``numbers`` can be added up over steps. ``compared`` counts samples with a verdict both times, and the two sums are
+    over their rewards; groups are ``kept`` that are mixed; each of :data:`KINDS` has the number of its samples.
     """
 
     step: int
-    samples: int
-    compared: int
-    sum_before: float
-    sum_after: float
-    failed_before: int
-    failed_after: int
-    groups: int
-    kept_before: int
-    kept_after: int
+    numbers: Mapping[str, float]
     changes: tuple[Change, ...]
     group_changes: tuple[GroupChange, ...]
 
-    def numbers(self) -> dict[str, float]:
-        """Everything that can be added up over steps; of every kind of change how many samples have it."""
-        counts = Counter(kind for change in self.changes for kind in change.kinds)
-        no_longer = sum(change.before is GroupVerdict.MIXED for change in self.group_changes)
-        return {
-            "samples": self.samples,
-            "changed": len(self.changes),
-            "compared": self.compared,
-            "sum_before": self.sum_before,
-            "sum_after": self.sum_after,
-            "failed_before": self.failed_before,
-            "failed_after": self.failed_after,
-            "groups": self.groups,
-            "kept_before": self.kept_before,
-            "kept_after": self.kept_after,
-            "no_longer_kept": no_longer,
-            "newly_kept": len(self.group_changes) - no_longer,
-            **{kind: counts[kind] for kind in KINDS},
-        }
-
     def as_json(self) -> dict[str, Any]:
-        """Numbers and changes, without the texts."""
+        """Without the texts."""
         return {
             "step": self.step,
-            **self.numbers(),
+            **self.numbers,
             "changes": [change.as_json() for change in self.changes],
-            "group_changes": [change.as_json() for change in self.group_changes],
+            "group_changes": [asdict(change) for change in self.group_changes],
         }
 
 
@@ -262,31 +225,33 @@ class StoredRows:
 def _compare(
     step: int, samples: Sequence[Mapping[str, Any]], before: Sequence[Reward], after: Sequence[Reward], config: Config
 ) -> StepChange:
-    changes = []
-    for sample, old, new in zip(samples, before, after, strict=True):
-        kinds = kinds_of_change(old, new)
-        if kinds:
-            changes.append(Change(kinds, sample, old, new))
+    changes = [
+        Change(kinds, sample, old, new)
+        for sample, old, new in zip(samples, before, after, strict=True)
+        if (kinds := kinds_of_change(old, new))
+    ]
     both = [(a.value, b.value) for a, b in zip(before, after, strict=True) if a.error is None and b.error is None]
     groups = list(_groups(samples, before, after, config))
-    return StepChange(
-        step=step,
-        samples=len(samples),
-        compared=len(both),
-        sum_before=math.fsum(a for a, _ in both),
-        sum_after=math.fsum(b for _, b in both),
-        failed_before=sum(reward.error is not None for reward in before),
-        failed_after=sum(reward.error is not None for reward in after),
-        groups=len(groups),
-        kept_before=sum(was is GroupVerdict.MIXED for _, was, _ in groups),
-        kept_after=sum(now is GroupVerdict.MIXED for _, _, now in groups),
-        changes=tuple(changes),
-        group_changes=tuple(
-            GroupChange(step, sample["draw"], sample["row"], was, now)
-            for sample, was, now in groups
-            if (was is GroupVerdict.MIXED) is not (now is GroupVerdict.MIXED)
-        ),
-    )
+    mixed = GroupVerdict.MIXED
+    moved = tuple(one for one in groups if (one.before is mixed) is not (one.after is mixed))
+    lost = sum(one.before is mixed for one in moved)
+    counts = Counter(kind for change in changes for kind in change.kinds)
+    numbers = {
+        "samples": len(samples),
+        "changed": len(changes),
+        "compared": len(both),
+        "sum_before": math.fsum(a for a, _ in both),
+        "sum_after": math.fsum(b for _, b in both),
+        "failed_before": sum(reward.error is not None for reward in before),
+        "failed_after": sum(reward.error is not None for reward in after),
+        "groups": len(groups),
+        "kept_before": sum(one.before is mixed for one in groups),
+        "kept_after": sum(one.after is mixed for one in groups),
+        "no_longer_kept": lost,
+        "newly_kept": len(moved) - lost,
+        **{kind: counts[kind] for kind in KINDS},
+    }
+    return StepChange(step, numbers, tuple(changes), moved)
 
 
 def kinds_of_change(before: Reward, after: Reward) -> tuple[str, ...]:
@@ -304,7 +269,7 @@ def kinds_of_change(before: Reward, after: Reward) -> tuple[str, ...]:
     had, has = _answer_found(before), _answer_found(after)
     if None not in (had, has) and had is not has:
         found.append("answer_lost" if had else "answer_found")
-    if not found and not math.isclose(before.value, after.value, rel_tol=_SAME, abs_tol=_SAME):
+    if not found and not math.isclose(before.value, after.value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
         found.append("value")
     return tuple(sorted(found, key=list(KINDS).index))
 
@@ -318,15 +283,15 @@ def _answer_found(reward: Reward) -> bool | None:
 
 def _groups(
     samples: Sequence[Mapping[str, Any]], before: Sequence[Reward], after: Sequence[Reward], config: Config
-) -> Iterator[tuple[Mapping[str, Any], GroupVerdict, GroupVerdict]]:
-    """For every group its first sample, and what it is worth with the old and the new rewards."""
+) -> Iterator[GroupChange]:
+    """What each group is worth with the old and the new rewards."""
     places: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(sample["draw"], []).append(place)
-    for members in places.values():
+    for draw, members in places.items():
         first = samples[members[0]]
         was, now = (_worth([rewards[k] for k in members], first, config) for rewards in (before, after))
-        yield first, was, now
+        yield GroupChange(first["step"], draw, first["row"], was, now)
 
 
 def _worth(rewards: Sequence[Reward], sample: Mapping[str, Any], config: Config) -> GroupVerdict:
