@@ -1,9 +1,5 @@
-"""The user's own reward function: ``def f(prompt, response, answer, **meta) -> float | bool | dict | Reward``, or a
-batched one: ``def f(prompts, responses, answers, **meta)`` with lists, which returns a list.
-
-Loads it from ``package.module:name`` or ``path/file.py:name`` and calls it with the keyword arguments it takes. Runs in
-worker processes (named in YAML) or in the parent (passed from Python).
-"""
+"""The user's own reward function: loaded from ``package.module:name`` or ``path/file.py:name``, and called with the
+keyword arguments it takes, in worker processes (named in YAML) or in the parent (passed from Python)."""
 
 from __future__ import annotations
 
@@ -27,24 +23,20 @@ from dapo.reward.registry import declaration, declared_names, find_declared
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"
 ASYNC_AT_ONCE = 64
-"""Calls of an async function that a worker awaits together."""
+"""Calls of an async function that are awaited together."""
 _IN_BATCHES = ("prompts", "responses", "answers")
 _IF_NAMED = ("finish_reason", "prompt_end")
-"""Arguments for functions that name them; with an s in batches. In ``**meta`` are the keys of the row and no others."""
+"""Arguments for functions that name them; with an s in batches. ``**meta`` gets only the keys of the row."""
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that ``spec`` names.
-    ``spec``: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
-    under); a relative path starts in the working folder.
-
-    Raises:
-        RewardError: the file or module is missing, fails while being imported, or holds no such function.
-    """
+    """``spec``: ``package.module:name`` or ``path/file.py:name``, with the name of a function there, or the one it is
+    declared under; a relative path starts in the working folder.
+    Raises RewardError: the file or module is missing, fails while being imported, or holds no such function."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise RewardError(f"reward function {spec!r}: expected package.module:name or path/file.py:name")
-    module = _import_file(spec, Path(place)) if place.endswith(".py") else _import_module(spec, place)
+    module = _import(spec, place)
     found = find_declared(name, module.__name__) or getattr(module, name, None)
     if found is None:
         raise RewardError(f"reward function {spec}: {place} has no {name!r}; {_nearest(module, name)}")
@@ -53,9 +45,23 @@ def load_function(spec: str) -> Callable[..., Any]:
     return found
 
 
-def _import_file(spec: str, path: Path) -> ModuleType:
-    if not path.is_file():
+def _import(spec: str, place: str) -> ModuleType:
+    path = Path(place) if place.endswith(".py") else None
+    if path is not None and not path.is_file():
         raise RewardError(f"reward function {spec}: no such file: {path.absolute()}")
+    try:
+        return importlib.import_module(place) if path is None else _import_file(path)
+    except (Exception, SystemExit) as error:
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        if path is None and missing and f"{place}.".startswith(f"{missing}."):
+            raise RewardError(
+                f"reward function {spec}: no module named {missing!r} (looked in the working folder and the installed "
+                "packages); a file is named as path/file.py:name"
+            ) from None
+        raise RewardError(f"reward function {spec}: importing {place} failed: {describe(error)}") from None
+
+
+def _import_file(path: Path) -> ModuleType:
     folder = str(path.absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last: helpers beside the file can be imported, but shadow nothing
@@ -66,25 +72,10 @@ def _import_file(spec: str, path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException:
         del sys.modules[name]
-        raise RewardError(f"reward function {spec}: importing {path} failed: {describe(error)}") from None
+        raise
     return module
-
-
-def _import_module(spec: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing and (name == missing or name.startswith(missing + ".")):
-            raise RewardError(
-                f"reward function {spec}: no module named {missing!r} (looked in the working folder and the installed "
-                "packages); a file is named as path/file.py:name"
-            ) from None
-        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
 
 
 def _nearest(module: ModuleType, name: str) -> str:
@@ -111,12 +102,9 @@ def describe(error: BaseException) -> str:
 
 
 class BoundFunction:
-    """A reward function with its name and what the recipe says of it.
-    ``responses_per_call``: most responses in one call; None: as it is declared, by default one at a time.
-
-    Raises:
-        RewardError: it takes no such arguments, or is declared to take one response at a time.
-    """
+    """A reward function with its name and the recipe's ``args``. ``responses_per_call``: most responses in one call;
+    None: as it is declared, by default one at a time.
+    Raises RewardError: it takes no such arguments, or is declared to take one response at a time."""
 
     def __init__(
         self,
@@ -146,32 +134,25 @@ class BoundFunction:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     def arguments(self, meta: Mapping[str, Any], **said: Any) -> dict[str, Any]:
-        """The keyword arguments for one call: only those that the function takes, unless it takes any.
-        ``said``: "prompt", "response" and "answer"; and what only a function gets that names it (:data:`_IF_NAMED`).
-
-        Raises:
-            RewardError: it demands a parameter that there is no value for.
-        """
+        """The keyword arguments for one call: only those that the function takes, unless it takes any. ``said``:
+        "prompt", "response", "answer" and :data:`_IF_NAMED`.
+        Raises RewardError: the function requires a parameter that has no value."""
         return self._demanded({**meta, **self._without_unnamed(said), **self.args})
 
     def batch_arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The same for one call of a batched function: a list for each key, with None where an item lacks it.
-        ``items``: each as for :meth:`arguments`.
-
-        Raises:
-            RewardError: it demands a parameter that no item has a value for.
-        """
+        """The same for a batched function: a list for each key, with None where an item (the parameters of
+        :meth:`arguments`) lacks it."""
         keys = dict.fromkeys(key for item in items for key in item["meta"])
         lists = {key: [item["meta"].get(key) for item in items] for key in keys}
         said = {f"{key}s": [item[key] for item in items] for key in items[0] if key != "meta"}
         return self._demanded({**lists, **self._without_unnamed(said), **self.args})
 
     def rewards(self, result: Any, count: int) -> list[Reward]:
-        """The rewards of the ``count`` responses of one call that returned ``result``.
-        Raises RewardError: that is not what it may return."""
-        return (
-            [to_reward(result, self.name)] if self.responses_per_call is None else to_rewards(result, self.name, count)
-        )
+        """The rewards of the ``count`` responses of one call. Raises RewardError: ``result`` is not what it may
+        return."""
+        if self.responses_per_call is None:
+            return [to_reward(result, self.name)]
+        return to_rewards(result, self.name, count)
 
     def _responses_per_call(self, wanted: int | None) -> int | None:
         declared = declaration(self.function)
@@ -209,17 +190,15 @@ class BoundFunction:
         return {key: value for key, value in offered.items() if key in by_keyword}
 
     def raised(self, error: BaseException) -> str:
-        """What to say of a call that raised."""
         return f"reward function {self.name} raised {describe(error)}"
 
 
 def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The worker's side: load the function once, then call it for what comes.
+    """The worker's side. ``options``: "function" (its spec), "args" and "responses_per_call".
 
     A message is {"items": [...]}, one item unless the function is batched, or async: then its calls are awaited
     together. Its reply is {"rewards": [...]}, or {"raised": message}. Or it is {"about": true}, answered with
-    {"responses_per_call": ...}: only the worker has the function.
-    ``options``: "function" (its spec), "args" and "responses_per_call".
+    {"responses_per_call": ...}.
     """
     spec = options["function"]
     bound = BoundFunction(load_function(spec), spec, options["args"], options["responses_per_call"])
@@ -245,8 +224,6 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
 
 
 async def _await_all(bound: BoundFunction, items: Sequence[Mapping[str, Any]]) -> list[Reward]:
-    """The rewards of an async function that takes one response, called for all ``items`` at once."""
-
     async def one(item: Mapping[str, Any]) -> Reward:
         arguments = bound.arguments(**item)
         try:

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from grading import grade
 
 from dapo.config import CodeReward
 from dapo.errors import RewardError
-from dapo.reward.code.grade import Grade, Grader, grade, same_output
+from dapo.reward.code.grade import Grade, Grader, same_output
 from dapo.reward.code.names import read_tests
 from dapo.reward.code.program import Usage
 
@@ -114,8 +115,11 @@ def test_names_of_the_math_module_are_not_the_programs_beside_an_entry_point():
 
 def test_asserts_count_however_python_was_started(monkeypatch):
     monkeypatch.setenv("PYTHONOPTIMIZE", "2")
-    code = "from dapo.reward.code.grade import grade; print(grade('def f(x): return x', ['assert f(1) == 2']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = "from grading import grade; print(grade('def f(x): return x', ['assert f(1) == 2']))"
+    run = subprocess.run
+    done = run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=Path(__file__).parent
+    )
     assert done.stdout == "fail\n"
 
 

@@ -1,8 +1,7 @@
 """Client of models behind the Open Inference Protocol (KServe V2), as Triton Inference Server and MLServer speak it.
 
-A batch becomes tensors of text, one row a response; what comes back is a tensor of rewards. Tensors travel as JSON,
-which every server of the protocol reads (binary data is an extension that MLServer, for one, lacks). Waits for the
-server.
+Tensors of text are sent, one row a response, and tensors of rewards come back. They travel as JSON: binary data is an
+extension that MLServer, for one, lacks.
 """
 
 from __future__ import annotations
@@ -30,20 +29,19 @@ _REFUSED = ("413", "422")
 
 
 class KServeScorer(RemoteScorer):
-    """Asks a model for rewards."""
-
     def __init__(self, config: KServeReward) -> None:
         super().__init__(config)
         self._model = config
+        self._outputs = [config.output, *([config.correct] if config.correct else [])]
         self._connections: Any = None
-        # said because tritonclient does not, and cannot read an error that comes compressed
+        # tritonclient does not send these, and cannot read a compressed error
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._token is not None:
             self._headers["Authorization"] = f"Bearer {self._token}"
 
     @property
     def _client(self) -> Any:
-        """Made when first needed: it wants to be made on the event loop."""
+        """Made when first needed, as it must be made on the event loop."""
         if self._connections is None:
             scheme, _, rest = self._model.url.rstrip("/").partition("://")
             self._connections = triton.InferenceServerClient(
@@ -70,12 +68,9 @@ class KServeScorer(RemoteScorer):
         self._check_tensors(described)
 
     def _check_tensors(self, described: Any) -> None:
-        """Raises RewardError: the model says that it has other tensors than the recipe names."""
+        """Raises RewardError: the model describes other tensors than the recipe names."""
         model = self._model
-        for kind, wanted in (
-            ("inputs", [*model.inputs]),
-            ("outputs", [model.output, *([model.correct] if model.correct else [])]),
-        ):
+        for kind, wanted in (("inputs", [*model.inputs]), ("outputs", self._outputs)):
             found = {str(tensor.get("name")): str(tensor.get("datatype")) for tensor in described.get(kind) or ()}
             missing = [name for name in wanted if name not in found]
             if found and missing:
@@ -91,7 +86,6 @@ class KServeScorer(RemoteScorer):
                     )
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Rows without a key that is to be sent."""
         return unfillable(self._model.inputs, prompts)
 
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
@@ -100,7 +94,7 @@ class KServeScorer(RemoteScorer):
             _text_tensor(name, [as_text(fill_one(template, call)) for call in calls])
             for name, template in model.inputs.items()
         ]
-        names = [model.output, *([model.correct] if model.correct else [])]
+        names = self._outputs
         outputs = [triton.InferRequestedOutput(name, binary_data=False) for name in names]
         try:
             reply = await self._client.infer(
@@ -127,9 +121,8 @@ class KServeScorer(RemoteScorer):
         return to_verdict({"value": float(value), "correct": bool(correct)}, place, "", self._name)
 
     def _problem(self, error: InferenceServerException) -> Exception:
-        """What an error of the server's means. Servers do not agree on the status of a model that failed."""
         status = str(error.status() or "")
-        # a body that is not the protocol's error is in the details: often a traceback, whose last line says what it is
+        # another body than the protocol's error is in the details: often a traceback, whose last line is the error
         body = str(error.debug_details() or "").strip()
         cause = f"{status or 'error'}: {body.splitlines()[-1] if body else error.message()}"
         if not status:

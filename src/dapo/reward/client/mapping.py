@@ -1,8 +1,5 @@
-"""From responses to the body of a request, and from what came back to verdicts.
-
-A body is a template (``reward.request``) whose fields are filled in; a reply is never trusted: count, type and range of
-what it holds are checked.
-"""
+"""From responses to the body of a request (the template ``reward.request``), and from its reply to verdicts. Replies
+are not trusted: number, type and range of their values are checked."""
 
 from __future__ import annotations
 
@@ -23,21 +20,18 @@ _NOTHING = object()
 
 
 def fill(template: Any, calls: Sequence[Call]) -> Any:
-    """The body for ``calls``: an element of a list that holds a field is repeated for each of them.
-    Raises RewardError: a row lacks a key that the template asks for."""
+    """An element of a list that holds a field is repeated for each of ``calls``.
+    Raises RewardError: a row lacks a key of the template."""
     if isinstance(template, dict):
         return {key: fill(value, calls) for key, value in template.items()}
     if isinstance(template, list):
-        filled = []
-        for element in template:
-            has_fields = any(fields_of(element))
-            filled += [fill_one(element, call) for call in calls] if has_fields else [element]
-        return filled
+        repeated = ([fill_one(e, call) for call in calls] if any(fields_of(e)) else [e] for e in template)
+        return [element for elements in repeated for element in elements]
     return fill_one(template, calls[0])
 
 
 def fill_one(template: Any, call: Call) -> Any:
-    """``template`` for one response. A text that is nothing but a field becomes its value, of whatever type."""
+    """A text that is nothing but a field becomes its value, of any type."""
     if isinstance(template, dict):
         return {key: fill_one(value, call) for key, value in template.items()}
     if isinstance(template, list):
@@ -51,7 +45,7 @@ def fill_one(template: Any, call: Call) -> Any:
 
 
 def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
-    """Rows without a key that ``template`` asks for."""
+    """Rows without a key of ``template``."""
     names = sorted({name for name, _ in fields_of(template) if name.startswith("$meta.")})
     doubts = []
     for position, prompt in enumerate(prompts):
@@ -86,7 +80,7 @@ def _in_meta(prompt: Prompt, name: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value inside of text: nothing for None, JSON for what is neither text nor a number."""
+    """A value inside of text: empty for None, otherwise JSON if it is no text."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -107,7 +101,7 @@ def from_json(body: bytes) -> Any:
 
 
 def pick(reply: Any, path: str, key: str) -> Any:
-    """What stands at ``path`` (the config's ``key``) in a reply. Raises BadReply: nothing does."""
+    """The value at ``path`` (the config's ``key``). Raises BadReply: there is none."""
     for name in path.split(".") if path else ():
         if not isinstance(reply, dict):
             raise BadReply(f"a mapping with {name!r} was expected ({key}={path}), got {_shown(reply)}")
@@ -119,8 +113,8 @@ def pick(reply: Any, path: str, key: str) -> Any:
 
 
 def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward | BadReply]:
-    """A verdict for each of ``count`` responses, or what is wrong with its result. ``value``: path of the reward in a
-    result. Raises BadReply: ``results`` is not a list of that many."""
+    """For each of ``count`` responses. ``value``: path of the reward in a result.
+    Raises BadReply: ``results`` is not a list of that many."""
     if not isinstance(results, list):
         raise BadReply(f"a list of {count} results was expected, got {_shown(results)}")
     if len(results) != count:
@@ -129,7 +123,7 @@ def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward 
 
 
 def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadReply:
-    """The verdict that ``result`` holds, or what is wrong with it."""
+    """The verdict, or what is wrong with ``result``."""
     try:
         if isinstance(result, dict) and result.get("error"):  # the server's own word that it has no verdict
             return Reward(None, 0.0, error=f"{name}: {one_line(as_text(result['error']))}")

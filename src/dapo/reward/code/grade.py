@@ -1,8 +1,4 @@
-"""The verdict on one program: its tests, run in a sandbox.
-
-Consumes a program's text and a row's tests, produces a :class:`Grade`; waits for the program, within limits. It
-blocks: the scorer's workers call it, and whoever checks labelled cases (in a thread).
-"""
+"""The verdict on one program: its tests, run in a sandbox. Blocks until the program has ended, within limits."""
 
 from __future__ import annotations
 
@@ -10,18 +6,14 @@ import json
 import math
 import os
 import re
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 from dapo.config import CodeReward
-from dapo.errors import RewardError
 from dapo.reward.code.doubts import guarded
 from dapo.reward.code.evaluator import ERROR, FAILED, PASSED, TIMEOUT, Evaluator, Outcome
-from dapo.reward.code.names import InOut, Snippet, Tests, read_tests, uses_solution_class
+from dapo.reward.code.names import InOut, Snippet, Tests, uses_solution_class
 from dapo.reward.code.program import Clock, OverLimit, Program, SandboxFailed, TimeUp, Usage
 from dapo.reward.code.runner import LOADED, MALFORMED, RAISED
 from dapo.reward.code.sandbox import Sandbox, SandboxLimits
@@ -63,31 +55,6 @@ class Grade:
         """Another run took so much."""
         most = max(self.usage.memory_bytes, usage.memory_bytes)
         self.usage = Usage(usage.status, self.usage.cpu_s + usage.cpu_s, most)
-
-
-def grade(solution: str, tests: Any, entry_point: str | None = None, config: CodeReward | None = None) -> Outcome:
-    """The verdict on a program, as labelled cases have it.
-
-    Args:
-        solution: the program itself, not a response that holds it.
-        tests: as in a row of data, see :func:`~dapo.reward.code.names.read_tests`.
-        config: limits; by default those of the recipe's defaults.
-
-    Raises:
-        RewardError: the tests are not usable, or the sandbox does not work.
-    """
-    try:
-        grader = _grader((config or CodeReward(kind="code")).model_dump_json(), threading.get_ident())
-        return grader.grade(solution, read_tests(tests, entry_point), entry_point).outcome
-    except (SandboxFailed, ValueError) as error:
-        raise RewardError(f"the program cannot be graded: {error}") from None
-
-
-@cache
-def _grader(config: str, thread: int) -> Grader:
-    grader = Grader(CodeReward.model_validate_json(config))
-    grader.sandbox.check()
-    return grader
 
 
 class Grader:

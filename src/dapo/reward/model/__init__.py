@@ -1,4 +1,4 @@
-"""Reward models: a trained network scores (prompt, response). The only part of the rewards that knows tensors."""
+"""Reward models: a trained network scores (prompt, response). The only rewards that know tensors."""
 
 from dapo.reward.model.scorer import ModelScorer
 

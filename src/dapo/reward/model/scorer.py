@@ -1,9 +1,5 @@
-"""The scorer around a reward model: texts in, one score for each response out.
-
-Consumes (prompt, response); waits for a free network and, at most ``timeout_s``, for its batch. Two threads do the
-work, one that tokenizes and one that runs the network, so that the event loop is never blocked and the next batch is
-read while the last one is scored.
-"""
+"""The scorer around a reward model. One thread tokenizes and one runs the network, so that the event loop is not
+blocked and the next batch is read while the last one is scored."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from dapo.config import ModelReward
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher
-from dapo.reward.contract import Doubt
+from dapo.reward.contract import Scorer
 from dapo.reward.convert import LARGEST
 
 if TYPE_CHECKING:
@@ -27,17 +23,9 @@ T = TypeVar("T")
 
 
 def pick_alike(lengths: Sequence[int], budget: int) -> list[int]:
-    """The oldest item and those nearest to it in length, as long as the padded batch is within ``budget``.
-
-    The oldest always goes, so that none waits for ever, and goes alone if it is longer than the budget.
-
-    Args:
-        lengths: of the waiting items in tokens, the oldest first.
-        budget: most tokens of the batch: its longest item times the number of items.
-
-    Returns:
-        Positions in ``lengths``.
-    """
+    """Positions of the oldest item and of those nearest to it in length, as long as the padded batch (longest item
+    times number of items) has at most ``budget`` tokens. The oldest is always among them, so that none waits for ever.
+    ``lengths``: of the waiting items in tokens, the oldest first."""
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
     low = order.index(0)
     high = low + 1
@@ -54,12 +42,9 @@ def pick_alike(lengths: Sequence[int], budget: int) -> list[int]:
     return order[low:high]
 
 
-class ModelScorer:
-    """The score of a reward model, as it is (:class:`~dapo.config.ModelReward`). Belongs to one event loop.
-
-    A text that is longer than ``max_length``, a batch that takes longer than ``timeout_s`` and a score that is not
-    finite are failed scores.
-    """
+class ModelScorer(Scorer):
+    """The raw score of a reward model (:class:`~dapo.config.ModelReward`). Belongs to one event loop. Too long a text,
+    too slow a batch and a score that is not finite are failed scores."""
 
     def __init__(self, config: ModelReward) -> None:
         self._config = config
@@ -74,13 +59,8 @@ class ModelScorer:
         )
 
     async def start(self) -> None:
-        """Load model and tokenizer, and try them.
-        Raises RewardError: they cannot be loaded, or this is not a reward model."""
+        """Raises RewardError: model or tokenizer cannot be loaded, or this is not a reward model."""
         await self._loaded()
-
-    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Any row will do."""
-        return ()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`. ``parts`` holds ``score``; ``correct`` is whether it is above ``correct_above``."""
@@ -94,7 +74,7 @@ class ModelScorer:
         return await self._batches.submit(item)
 
     async def close(self) -> None:
-        """Drop what waits. A batch that is in the network cannot be stopped; nobody waits for it here."""
+        """A batch that is being scored cannot be stopped, and is not waited for."""
         await self._batches.close()
         for thread in (self._reader, self._runner):
             thread.shutdown(wait=False, cancel_futures=True)
@@ -115,12 +95,8 @@ class ModelScorer:
         self._running.add_done_callback(_take_note)
         if not await _done(self._running, limit):
             size = len(items) * max(item.length for item in items)
-            return [
-                _failed(
-                    f"timed out after {limit:g} s in a batch of {size} tokens; raise reward.timeout_s or lower "
-                    f"reward.tokens_per_batch={self._config.tokens_per_batch}"
-                )
-            ] * len(items)
+            text = f"timed out after {limit:g} s in a batch of {size} tokens; raise reward.timeout_s or lower "
+            return [_failed(f"{text}reward.tokens_per_batch={self._config.tokens_per_batch}")] * len(items)
         error = self._running.exception()
         if error is not None:
             return [_failed(self._explain(error))] * len(items)
@@ -144,13 +120,13 @@ class ModelScorer:
 
 
 def _take_note(call: asyncio.Future[Any]) -> None:
-    """Of an error that came after the time-out, when nobody asks any more."""
+    """Retrieve an error that came after the time-out."""
     if not call.cancelled():
         call.exception()
 
 
 async def _done(call: asyncio.Future[list[float]] | None, limit_s: float) -> bool:
-    """Whether ``call`` has ended, if need be within ``limit_s``. It goes on otherwise."""
+    """Whether ``call`` ends within ``limit_s``. It goes on otherwise."""
     if call is None:
         return True
     await asyncio.wait({call}, timeout=limit_s)
