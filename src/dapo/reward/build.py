@@ -44,11 +44,11 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
 
             return CodeScorer(config)
         case ModelReward():
-            from dapo.reward.model import ModelScorer
+            from dapo.reward.model.scorer import ModelScorer
 
             return ModelScorer(config)
         case JudgeReward():
-            from dapo.reward.judge import JudgeScorer
+            from dapo.reward.judge.scorer import JudgeScorer
 
             return JudgeScorer(config)
         case ServerReward() | HttpReward() | KServeReward():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
@@ -25,7 +23,7 @@ class Doubt:
     unusable: bool = False
 
 
-class Scorer(Protocol):
+class Scorer:
     """Scores one response at a time; many calls may be awaited at once, and a scorer may put them into batches.
 
     A failed score (time-out, exception in the user's function, dead worker, server that is down) is a
@@ -41,11 +39,10 @@ class Scorer(Protocol):
         are not needed."""
         return ()
 
-    @abstractmethod
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """The verdict on ``response``, which continues ``prompt.end``. Waits for a free worker and the score; the
         deadline ends both. ``finish_reason``: None: not known."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Stop all workers, within a bounded time."""

@@ -133,19 +133,36 @@ class BoundFunction:
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
-    def arguments(self, meta: Mapping[str, Any], **said: Any) -> dict[str, Any]:
-        """The keyword arguments for one call: only those that the function takes, unless it takes any. ``said``:
-        "prompt", "response", "answer" and :data:`_IF_NAMED`.
-        Raises RewardError: the function requires a parameter that has no value."""
-        return self._demanded({**meta, **self._without_unnamed(said), **self.args})
+    def arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The keyword arguments of one call: only those that the function takes, unless it takes any.
 
-    def batch_arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The same for a batched function: a list for each key, with None where an item (the parameters of
-        :meth:`arguments`) lacks it."""
-        keys = dict.fromkeys(key for item in items for key in item["meta"])
-        lists = {key: [item["meta"].get(key) for item in items] for key in keys}
-        said = {f"{key}s": [item[key] for item in items] for key in items[0] if key != "meta"}
-        return self._demanded({**lists, **self._without_unnamed(said), **self.args})
+        Args:
+            items: one, or several for a batched function, which gets a list for each key, with None where an item lacks
+                it. Keys: "prompt", "response", "answer", :data:`_IF_NAMED`, and "meta" with those of the row.
+
+        Raises:
+            RewardError: the function requires a parameter that has no value.
+        """
+        meta, said = items[0]["meta"], {key: value for key, value in items[0].items() if key != "meta"}
+        if self.responses_per_call is not None:
+            keys = dict.fromkeys(key for item in items for key in item["meta"])
+            meta = {key: [item["meta"].get(key) for item in items] for key in keys}
+            said = {f"{key}s": [item[key] for item in items] for key in said}
+        parameters = self.parameters or {}
+        said = {key: value for key, value in said.items() if key.rstrip("s") not in _IF_NAMED or key in parameters}
+        offered = {**meta, **said, **self.args}
+        for parameter in parameters.values():
+            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            given = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
+            if not (variadic or given) and parameter.default is parameter.empty:
+                contract, hint = CONTRACT if self.responses_per_call is None else BATCH_CONTRACT, ""
+                if self.responses_per_call is None and parameter.name in _IN_BATCHES:
+                    hint = "; if it takes lists, declare it with @dapo.reward_function(batched=True)"
+                raise RewardError(
+                    f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
+                    f"keyword is {', '.join(offered)}; expected {contract}{hint}"
+                )
+        return self._accepted(offered)
 
     def rewards(self, result: Any, count: int) -> list[Reward]:
         """The rewards of the ``count`` responses of one call. Raises RewardError: ``result`` is not what it may
@@ -164,24 +181,6 @@ class BoundFunction:
                 "response at a time; use @dapo.reward_function(batched=True) or reward.responses_per_call=null"
             )
         return wanted or declared.responses_per_call
-
-    def _demanded(self, offered: dict[str, Any]) -> dict[str, Any]:
-        for parameter in (self.parameters or {}).values():
-            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            given = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
-            if not (variadic or given) and parameter.default is parameter.empty:
-                hint = ""
-                if self.responses_per_call is None and parameter.name in _IN_BATCHES:
-                    hint = "; if it takes lists, declare it with @dapo.reward_function(batched=True)"
-                raise RewardError(
-                    f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
-                    f"keyword is {', '.join(offered)}; expected "
-                    f"{CONTRACT if self.responses_per_call is None else BATCH_CONTRACT}{hint}"
-                )
-        return self._accepted(offered)
-
-    def _without_unnamed(self, said: dict[str, Any]) -> dict[str, Any]:
-        return {key: v for key, v in said.items() if key.rstrip("s") not in _IF_NAMED or key in (self.parameters or {})}
 
     def _accepted(self, offered: dict[str, Any]) -> dict[str, Any]:
         if self.parameters is None or any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):
@@ -211,7 +210,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
         if bound.responses_per_call is None and bound.is_async:
             rewards = loop.run_until_complete(_await_all(bound, items))
             return {"rewards": [reward_to_json(reward) for reward in rewards]}
-        arguments = bound.arguments(**items[0]) if bound.responses_per_call is None else bound.batch_arguments(items)
+        arguments = bound.arguments(items)
         try:
             result = bound.function(**arguments)
             if inspect.isawaitable(result):
@@ -225,7 +224,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
 
 async def _await_all(bound: BoundFunction, items: Sequence[Mapping[str, Any]]) -> list[Reward]:
     async def one(item: Mapping[str, Any]) -> Reward:
-        arguments = bound.arguments(**item)
+        arguments = bound.arguments([item])
         try:
             result = await bound.function(**arguments)
         except BaseException as error:  # whatever it raises, the others go on

@@ -29,7 +29,7 @@ _ASYNC_BATCHES = 4
 """Calls of a batched async function at once: fewer than of others, so that batches can grow meanwhile."""
 
 _Item = Mapping[str, Any]
-"""The parameters of :meth:`BoundFunction.arguments`."""
+"""See :meth:`BoundFunction.arguments`."""
 
 
 def _item(prompt: Prompt, response: str, finish_reason: FinishReason | None) -> _Item:
@@ -135,7 +135,7 @@ class CallableScorer(Scorer):
 
     async def _call(self, items: Sequence[_Item]) -> list[Reward]:
         bound = self._bound
-        arguments = bound.arguments(**items[0]) if bound.responses_per_call is None else bound.batch_arguments(items)
+        arguments = bound.arguments(items)
         await self._free.acquire()
         # A thread goes on when its caller is cancelled; the next call waits for it: not every function is thread-safe.
         call = self._kept(self._timed_call(arguments))

@@ -52,7 +52,7 @@ def main() -> None:
         replies.send({"broken": str(error)})
         return
     if setup["memory_mb"] is not None:
-        _limit_memory(setup["memory_mb"])
+        limit_memory(setup["memory_mb"] * 2**20)
     replies.send({"result": {}})
     while (item := _read(source)) is not None:
         try:
@@ -116,10 +116,10 @@ def _keep_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _limit_memory(megabytes: int) -> None:
+def limit_memory(extra_bytes: int) -> None:
     """On top of what the process holds now, so that the limit means the same on any machine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    limit = pages * resource.getpagesize() + megabytes * 2**20
+    limit = pages * resource.getpagesize() + extra_bytes
     with contextlib.suppress(ValueError, OSError):  # a lower hard limit is in force already
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

@@ -140,7 +140,7 @@ class KServeScorer(RemoteScorer):
 
 
 def _text_tensor(name: str, texts: Sequence[str]) -> Any:
-    """BYTES of shape ``[responses, 1]``. Half a letter, which UTF-8 cannot hold, becomes a question mark."""
+    """BYTES of shape ``[responses, 1]``. Lone surrogates, which UTF-8 cannot hold, become question marks."""
     tensor = triton.InferInput(name, [len(texts), 1], "BYTES")
     encoded = [text.encode("utf-8", "replace") for text in texts]
     tensor.set_data_from_numpy(np.array(encoded, dtype=np.object_).reshape(-1, 1), binary_data=False)
@@ -158,10 +158,8 @@ def _column(reply: Any, name: str, count: int) -> list[Any]:
     if tensor.dtype.kind not in "biuf":
         raise BadReply(f"output {name!r} holds {tensor.dtype}, not numbers")
     values = list(tensor.reshape(-1).tolist())
-    if tensor.dtype.kind == "b":  # of which any text would have made a True
-        said = reply.get_output(name).get("data") or ()
-        if any(value not in (0, 1) for value in said):
-            raise BadReply(
-                f"output {name!r} is BOOL and holds {next(value for value in said if value not in (0, 1))!r}"
-            )
+    if tensor.dtype.kind == "b":  # numpy has made a True of any text
+        for value in reply.get_output(name).get("data") or ():
+            if value not in (0, 1):
+                raise BadReply(f"output {name!r} is BOOL and holds {value!r}")
     return values

@@ -86,7 +86,7 @@ def as_text(value: Any) -> str:
 
 def to_json(body: Any) -> bytes:
     """Raises RewardError: a row holds what is not JSON."""
-    try:  # half a letter, which UTF-8 cannot hold, becomes a question mark
+    try:  # lone surrogates, which UTF-8 cannot hold, become question marks
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     except (TypeError, ValueError) as error:
         raise RewardError(f"a reward server can only be sent what JSON can hold: {error}") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ class Call:
     bad_replies: int = 0
 
 
-class RemoteScorer(Scorer):
+class RemoteScorer(Scorer, ABC):
     """Belongs to the event loop that it is first used in."""
 
     def __init__(self, config: RemoteReward) -> None:

@@ -100,7 +100,7 @@ class JudgeScorer(Scorer):
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
-        return json.dumps(body, sort_keys=True).encode()  # ASCII, so that half a letter in a response does no harm
+        return json.dumps(body, sort_keys=True).encode()  # ASCII: lone surrogates are escaped
 
     async def _grade(self, key: str, question: bytes, rubric: Rubric, endpoint: Endpoint) -> Reward:
         kept = await self._cache.read(key)
