@@ -5,11 +5,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def begin(tasks: set[asyncio.Task[Result]], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """``work`` as a task that is kept in ``tasks`` until it is done, also if the caller does not wait for it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    task.add_done_callback(retrieve)
+    return task
+
+
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting an exception that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Batcher(Generic[Item, Result]):

@@ -8,14 +8,14 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from dapo.config import FunctionReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import Batcher
+from dapo.reward.batching import Batcher, begin
 from dapo.reward.contract import Scorer
 from dapo.reward.convert import reward_from_json
 from dapo.reward.function import ASYNC_AT_ONCE, BoundFunction
@@ -138,7 +138,7 @@ class CallableScorer(Scorer):
         arguments = bound.arguments(items)
         await self._free.acquire()
         # A thread goes on when its caller is cancelled; the next call waits for it: not every function is thread-safe.
-        call = self._kept(self._timed_call(arguments))
+        call = begin(self._tasks, self._timed_call(arguments))
         call.add_done_callback(lambda _: self._free.release())
         result = await (call if bound.is_async else asyncio.shield(call))
         return bound.rewards(result, len(items))
@@ -146,7 +146,7 @@ class CallableScorer(Scorer):
     async def _timed_call(self, arguments: dict[str, Any]) -> Any:
         """What the function returned. Raises ScoringFailed: it raised, or took too long."""
         self._check_lost_threads()
-        work = self._kept(self._result(arguments))
+        work = begin(self._tasks, self._result(arguments))
         try:  # not asyncio.timeout, which waits for as long as an async function ignores its cancellation
             in_time, _ = await asyncio.wait({work}, timeout=self._timeout_s)
         finally:
@@ -159,17 +159,6 @@ class CallableScorer(Scorer):
             return work.result()
         except Exception as error:
             raise ScoringFailed(self._bound.raised(error)) from None
-
-    def _kept(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # taken note of, also if the caller has gone
 
     async def close(self) -> None:
         """Threads left behind are daemons and do not keep the program alive."""

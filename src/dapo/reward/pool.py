@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.errors import RewardError
+from dapo.reward.batching import begin
 from dapo.reward.worker import HEADER, encode
 
 _START_TIMEOUT_S = 120.0
@@ -89,9 +90,8 @@ class WorkerPool:
             raise RewardError(f"a worker process can only be sent what JSON can hold: {error}") from None
         await self._free.acquire()
         # if the caller is cancelled, the item is finished all the same: its worker need not be killed
-        exchange = asyncio.create_task(self._attempts(message))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._settle)
+        exchange = begin(self._exchanges, self._attempts(message))
+        exchange.add_done_callback(lambda _: self._free.release())
         return await asyncio.shield(exchange)
 
     async def _attempts(self, message: bytes) -> dict[str, Any]:
@@ -102,12 +102,6 @@ class WorkerPool:
                 return await self._attempt(message)
             except _WorkerDied as error:
                 raise ScoringFailed(f"two workers died on it, the last one {error}") from None
-
-    def _settle(self, exchange: asyncio.Task[dict[str, Any]]) -> None:
-        self._exchanges.discard(exchange)
-        self._free.release()
-        if not exchange.cancelled():
-            exchange.exception()  # retrieved, in case the caller was cancelled
 
     async def close(self) -> None:
         """Kill all workers and wait, for a bounded time, until they are gone. Items still running fail."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -111,15 +112,9 @@ async def rescore(
     hear: Callable[[StepChange], None],
     advance: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Score the samples of some steps again, one step after the other.
-
-    Args:
-        hear: called for each step with what changed.
-        advance: called with its step for every sample that is done.
-
-    Raises:
-        UserError: a line is damaged, a row is not there, or the reward breaks its contract; names the place.
-    """
+    """Score the samples of some steps again. ``hear``: called for each step; ``advance``: for each sample, with its
+    step. Raises UserError: a line is damaged, a row is not there, or the reward breaks its contract; names the
+    place."""
     async with running(make_scorer(reward)) as scorer:
         for step in steps:
             hear(await _rescore_step(folder, step, scorer, config, rows, partial(advance, step)))
@@ -145,20 +140,12 @@ async def _rescore_step(
     return _compare(step, [{"step": step, **sample} for sample in samples], before, rewards, config)
 
 
-# --- what is stored -----------------------------------------------------------------------------------------------
-
-_TEXT, _WHOLE = (str,), (int,)
 _FIELDS: Mapping[str, tuple[type, ...]] = {
-    "draw": _WHOLE,
-    "row": _WHOLE,
-    "index": _WHOLE,
-    "prompt": _TEXT,
-    "response": _TEXT,
-    "gold": (str, type(None)),
-    "correct": (bool, type(None)),
-    "reward": (int, float, type(None)),
-    "error": (str, type(None)),
-    "extracted": (str, type(None)),
+    **dict.fromkeys(("draw", "row", "index"), (int,)),
+    **dict.fromkeys(("prompt", "response"), (str,)),
+    **dict.fromkeys(("gold", "error", "extracted"), (str, NoneType)),
+    "correct": (bool, NoneType),
+    "reward": (int, float, NoneType),
     "parts": (dict,),
 }
 
@@ -177,20 +164,13 @@ def _stored_reward(sample: Mapping[str, Any]) -> Reward:
     return Reward(sample["correct"], value, sample["parts"], sample["error"], sample["extracted"])
 
 
-def needs_rows(reward: RewardConfig) -> bool:
-    """Whether a reward may look at further keys of a row."""
-    return not all(isinstance(one, MathReward | ExactReward | ModelReward) for one in plain_rewards(reward))
-
-
 class StoredRows:
-    """The prompts of stored samples, with the further keys of their rows if the reward may want them."""
+    """The prompts of stored samples, with the further keys of their rows if the reward may need them."""
 
     def __init__(self, config: Config, reward: RewardConfig, warn: Callable[[str], None]) -> None:
-        """``warn``: hears that the data is not there; only a reward that cannot do without it ends here.
-        Raises DataError: the reward runs tests, and the rows that hold them cannot be read."""
+        """``warn``: called if the rows cannot be read. Raises DataError: they hold the tests that the reward runs."""
         self._rows: Rows | None = None
-        self._config = config.data
-        if not needs_rows(reward):
+        if all(isinstance(one, MathReward | ExactReward | ModelReward) for one in plain_rewards(reward)):
             return
         try:
             if not config.data.train:
@@ -203,8 +183,7 @@ class StoredRows:
             warn(f"going on without {text}")
 
     def prompt(self, sample: Mapping[str, Any], place: str) -> Prompt:
-        """What the reward got to see of a sample's row.
-        Raises DataError: the row is no longer there, or another one."""
+        """Raises DataError: the row of the sample is no longer there, or another one."""
         number, meta = sample["row"], {}
         if self._rows is not None:
             there = 0 <= number < len(self._rows)
@@ -217,9 +196,6 @@ class StoredRows:
                 raise DataError(f"{place}: sampled from row {number + 1} of the data, which has changed: {found}")
             meta = dict(row.meta)
         return Prompt(number, sample["prompt"], (), sample["gold"], meta, sample.get("prompt_end") or "")
-
-
-# --- what changed -------------------------------------------------------------------------------------------------
 
 
 def _compare(
@@ -255,7 +231,7 @@ def _compare(
 
 
 def kinds_of_change(before: Reward, after: Reward) -> tuple[str, ...]:
-    """What of :data:`KINDS` is true, in their order; nothing if the reward is the same."""
+    """Which of :data:`KINDS` apply, in their order; none if the reward is the same."""
     if before.error is not None or after.error is not None:
         if before.error is not None and after.error is not None:
             return ()
@@ -275,7 +251,7 @@ def kinds_of_change(before: Reward, after: Reward) -> tuple[str, ...]:
 
 
 def _answer_found(reward: Reward) -> bool | None:
-    """None: the reward does not look for an answer, or does not say."""
+    """None: not known."""
     if "answer_found" in reward.parts:
         return reward.parts["answer_found"] > 0
     return True if reward.extracted is not None else None
@@ -284,7 +260,7 @@ def _answer_found(reward: Reward) -> bool | None:
 def _groups(
     samples: Sequence[Mapping[str, Any]], before: Sequence[Reward], after: Sequence[Reward], config: Config
 ) -> Iterator[GroupChange]:
-    """What each group is worth with the old and the new rewards."""
+    """Each group's verdict with the old and the new rewards."""
     places: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(sample["draw"], []).append(place)
@@ -295,7 +271,7 @@ def _groups(
 
 
 def _worth(rewards: Sequence[Reward], sample: Mapping[str, Any], config: Config) -> GroupVerdict:
-    """What the run's dynamic sampling makes of a group; by the spread of the rewards where right and wrong are open."""
+    """The verdict of the run's dynamic sampling; by the spread of the rewards where right and wrong are open."""
     none: Any = np.zeros(0)
     made = [Sample(0, k, none, none, none, "stop", reward=reward) for k, reward in enumerate(rewards)]
     group = Group(sample["draw"], Prompt(sample["row"], sample["prompt"], ()), tuple(made))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import Batcher
+from dapo.reward.batching import Batcher, begin
 from dapo.reward.client.connections import token_in
 from dapo.reward.client.faults import BadReply, Fault, Refusal
 from dapo.reward.client.pauses import Pauses
@@ -98,8 +98,7 @@ class RemoteScorer(Scorer, ABC):
                 raise self._error(str(error)) from None
             left = begun + within - time.monotonic()
             if left <= 0 and again:
-                text = f"{self._name}: not ready after {within:g} s: {cause}; is it the right address?"
-                raise self._error(text)
+                raise self._error(f"{self._name}: not ready after {within:g} s: {cause}; is it the right address?")
             again = True
             await asyncio.sleep(max(0.0, min(pauses.next(requested_s), left)))
 
@@ -110,9 +109,7 @@ class RemoteScorer(Scorer, ABC):
         if not self._submitted:
             self._silent_since = None  # no answer was expected
         call = Call(prompt, response, finish_reason, asyncio.get_running_loop().create_future())
-        submitted = asyncio.create_task(self._batcher.submit(call))
-        self._submitted.add(submitted)  # the batch may go on for others after this verdict is there
-        submitted.add_done_callback(self._settle)
+        submitted = begin(self._submitted, self._batcher.submit(call))  # the batch may go on after this verdict
         try:
             either: set[asyncio.Future[Any]] = {submitted, call.verdict}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -120,14 +117,9 @@ class RemoteScorer(Scorer, ABC):
                 await submitted  # raises what ended the batch
             return await call.verdict
         finally:
-            if not call.verdict.done():  # the caller has gone
+            if not call.verdict.done():  # the caller was cancelled
                 call.verdict.cancel()
                 submitted.cancel()
-
-    def _settle(self, submitted: asyncio.Task[None]) -> None:
-        self._submitted.discard(submitted)
-        if not submitted.cancelled():
-            submitted.exception()  # retrieved, in case the caller was cancelled
 
     async def close(self) -> None:
         await self._batcher.close()
@@ -140,7 +132,7 @@ class RemoteScorer(Scorer, ABC):
         while waiting := [call for call in waiting if not call.verdict.done()]:
             asked = waiting[:size]
             problem = await self._try(asked)
-            if problem is None or any(_is_answered(call) for call in asked):
+            if problem is None or any(call.verdict.done() and not call.verdict.cancelled() for call in asked):
                 size, pauses = min(2 * size, len(calls)), Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
                 since = time.monotonic()
             elif isinstance(problem, Refusal):
@@ -150,19 +142,14 @@ class RemoteScorer(Scorer, ABC):
             elif self._should_give_up(since):
                 self._fail(waiting, problem)
             else:
-                self._tell(problem)
+                if not self._told:  # once per outage
+                    self._told, limit_s = True, self._config.give_up_after_s
+                    _log.warning("%s does not answer: %s; asking again for up to %g s", self._name, problem, limit_s)
                 waiting = waiting[size:] + asked  # one that crashes the server must not keep the others waiting
                 size = max(1, len(asked) // 2) if problem.smaller else size
-                await asyncio.sleep(self._pause(pauses, problem, since))
+                left = since + self._config.give_up_after_s - time.monotonic()  # the last attempt is made then
+                await asyncio.sleep(max(0.0, min(pauses.next(problem.pause_s), left)))
         return [None] * len(calls)
-
-    def _tell(self, fault: Fault) -> None:
-        """Warn once per outage, as the run stands still."""
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "%s does not answer: %s; asking again for up to %g s", self._name, fault, self._config.give_up_after_s
-            )
 
     async def _try(self, calls: Sequence[Call]) -> Fault | Refusal | None:
         """One attempt; returns why there was no reply. However much is wrong with a reply, it counts once per call."""
@@ -234,12 +221,3 @@ class RemoteScorer(Scorer, ABC):
         if self._silent_since is None:
             self._silent_since = now
         return now - min(since, self._silent_since) >= self._config.give_up_after_s
-
-    def _pause(self, pauses: Pauses, fault: Fault, since: float) -> float:
-        """Never beyond the time to give up, so that the last attempt is made then."""
-        left = since + self._config.give_up_after_s - time.monotonic()
-        return max(0.0, min(pauses.next(fault.pause_s), left))
-
-
-def _is_answered(call: Call) -> bool:
-    return call.verdict.done() and not call.verdict.cancelled()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from dapo.config import JudgeReward
 from dapo.records import FinishReason, Prompt, Reward
+from dapo.reward.batching import retrieve
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.judge.cache import ReplyCache
 from dapo.reward.judge.endpoint import Endpoint, NoReply
@@ -61,7 +62,8 @@ class JudgeScorer(Scorer):
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._grade(key, question, rubric, endpoint))
-            task.add_done_callback(lambda done: self._settle(key, done))
+            task.add_done_callback(lambda _: self._asked.pop(key))
+            task.add_done_callback(retrieve)
         # others may wait for the same question if this caller is cancelled
         return await asyncio.shield(task)
 
@@ -120,8 +122,3 @@ class JudgeScorer(Scorer):
         bar = self._config.correct_at
         value = 2.0 * (grade - low) / (high - low) - 1.0
         return Reward(None if bar is None else grade >= bar, value, {"grade": grade})
-
-    def _settle(self, key: str, task: asyncio.Task[Reward]) -> None:
-        del self._asked[key]
-        if not task.cancelled():
-            task.exception()  # retrieved, in case all callers were cancelled

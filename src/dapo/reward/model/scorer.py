@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from dapo.config import ModelReward
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import Batcher
+from dapo.reward.batching import Batcher, retrieve
 from dapo.reward.contract import Scorer
 from dapo.reward.convert import LARGEST
 
@@ -92,7 +92,7 @@ class ModelScorer(Scorer):
             return [_failed(f"the model was busy for another {limit:g} s with a batch that had timed out")] * len(items)
         network = await self._loaded()
         self._running = self._call(self._runner, network.score, items)
-        self._running.add_done_callback(_take_note)
+        self._running.add_done_callback(retrieve)
         if not await _done(self._running, limit):
             size = len(items) * max(item.length for item in items)
             text = f"timed out after {limit:g} s in a batch of {size} tokens; raise reward.timeout_s or lower "
@@ -117,12 +117,6 @@ class ModelScorer(Scorer):
         self, thread: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(thread, lambda: function(*args, **kwargs))
-
-
-def _take_note(call: asyncio.Future[Any]) -> None:
-    """Retrieve an error that came after the time-out."""
-    if not call.cancelled():
-        call.exception()
 
 
 async def _done(call: asyncio.Future[list[float]] | None, limit_s: float) -> bool:
