@@ -30,13 +30,17 @@ _IF_NAMED = ("finish_reason", "prompt_end")
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """``spec``: ``package.module:name`` or ``path/file.py:name``, with the name of a function there, or the one it is
-    declared under; a relative path starts in the working folder.
-    Raises RewardError: the file or module is missing, fails while being imported, or holds no such function."""
+    """The function that ``spec`` names.
+    ``spec``: ``package.module:name`` or ``path/file.py:name`` (the name of a function there, or the one it is declared
+    under); a relative path starts in the working folder.
+
+    Raises:
+        RewardError: the file or module is missing, fails while being imported, or holds no such function.
+    """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise RewardError(f"reward function {spec!r}: expected package.module:name or path/file.py:name")
-    module = _import(spec, place)
+    module = _import_file(spec, Path(place)) if place.endswith(".py") else _import_module(spec, place)
     found = find_declared(name, module.__name__) or getattr(module, name, None)
     if found is None:
         raise RewardError(f"reward function {spec}: {place} has no {name!r}; {_nearest(module, name)}")
@@ -45,23 +49,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     return found
 
 
-def _import(spec: str, place: str) -> ModuleType:
-    path = Path(place) if place.endswith(".py") else None
-    if path is not None and not path.is_file():
+def _import_file(spec: str, path: Path) -> ModuleType:
+    if not path.is_file():
         raise RewardError(f"reward function {spec}: no such file: {path.absolute()}")
-    try:
-        return importlib.import_module(place) if path is None else _import_file(path)
-    except (Exception, SystemExit) as error:
-        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-        if path is None and missing and f"{place}.".startswith(f"{missing}."):
-            raise RewardError(
-                f"reward function {spec}: no module named {missing!r} (looked in the working folder and the installed "
-                "packages); a file is named as path/file.py:name"
-            ) from None
-        raise RewardError(f"reward function {spec}: importing {place} failed: {describe(error)}") from None
-
-
-def _import_file(path: Path) -> ModuleType:
     folder = str(path.absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last: helpers beside the file can be imported, but shadow nothing
@@ -72,10 +62,25 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         module_spec.loader.exec_module(module)
-    except BaseException:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise
+        raise RewardError(f"reward function {spec}: importing {path} failed: {describe(error)}") from None
     return module
+
+
+def _import_module(spec: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing and (name == missing or name.startswith(missing + ".")):
+            raise RewardError(
+                f"reward function {spec}: no module named {missing!r} (looked in the working folder and the installed "
+                "packages); a file is named as path/file.py:name"
+            ) from None
+        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
 
 
 def _nearest(module: ModuleType, name: str) -> str:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Check a reward against labelled cases; score a run's samples again.")
 
+_Keys = Annotated[list[str] | None, typer.Argument(metavar="[REWARD.KEY=VALUE]", help="Keys of the reward to change.")]
+_Steps = Annotated[str, typer.Option("--steps", "--step", metavar="N|A:B|all", help="Samples of these steps.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no times.")]
 
 
@@ -88,9 +90,7 @@ def check(
 @app.command(epilog=EXIT_CODES)
 def score(
     run: Run,
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[REWARD.KEY=VALUE]", help="Keys of the reward to change.")
-    ] = None,
+    words: _Keys = None,
     reward: Annotated[
         str | None,
         typer.Option(
@@ -99,9 +99,7 @@ def score(
             autocompletion=complete_recipe,
         ),
     ] = None,
-    steps: Annotated[str, typer.Option("--steps", "--step", metavar="N|A:B|all", help="Samples of these steps.")] = (
-        "all"
-    ),
+    steps: _Steps = "all",
     examples: Annotated[int, typer.Option(min=0, help="Show at most so many samples that changed.")] = 6,
     output: JsonFile = None,
     quiet: _Quiet = False,

@@ -87,9 +87,8 @@ def _forward(config: ModelReward, model: Any, head_file: str | None) -> Forward:
     if head_file is None and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         return _whole(model)
     if config.template == "pair":
-        raise RewardError(
-            f"reward.template: is pair, but the reward model {config.path} reads one text; use chat, or plain"
-        )
+        text = f"is pair, but the reward model {config.path} reads one text; use chat, or plain"
+        raise RewardError(f"reward.template: {text}")
     settings = model.config.get_text_config()
     if head_file is None:
         head = copy.deepcopy(model.score).float()
@@ -135,11 +134,8 @@ def _try(network: RewardNetwork, model: Any | None, config: ModelReward) -> None
     items = [Encoded(i.token_ids[: config.max_length], i.token_types[: config.max_length]) for i in items]
     try:
         together = network.score(items)
-        if model is None:
-            alone = [network.score([item])[0] for item in items]
-        else:
-            own = RewardNetwork(network.text, _whole(model), torch.device(config.device), 0)
-            alone = [own.score([item])[0] for item in items]
+        own = RewardNetwork(network.text, _whole(model), torch.device(config.device), 0) if model else network
+        alone = [own.score([item])[0] for item in items]
     except Exception as error:  # whatever the architecture's code raises
         raise RewardError(f"reward model {config.path}: cannot score: {type(error).__name__}: {error}") from None
     tolerance = 1e-3 if config.compute_dtype == "float32" else 0.1  # bfloat16 has 8 bits
@@ -157,7 +153,7 @@ def _settings(name: str, trust_remote_code: bool) -> Any:
     try:
         settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **from_where(name))
     except (OSError, ValueError, KeyError) as error:
-        raise RewardError(_explain("model", name, error)) from None
+        raise RewardError(_explain(name, error)) from None
     if getattr(settings, "is_encoder_decoder", False):
         raise RewardError(f"reward model {name}: encoders with a decoder ({settings.model_type}) are not supported")
     return settings
@@ -174,9 +170,6 @@ def _value_head(name: str) -> str | None:
     """The file with the head, in a folder or on the hub, or None."""
     from transformers.utils import cached_file
 
-    if Path(name).is_dir():
-        file = Path(name) / VALUE_HEAD
-        return str(file) if file.is_file() else None
     try:
         found: str | None = cached_file(name, VALUE_HEAD)
         return found
@@ -255,7 +248,7 @@ def _from_pretrained(config: ModelReward, kind: str) -> Any:
                 **from_where(config.path),
             )
     except Exception as error:  # a damaged weight file raises whatever its reader raises
-        raise RewardError(_explain("model", config.path, error)) from None
+        raise RewardError(_explain(config.path, error)) from None
     for key in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, report.get(key) or ()))
         if key == "unexpected_keys":
@@ -285,11 +278,9 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _explain(what: str, name: str, error: Exception) -> str:
-    reason = first_line(error)
-    local = Path(name).expanduser()
-    if local.exists():
-        return f"reward {what} {name}: exists but cannot be loaded: {reason}"
+def _explain(name: str, error: Exception) -> str:
+    if Path(name).expanduser().exists():
+        return f"reward model {name}: exists but cannot be loaded: {first_line(error)}"
     if name.startswith((".", "/", "~")):
-        return f"reward {what} {name}: no such folder"
-    return f"reward {what} {name}: neither a local folder nor found on the hub: {reason}"
+        return f"reward model {name}: no such folder"
+    return f"reward model {name}: neither a local folder nor found on the hub: {first_line(error)}"
