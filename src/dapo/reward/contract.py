@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
@@ -61,3 +62,9 @@ def reference(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise RewardError(f"row {prompt.row + 1} has no reference answer, which this reward compares with")
     return prompt.answer
+
+
+def fields(prompt: Prompt, response: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+    """What users' functions, requests and rubrics may name of a response."""
+    said = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
+    return {**said, "finish_reason": finish_reason, "prompt_end": prompt.end}

@@ -16,7 +16,7 @@ from dapo.config import FunctionReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, begin
-from dapo.reward.contract import Scorer
+from dapo.reward.contract import Scorer, fields
 from dapo.reward.convert import reward_from_json
 from dapo.reward.function import ASYNC_AT_ONCE, BoundFunction
 from dapo.reward.pool import ScoringFailed, WorkerPool
@@ -30,11 +30,6 @@ _ASYNC_BATCHES = 4
 
 _Item = Mapping[str, Any]
 """See :meth:`BoundFunction.arguments`."""
-
-
-def _item(prompt: Prompt, response: str, finish_reason: FinishReason | None) -> _Item:
-    said = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
-    return {**said, "finish_reason": finish_reason, "prompt_end": prompt.end}
 
 
 async def _score_items(
@@ -76,7 +71,7 @@ class FunctionScorer(PooledScorer):
             submit = self._submit or await self._how_to_submit()
         except ScoringFailed as error:
             return Reward(None, 0.0, error=str(error))
-        return await submit(_item(prompt, response, finish_reason))
+        return await submit(fields(prompt, response, finish_reason))
 
     async def _how_to_submit(self) -> Callable[[_Item], Awaitable[Reward]]:
         async with self._asking:
@@ -127,7 +122,7 @@ class CallableScorer(Scorer):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        item = _item(prompt, response, finish_reason)
+        item = fields(prompt, response, finish_reason)
         if self._batcher is not None:
             return await self._batcher.submit(item)
         (reward,) = await _score_items(self._call, [item])

@@ -19,7 +19,7 @@ from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.connections import connection_fault
 from dapo.reward.client.faults import BadReply, Fault, Refusal
-from dapo.reward.client.mapping import as_text, fill_one, to_verdict, unfillable
+from dapo.reward.client.mapping import as_text, fill, to_verdict, unfillable
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 
@@ -91,7 +91,7 @@ class KServeScorer(RemoteScorer):
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
         model = self._model
         inputs = [
-            _text_tensor(name, [as_text(fill_one(template, call)) for call in calls])
+            _text_tensor(name, [as_text(fill(template, [call])) for call in calls])
             for name, template in model.inputs.items()
         ]
         names = self._outputs

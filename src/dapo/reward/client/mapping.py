@@ -13,35 +13,25 @@ from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.faults import BadReply, one_line
 from dapo.reward.client.scorer import Call
-from dapo.reward.contract import Doubt
+from dapo.reward.contract import Doubt, fields
 from dapo.reward.convert import to_reward
 
 _NOTHING = object()
 
 
 def fill(template: Any, calls: Sequence[Call]) -> Any:
-    """An element of a list that holds a field is repeated for each of ``calls``.
-    Raises RewardError: a row lacks a key of the template."""
+    """An element of a list that holds a field is repeated for each of ``calls``. A text that is nothing but a field
+    becomes its value, of any type. Raises RewardError: a row lacks a key of the template."""
     if isinstance(template, dict):
         return {key: fill(value, calls) for key, value in template.items()}
     if isinstance(template, list):
-        repeated = ([fill_one(e, call) for call in calls] if any(fields_of(e)) else [e] for e in template)
+        repeated = ([fill(one, [call]) for call in calls] if any(fields_of(one)) else [one] for one in template)
         return [element for elements in repeated for element in elements]
-    return fill_one(template, calls[0])
-
-
-def fill_one(template: Any, call: Call) -> Any:
-    """A text that is nothing but a field becomes its value, of any type."""
-    if isinstance(template, dict):
-        return {key: fill_one(value, call) for key, value in template.items()}
-    if isinstance(template, list):
-        return [fill_one(element, call) for element in template]
     if not isinstance(template, str):
         return template
-    whole = FIELD.fullmatch(template)
-    if whole:
-        return _value(whole, call)
-    return FIELD.sub(lambda found: as_text(_value(found, call)), template)
+    if whole := FIELD.fullmatch(template):
+        return _value(whole, calls[0])
+    return FIELD.sub(lambda found: as_text(_value(found, calls[0])), template)
 
 
 def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
@@ -56,16 +46,14 @@ def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
 
 
 def _value(found: re.Match[str], call: Call) -> Any:
-    prompt = call.prompt
-    fields = {"prompt": prompt.text, "response": call.response, "answer": prompt.answer, "meta": dict(prompt.meta)}
-    name = found[0]
+    name, known = found[0], fields(call.prompt, call.response, call.finish_reason)
     if name == "$item":
-        return fields
+        return {key: known[key] for key in ("prompt", "response", "answer", "meta")}
     if not name.startswith("$meta."):
-        return (fields | {"finish_reason": call.finish_reason, "prompt_end": prompt.end})[name[1:]]
-    value = _in_meta(prompt, name)
+        return known[name[1:]]
+    value = _in_meta(call.prompt, name)
     if value is _NOTHING:
-        raise RewardError(f"row {prompt.row + 1} has no {name}, which the reward server is sent")
+        raise RewardError(f"row {call.prompt.row + 1} has no {name}, which the reward server is sent")
     return value
 
 

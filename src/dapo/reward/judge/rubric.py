@@ -11,6 +11,7 @@ from typing import Any
 
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt
+from dapo.reward.contract import fields
 
 _GRADE = re.compile(r"(?:#+ *)?[*_`]*Grade[*_`]*:[*_` ]*(-?[0-9]+(?:\.[0-9]+)?)[*_`]*")
 """The last line of a reply, or a part of it, may be in bold, or a heading."""
@@ -48,13 +49,9 @@ class Rubric:
     def message(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> str:
         """Raises RubricError: the template needs a key that this row has not, or prints a value that is null."""
         digest = hashlib.sha256(f"{len(prompt.text)} {prompt.text}{response}".encode("utf-8", "surrogatepass"))
-        values: dict[str, Any] = {
-            "prompt": prompt.text,
-            "response": response,
+        values = {
+            **fields(prompt, response, finish_reason),
             "finish_reason": finish_reason or "",
-            "prompt_end": prompt.end,
-            "answer": prompt.answer,
-            "meta": dict(prompt.meta),
             "scale": [int(end) if end.is_integer() else end for end in self._scale],
             "fence": f"-----{digest.hexdigest()[:32]}-----",
         }
