@@ -32,7 +32,7 @@ class Refusal(_Problem):
 
 
 class BadReply(_Problem):
-    """The reply is complete but breaks the protocol. One may be an accident, two are not."""
+    """The reply is complete but breaks the protocol. After a second one the score has failed."""
 
 
 def one_line(text: str) -> str:

@@ -72,18 +72,13 @@ class KServeScorer(RemoteScorer):
         model = self._model
         for kind, wanted in (("inputs", [*model.inputs]), ("outputs", self._outputs)):
             found = {str(tensor.get("name")): str(tensor.get("datatype")) for tensor in described.get(kind) or ()}
-            missing = [name for name in wanted if name not in found]
-            if found and missing:
-                raise RewardError(
-                    f"{self._name}: the model {model.model!r} has no {kind[:-1]} {missing[0]!r}; its {kind} are "
-                    + ", ".join(map(repr, found))
-                )
-            for name in wanted if kind == "inputs" else ():
-                if found and found[name] != "BYTES":
-                    raise RewardError(
-                        f"{self._name}: the input {name!r} of the model {model.model!r} is {found[name]}; text needs "
-                        "BYTES"
-                    )
+            for name in wanted if found else ():
+                if name not in found:
+                    text = f"the model {model.model!r} has no {kind[:-1]} {name!r}; its {kind} are "
+                    raise RewardError(f"{self._name}: {text}{', '.join(map(repr, found))}")
+                if kind == "inputs" and found[name] != "BYTES":
+                    text = f"the input {name!r} of the model {model.model!r} is {found[name]}; text needs BYTES"
+                    raise RewardError(f"{self._name}: {text}")
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         return unfillable(self._model.inputs, prompts)

@@ -4,9 +4,9 @@ blocked and the next batch is read while the last one is scored."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from dapo.config import ModelReward
 from dapo.records import FinishReason, Prompt, Reward
@@ -17,9 +17,6 @@ from dapo.reward.convert import LARGEST
 if TYPE_CHECKING:
     from dapo.reward.model.network import RewardNetwork
     from dapo.reward.model.text import Encoded
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def pick_alike(lengths: Sequence[int], budget: int) -> list[int]:
@@ -65,7 +62,8 @@ class ModelScorer(Scorer):
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`. ``parts`` holds ``score``; ``correct`` is whether it is above ``correct_above``."""
         network = await self._loaded()
-        item = await self._call(self._reader, network.text.encode, prompt.text, response)
+        loop = asyncio.get_running_loop()
+        item = await loop.run_in_executor(self._reader, network.text.encode, prompt.text, response)
         limit = self._config.max_length
         if item.length > limit:
             return _failed(f"prompt and response are {item.length} tokens, more than reward.max_length={limit}")
@@ -83,7 +81,7 @@ class ModelScorer(Scorer):
     async def _loaded(self) -> RewardNetwork:
         async with self._loading:
             if self._network is None:
-                self._network = await self._call(self._runner, _load, self._config)
+                self._network = await asyncio.get_running_loop().run_in_executor(self._runner, _load, self._config)
             return self._network
 
     async def _score_batch(self, items: Sequence[Encoded]) -> Sequence[Reward]:
@@ -91,7 +89,7 @@ class ModelScorer(Scorer):
         if not await _done(self._running, limit):  # left behind by a time-out: a thread cannot be stopped
             return [_failed(f"the model was busy for another {limit:g} s with a batch that had timed out")] * len(items)
         network = await self._loaded()
-        self._running = self._call(self._runner, network.score, items)
+        self._running = asyncio.get_running_loop().run_in_executor(self._runner, network.score, items)
         self._running.add_done_callback(retrieve)
         if not await _done(self._running, limit):
             size = len(items) * max(item.length for item in items)
@@ -112,11 +110,6 @@ class ModelScorer(Scorer):
         if type(error).__name__ == "OutOfMemoryError":
             return f"out of memory; lower reward.tokens_per_batch={self._config.tokens_per_batch}"
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-
-    def _call(
-        self, thread: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(thread, lambda: function(*args, **kwargs))
 
 
 async def _done(call: asyncio.Future[list[float]] | None, limit_s: float) -> bool:
