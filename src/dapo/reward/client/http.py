@@ -39,7 +39,7 @@ class _JsonScorer(RemoteScorer):
         await self._connections.close()
 
     async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-        """Raises Fault, Refusal, RewardError: as the status says."""
+        """Raises, by the status, Fault: ask again later; Refusal: ask for less; RewardError: asking again is no use."""
         if 200 <= reply.status < 300:
             return reply
         text, retry = _error_text(await beginning(reply, _LARGEST_ERROR))
