@@ -178,3 +178,9 @@ def values(rewards: list[Reward]) -> list[float]:
 def lengths(body: dict[str, Any]) -> bytes:
     """The reply of a service whose reward is the length of the response."""
     return response({"results": [float(len(item["response"])) for item in body["items"]]})
+
+
+def line(index: int, value: float | None = 1.0) -> bytes:
+    """A result as a reward server streams it."""
+    result = {"correct": None, "value": value, "parts": {}, "extracted": None, "error": None}
+    return json.dumps({"index": index, "id": None} | result).encode() + b"\n"

@@ -13,19 +13,13 @@ from dapo.records import Prompt
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.function import describe, load_function
 from dapo.reward.function_scorers import CallableScorer
+from scoring import rewards_of
 
 PROMPT = Prompt(3, "2+2=", (1,), "4", {"level": 2})
 
 
 def score(function, *responses, timeout_s=10.0):
-    async def run():
-        scorer = make_scorer(MathReward(timeout_s=timeout_s), function)
-        try:
-            return await asyncio.gather(*(scorer.score(PROMPT, r) for r in responses))
-        finally:
-            await scorer.close()
-
-    return asyncio.run(run())
+    return rewards_of(make_scorer(MathReward(timeout_s=timeout_s), function), PROMPT, responses)
 
 
 def test_sync_and_async_functions_get_what_they_ask_for():

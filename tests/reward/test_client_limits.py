@@ -8,7 +8,18 @@ import time
 from typing import Any
 
 import pytest
-from reward_servers import Answer, ScriptedServer, free_port, lengths, prompt, response, score_all, serving, values
+from reward_servers import (
+    Answer,
+    ScriptedServer,
+    free_port,
+    lengths,
+    line,
+    prompt,
+    response,
+    score_all,
+    serving,
+    values,
+)
 
 from dapo.config import ExactReward, HttpReward, KServeReward, ServerReward
 from dapo.errors import RewardError
@@ -74,24 +85,7 @@ def test_who_leaves_does_not_cut_the_pause_short_that_the_server_asked_for() -> 
     assert times[1] - times[0] >= 1.0
 
 
-@pytest.mark.parametrize("header", ["\u00b2", "soon", "Fri, 31 Dec 99999 23:59:59 GMT", "-1"])
-def test_a_retry_after_that_says_nothing_is_none(header: str) -> None:
-    left = 1
-
-    async def answer(head: str, body: dict[str, Any]) -> bytes:
-        nonlocal left
-        left -= 1
-        return response({}, "429 Too Many Requests", retry_after=header) if left >= 0 else lengths(body)
-
-    assert values(score_all(answer, ["abc"])[0]) == [3.0]
-
-
 # replies that are broken in two ways
-
-
-def line(index: int, value: float | None = 1.0) -> bytes:
-    result = {"correct": None, "value": value, "parts": {}, "extracted": None, "error": None}
-    return json.dumps({"index": index, "id": None} | result).encode() + b"\n"
 
 
 def test_one_broken_reply_is_one_strike_however_broken_it_is() -> None:

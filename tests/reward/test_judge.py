@@ -25,6 +25,7 @@ from dapo.reward.build import make_scorer
 from dapo.reward.client.connections import connection_fault
 from dapo.reward.judge import endpoint as endpoint_module
 from dapo.reward.judge.rubric import Rubric
+from scoring import rewards_of
 
 RUBRIC = Rubric(None, (0.0, 10.0))
 
@@ -131,14 +132,7 @@ def prompt(text="What is 2+2?", answer="4", **meta):
 
 
 def score_all(settings, responses, item=None):
-    async def run():
-        scorer = make_scorer(settings)
-        try:
-            return await asyncio.gather(*(scorer.score(item or prompt(), r) for r in responses))
-        finally:
-            await scorer.close()
-
-    return asyncio.run(run())
+    return rewards_of(make_scorer(settings), item or prompt(), responses)
 
 
 def score(settings, response="4", item=None):

@@ -3,7 +3,6 @@ that the client needs, written out here."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import struct
@@ -22,6 +21,7 @@ from dapo.config import KServeReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client import make_client
+from scoring import rewards_of
 
 ROOT = Path(__file__).parents[2]
 INPUTS = {"response": "$response", "answer": "$answer"}
@@ -30,16 +30,7 @@ RESPONSES = ["4", "five", "4", "", "x \u2265 4\nso it is"]
 
 def score_all(url: str, responses: list[str], row: Prompt | None = None, **settings: Any) -> list[Reward]:
     config = KServeReward(**{"kind": "kserve", "url": url, "model": "scorer", "inputs": INPUTS} | settings)
-
-    async def run() -> list[Reward]:
-        client = make_client(config)
-        try:
-            await client.start()
-            return await asyncio.gather(*(client.score(row or prompt("4"), text) for text in responses))
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
+    return rewards_of(make_client(config), row or prompt("4"), responses, start=True)
 
 
 # A V2 endpoint of our own: no server, but enough of the protocol to be one for the client in CI.

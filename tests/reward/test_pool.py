@@ -15,6 +15,7 @@ from dapo.records import Prompt
 from dapo.reward.build import make_scorer
 from dapo.reward.pool import ScoringFailed, WorkerPool, _Worker, _WorkerDied
 from dapo.reward.worker import encode
+from scoring import rewards_of
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 
@@ -24,16 +25,7 @@ def prompt(answer="4", text="2+2=", **meta):
 
 
 def score_all(config, responses, item=None, start=False):
-    async def run():
-        scorer = make_scorer(config)
-        try:
-            if start:
-                await scorer.start()
-            return await asyncio.gather(*(scorer.score(item or prompt(), r) for r in responses))
-        finally:
-            await scorer.close()
-
-    return asyncio.run(run())
+    return rewards_of(make_scorer(config), item or prompt(), responses, start)
 
 
 def function(name, workers=2, timeout_s=20.0, **args):

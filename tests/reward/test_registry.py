@@ -15,25 +15,15 @@ from dapo.records import Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.function import load_function
 from dapo.reward.registry import declaration, named
+from scoring import rewards_of_pairs
 
 
 def prompt(row=0, **meta):
     return Prompt(row, f"text {row}", (), f"answer {row}", meta)
 
 
-def score(scorer, pairs):
-    async def run():
-        try:
-            await scorer.start()
-            return await asyncio.gather(*(scorer.score(p, r) for p, r in pairs))
-        finally:
-            await scorer.close()
-
-    return asyncio.run(run())
-
-
 def in_process(function, pairs, timeout_s=10.0):
-    return score(make_scorer(MathReward(timeout_s=timeout_s), function), pairs)
+    return rewards_of_pairs(make_scorer(MathReward(timeout_s=timeout_s), function), pairs, start=True)
 
 
 @pytest.fixture
@@ -44,7 +34,7 @@ def in_workers(tmp_path):
         path = tmp_path / "rewards.py"
         path.write_text(f"import asyncio, os, time, dapo\n{code}")
         config = FunctionReward(kind="function", function=f"{path}:f", workers=workers, timeout_s=timeout_s, **keys)
-        return score(make_scorer(config), pairs)
+        return rewards_of_pairs(make_scorer(config), pairs, start=True)
 
     return run
 

@@ -1,30 +1,40 @@
-"""Single scores made in batches: what waits is taken together as soon as there is a free hand.
-
-Consumes items one at a time, produces one result for each. Nothing waits in order to fill a batch: a lone item goes at
-once, and batches grow by themselves when work comes faster than it is done.
-"""
+"""Single items worked on in batches. No item waits for a batch to fill: a lone item goes at once, and batches grow when
+items come faster than they are done."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def begin(tasks: set[asyncio.Task[Result]], work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    """``work`` as a task that is kept in ``tasks`` until it is done, also if the caller does not wait for it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    task.add_done_callback(retrieve)
+    return task
+
+
+def retrieve(task: asyncio.Future[Any]) -> None:
+    """Keep asyncio from reporting an exception that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Batcher(Generic[Item, Result]):
     """Belongs to the event loop that it is first used in.
 
     Args:
-        work: a batch of 1 to ``size`` items to as many results, in order. What it raises is raised to each caller of
-            the batch.
+        work: a batch of 1 to ``size`` items to as many results, in order. Its exception is raised to each caller.
         size: most items of one batch; None: as many as wait, or as ``pick`` says.
         concurrency: batches at once.
-        pick: which of the waiting items make the next batch, as positions; by default the oldest. For batches of
-            items that are alike (in length).
+        pick: positions of the waiting items that make the next batch; by default the oldest.
     """
 
     def __init__(
@@ -41,18 +51,18 @@ class Batcher(Generic[Item, Result]):
         self._closed = False
 
     async def submit(self, item: Item) -> Result:
-        """The result for ``item``. Waits for a free hand and for its batch. Who is cancelled before its batch has begun
-        is not worked for. Raises RuntimeError: it is closed."""
+        """The result for ``item``. A caller that is cancelled before its batch starts drops its item.
+        Raises RuntimeError: the batcher is closed."""
         if self._closed:
             raise RuntimeError("the batcher is closed")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
-        # not at once: what is submitted in the same turn of the loop belongs together
+        # deferred, so that items submitted in the same turn of the loop share a batch
         asyncio.get_running_loop().call_soon(self._start)
         return await future
 
     async def close(self) -> None:
-        """Cancel what runs; whoever still waits gets :class:`asyncio.CancelledError`."""
+        """Cancel what runs; callers that still wait get :class:`asyncio.CancelledError`."""
         self._closed = True
         for _, future in self._waiting:
             future.cancel()
@@ -72,20 +82,17 @@ class Batcher(Generic[Item, Result]):
 
     def _take(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         if self._pick is None:
-            return self._take_oldest()
+            batch: list[tuple[Item, asyncio.Future[Result]]] = []
+            while self._waiting and (self._size is None or len(batch) < self._size):
+                pair = self._waiting.popleft()
+                if not pair[1].done():
+                    batch.append(pair)
+            return batch
         alive = [(item, future) for item, future in self._waiting if not future.done()]
         places = self._pick([item for item, _ in alive])[: self._size] if alive else []
         chosen = set(places)
         self._waiting = deque(pair for place, pair in enumerate(alive) if place not in chosen)
         return [alive[place] for place in places]
-
-    def _take_oldest(self) -> list[tuple[Item, asyncio.Future[Result]]]:
-        batch: list[tuple[Item, asyncio.Future[Result]]] = []
-        while self._waiting and (self._size is None or len(batch) < self._size):
-            pair = self._waiting.popleft()
-            if not pair[1].done():
-                batch.append(pair)
-        return batch
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

@@ -1,7 +1,6 @@
-"""From a recipe's ``reward`` section, or a Python function, to the :class:`~dapo.reward.contract.Scorer` that does it.
+"""The :class:`~dapo.reward.contract.Scorer` of a recipe's ``reward`` section, or of a Python function.
 
-Cheap rewards run in place; those that can hang, crash or eat memory run in worker processes (``pool.py``). What needs
-an extra or a heavy library is imported only when it is asked for.
+What needs an extra or a heavy library is imported only when a recipe asks for it.
 """
 
 from __future__ import annotations
@@ -29,12 +28,8 @@ from dapo.reward.math.scorer import MathScorer
 
 
 def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None) -> Scorer:
-    """The scorer that a recipe asks for. Workers start with the first score, or with ``start``.
-    ``function``: a function passed from Python, used in place of the recipe's kind; the section's time limit holds.
-
-    Raises:
-        RewardError: what the kind needs is not installed.
-    """
+    """Workers start with the first score, or with ``start``. ``function``: passed from Python, replaces the recipe's
+    kind; the section's time limit holds. Raises RewardError: what the kind needs is not installed."""
     if function is not None:
         return CallableScorer(function, config.timeout_s)
     match config:
@@ -49,11 +44,11 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
 
             return CodeScorer(config)
         case ModelReward():
-            from dapo.reward.model import ModelScorer
+            from dapo.reward.model.scorer import ModelScorer
 
             return ModelScorer(config)
         case JudgeReward():
-            from dapo.reward.judge import JudgeScorer
+            from dapo.reward.judge.scorer import JudgeScorer
 
             return JudgeScorer(config)
         case ServerReward() | HttpReward() | KServeReward():
@@ -69,7 +64,7 @@ def make_scorer(config: RewardConfig, function: Callable[..., Any] | None = None
 
 
 def needs_answer(config: RewardConfig) -> bool:
-    """Whether every row must have a reference answer: a user's function, a judge or a server may do without."""
+    """Whether every row must have a reference answer."""
     if isinstance(config, ComposeReward):
         return any(map(needs_answer, config.rewards.values()))
     return isinstance(config, MathReward | ExactReward)

@@ -1,29 +1,26 @@
-"""Is the reward right? Labelled cases in, what the reward says of each out (``dapo reward check``).
+"""A reward against labelled cases (``dapo reward check``).
 
-Consumes files of cases and a recipe's ``reward`` section; produces a :class:`Checked` for every case, in their order.
-Waits for the scorer, with many cases at once; its deadlines end the wait.
-
-A case is a response with the verdict that it should get, or a program that is graded as it stands::
+A case is a response with the verdict that it should get, or a program that is graded without a response around it::
 
     {"gold": "1/2", "response": "It is \\\\boxed{0.5}.", "expected": true}
     {"solution": "print(7)", "tests": [{"stdin": "", "stdout": "7\\n"}], "expected": "pass", "also_ok": ["error"]}
 
-``finish_reason`` (stop, length) and ``prompt_end`` (such as "<think>", if the template opens it) may be there, too.
 ``expected`` is true (right), false (wrong), the number that the reward should be, or "error" (no verdict); of a
-program it is pass, fail, timeout or error. ``also_ok`` lists what would be fine, too. ``prompt``, if there is one, and
-all other keys reach the reward as those of a row of data do; ``name``, ``note`` and the like are for people.
+program it is pass, fail, timeout or error. ``also_ok`` lists further accepted verdicts. ``finish_reason`` (stop,
+length) and ``prompt_end`` (such as "<think>", if the template opens it) are optional. ``prompt`` and all other keys
+reach the reward as those of a row of data do; ``name``, ``note``, ``source`` and ``after`` are for people.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from itertools import count
+from typing import Any, TypeVar, get_args
 
 from dapo.config import CodeReward, RewardConfig
 from dapo.config.sections import DataItem
@@ -35,15 +32,13 @@ from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
 from dapo.reward.convert import reward_to_json
-from dapo.reward.pool import ScoringFailed, WorkerPool
 
 OUTCOMES = ("pass", "fail", "timeout", "error")
-"""What can become of a program."""
-
 Expected = bool | float | str
+S = TypeVar("S", bound=Scorer)
 
 _AT_ONCE = 256
-"""Scores that are asked for at the same time. Scorers have bounds of their own; those that make batches want many."""
+"""Scores awaited at the same time. Scorers have limits of their own; those that make batches need many."""
 _SHOWN = ("name", "note", "source", "after")
 """Keys for people."""
 _TAKEN = ("gold", "response", "expected", "also_ok", "prompt", "finish_reason", "prompt_end")
@@ -67,9 +62,9 @@ class Case:
 class Checked:
     """What the reward says of a case.
 
-    ``reward``: None for a program. ``outcome``: of a program, one of :data:`OUTCOMES`; None if there is no verdict.
-    ``detail``: why a program has not passed. ``doubt``: what is wrong with the case itself, as the scorer sees it;
-    looked for only where it disagrees.
+    ``reward``: None for a program. ``outcome``: of a program, one of :data:`OUTCOMES`; None: there is no verdict.
+    ``detail``: why a program did not pass. ``doubt``: what the scorer finds wrong with the case itself, examined only
+    where they disagree.
     """
 
     case: Case
@@ -80,7 +75,6 @@ class Checked:
     doubt: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that is known of it, in JSON types."""
         case = self.case
         expected, *also_ok = case.accepted
         program = {"outcome": self.outcome, "detail": self.detail}
@@ -99,12 +93,8 @@ class Checked:
         }
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
-
-
 def read_cases(files: Sequence[str], config: RewardConfig) -> list[Case]:
-    """The cases in ``files`` (JSON lines, plain or compressed, and whatever else data may be in).
-    Raises DataError: with everything that is wrong, each with file and line."""
+    """The cases in ``files``, of any format of data. Raises DataError: all faults, each with file and line."""
     cases: list[Case] = []
     faults: list[str] = []
     for file in files:
@@ -130,18 +120,18 @@ def _open(file: str) -> Table:
 
 
 def _case(raw: Any, place: str, number: int, config: RewardConfig) -> Case:
-    """Raises BadRow: it is not a case, or not one for this reward."""
     if not isinstance(raw, Mapping):
         raise BadRow(f"expected an object such as {_EXAMPLE}, got {_shown(raw)}")
     is_program = "solution" in raw and "response" not in raw
     if is_program and not isinstance(config, CodeReward):
         raise BadRow(f"'solution' without 'response' is a case for reward.kind=code, not for reward.kind={config.kind}")
-    for key in ("solution", config.tests_key) if is_program and isinstance(config, CodeReward) else ("response",):
+    text_key = "solution" if is_program else "response"
+    for key in (text_key, config.tests_key) if is_program and isinstance(config, CodeReward) else (text_key,):
         if key not in raw:
             raise BadRow(f"no key {key!r}; the keys are {', '.join(map(repr, raw))}. A case is like {_EXAMPLE}")
-    text = raw["solution" if is_program else "response"]
+    text = raw[text_key]
     if type(text) is not str:
-        raise BadRow(f"{'solution' if is_program else 'response'!r} must be text, got {_shown(text)}")
+        raise BadRow(f"{text_key!r} must be text, got {_shown(text)}")
     accepted = _accepted(raw, is_program)
     prompt = _prompt(raw, place, number, needs_answer(config) and not is_program)
     about = {key: str(plain_value(raw[key])) for key in _SHOWN if raw.get(key) is not None}
@@ -169,7 +159,6 @@ def _accepted(raw: Mapping[str, Any], is_program: bool) -> tuple[Expected, ...]:
 
 
 def _prompt(raw: Mapping[str, Any], place: str, number: int, answer_required: bool) -> Prompt:
-    """What the reward gets to see of a case, but for the response."""
     if answer_required and "gold" not in raw:
         said = "; it is not called 'answer' here" if "answer" in raw else ""
         raise BadRow(f"no key 'gold', the reference that this reward compares with{said}")
@@ -187,9 +176,6 @@ def _shown(value: Any) -> str:
 _EXAMPLE = '{"gold": "4", "response": "\\\\boxed{4}", "expected": true}'
 
 
-# --- checking -----------------------------------------------------------------------------------------------------
-
-
 async def check_cases(
     cases: Sequence[Case],
     config: RewardConfig,
@@ -198,12 +184,10 @@ async def check_cases(
 ) -> list[Checked]:
     """Score every case. ``tolerance``: how far, absolutely or relative to it, a reward may be from an expected number.
     Raises RewardError: the reward cannot be loaded or reached, or breaks its contract; names the case."""
-    done = 0
+    numbers = count(1)
 
     def one_more() -> None:
-        nonlocal done
-        done += 1
-        advance(done)
+        advance(next(numbers))
 
     programs = [case for case in cases if case.is_program]
     others = [case for case in cases if not case.is_program]
@@ -238,8 +222,8 @@ async def _with_doubts(checked: Sequence[Checked], scorer: Scorer) -> list[Check
 
 
 @asynccontextmanager
-async def running(scorer: Scorer) -> AsyncIterator[Scorer]:
-    """The scorer, started; it is closed at the end, whatever happens."""
+async def running(scorer: S) -> AsyncIterator[S]:
+    """The scorer, started; closed at the end."""
     try:
         await scorer.start()
         yield scorer
@@ -269,61 +253,15 @@ async def score_each(
     return [rewards[number] for number in range(len(items))]
 
 
-# --- programs -----------------------------------------------------------------------------------------------------
-
-
 async def _grade_each(programs: Sequence[Case], config: CodeReward, advance: Callable[[], None]) -> list[Checked]:
-    """Run programs as they stand against their tests, in worker processes as the code reward does.
-    Raises RewardError: the sandbox is missing."""
-    from dapo.reward.code.names import TOLERANCE_KEY
-    from dapo.reward.code.scorer import UNSAFE
+    """Run programs as they are against their tests. Raises RewardError: the sandbox is missing."""
+    from dapo.reward.code.scorer import CodeScorer
 
-    if config.sandbox == "none":
-        logging.getLogger(__name__).warning(UNSAFE)
-    pool = WorkerPool(
-        "dapo.reward.check:make_grader",
-        config.model_dump(mode="json"),
-        workers=config.workers,
-        # the grader keeps the limits; this is for one that hangs, on a busy machine
-        timeout_s=4 * (config.timeout_s + config.test_timeout_s) + 120,
-    )
+    async with running(CodeScorer(config.model_copy(update={"parts": []}))) as scorer:
 
-    async def grade(case: Case) -> Checked:
-        meta = case.prompt.meta
-        item = {"program": case.response, "tests": meta[config.tests_key]}
-        item |= {"entry_point": meta.get(config.entry_point_key), "tolerance": meta.get(TOLERANCE_KEY)}
-        try:
-            found = await pool.run(item)
-        except ScoringFailed as error:
-            found = {"outcome": None, "detail": str(error)}
-        advance()
-        return Checked(case, None, found["outcome"] in case.accepted, found["outcome"], found["detail"])
+        async def grade(case: Case) -> Checked:
+            outcome, detail = await scorer.grade(case.response, case.prompt.meta)
+            advance()
+            return Checked(case, None, outcome in case.accepted, outcome, detail)
 
-    try:
         return await asyncio.gather(*map(grade, programs))
-    finally:
-        await pool.close()
-
-
-def make_grader(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The worker's side. ``options``: the keys of a :class:`CodeReward`.
-    Raises RewardError: the sandbox is missing; how to install it."""
-    from dapo.reward.code.grade import Grader
-    from dapo.reward.code.names import read_tests
-    from dapo.reward.code.program import SandboxFailed
-
-    grader = Grader(CodeReward(**options))
-    grader.sandbox.check()
-
-    def handle(item: dict[str, Any]) -> dict[str, Any]:
-        try:
-            tests = read_tests(item["tests"], item["entry_point"], item["tolerance"])
-        except ValueError as error:
-            return {"outcome": "error", "detail": f"its tests cannot be used: {error}"}
-        try:
-            verdict = grader.grade(item["program"], tests, item["entry_point"])
-        except (SandboxFailed, OSError) as error:
-            return {"outcome": None, "detail": str(error)}
-        return {"outcome": verdict.outcome, "detail": verdict.detail}
-
-    return handle

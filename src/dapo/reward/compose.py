@@ -1,8 +1,5 @@
-"""Several rewards put together: a weighted sum with gates, or ordered tiers.
-
-Consumes a response, produces one :class:`~dapo.records.Reward` in whose ``parts`` every part stands under its name.
-Waits for the parts, which are scored at the same time; one with ``only_if`` waits for the part that it names.
-"""
+"""Several rewards combined into one: a weighted sum with gates, or ordered tiers. The parts are scored together; one
+with ``only_if`` waits for the part that it names."""
 
 from __future__ import annotations
 
@@ -21,22 +18,18 @@ from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.convert import LARGEST
 
 _LATEST = 256
-"""Scores of a part over which its share of failed ones is taken: it knows no steps."""
+"""Scores of a part that its error rate is computed over."""
 _ENOUGH = 20
-"""Scores after which that share is judged."""
+"""Scores from which on the error rate counts."""
 
 _Done = TypeVar("_Done")
 _Ask = Callable[[Scorer], Awaitable[Reward]]
-"""Has a scorer score the response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one part.
-
-    ``reward``: as its scorer gave it, or what stands for a part that failed or was not computed, which is not right.
-    ``value``: after ``from_range`` and ``clip``. ``error``: why it failed, or None.
-    """
+    """The result of one part. ``reward``: as its scorer gave it; of a part that failed or was not computed, a
+    substitute that is wrong. ``value``: after ``from_range`` and ``clip``."""
 
     reward: Reward
     value: float
@@ -47,12 +40,12 @@ class Outcome:
 _NOT_COMPUTED = Outcome(Reward(False, 0.0), 0.0, passes=False)
 
 
-class ComposedScorer:
-    """See :class:`~dapo.config.ComposeReward` for the rules.
+class ComposedScorer(Scorer):
+    """See :class:`~dapo.config.ComposeReward` for the rules. ``scorers``: by the name of their part; started and closed
+    with this one.
 
-    A part that fails with ``on_error: drop`` leaves the sample without a verdict, also where it would not have counted
-    (a later tier): ``only_if`` has it computed only where it is needed.
-    ``scorers``: one for each part, by its name. They are started and closed with this one.
+    A part that fails with ``on_error: drop`` leaves the sample without a verdict, even if it would not have counted (a
+    later tier); with ``only_if`` it is computed only where it is needed.
     """
 
     def __init__(self, config: ComposeReward, scorers: Mapping[str, Scorer]) -> None:
@@ -62,11 +55,10 @@ class ComposedScorer:
         self._failures = {name: _Failures(name, one.max_error_rate) for name, one in config.rewards.items()}
 
     async def start(self) -> None:
-        """Start all parts at the same time. Raises RewardError: what keeps each part from starting, with its name."""
+        """Raises RewardError: the errors of all parts, with their names."""
         await self._each(lambda scorer: scorer.start())
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """What any part has against a row, with the part's name."""
         found = await self._each(lambda scorer: scorer.examine(prompts))
         doubts = [replace(doubt, text=f"part {name}: {doubt.text}") for name, told in found.items() for doubt in told]
         return sorted(doubts, key=lambda doubt: doubt.position)
@@ -89,11 +81,10 @@ class ComposedScorer:
         return put_together(self._config, outcomes)
 
     async def close(self) -> None:
-        """Stop all parts at the same time, the others too if one fails to stop."""
         await self._each(lambda scorer: scorer.close())
 
     async def _each(self, do: Callable[[Scorer], Awaitable[_Done]]) -> dict[str, _Done]:
-        """``do`` with all scorers, each to its end. Users' errors are told together, others raised as they are."""
+        """``do`` with all scorers, each to its end. Raises RewardError: those of all parts together."""
         outcomes = await asyncio.gather(*map(do, self._scorers.values()), return_exceptions=True)
         done: dict[str, _Done] = {}
         problems = []
@@ -109,7 +100,6 @@ class ComposedScorer:
         return done
 
     async def _outcomes(self, ask: _Ask) -> dict[str, Outcome]:
-        """What comes of each part, in the order of the recipe."""
         tasks: dict[str, asyncio.Task[Outcome]] = {}
         failure: BaseException | None = None
         try:
@@ -117,8 +107,8 @@ class ComposedScorer:
                 for name in self._in_order:
                     tasks[name] = group.create_task(self._part(name, tasks, ask))
         except BaseExceptionGroup as found:
-            failure = found.exceptions[0]  # the others followed from it, or came in the same moment
-        if failure is not None:  # out here, so that the wrapping is not shown as its context
+            failure = found.exceptions[0]  # the others followed from it, or came at the same time
+        if failure is not None:  # raised out here, so that the group is not shown as its context
             raise failure
         return {name: tasks[name].result() for name in self._config.parts}
 
@@ -129,7 +119,7 @@ class ComposedScorer:
         if part.of is not None:
             source, _, key = part.of.partition("/")
             return _inner(name, part, source, key, await others[source])
-        # No deadline here: a scorer counts its limit from when the work begins, and waiting in a queue is no failure.
+        # no deadline here: a scorer counts its limit from the start of the work, and waiting in a queue is no failure
         try:
             reward = await ask(self._scorers[name])
             self._failures[name].take(reward.error)
@@ -138,13 +128,11 @@ class ComposedScorer:
             raise RewardError(f"part {name}: {error}") from None
 
     def _depth(self, name: str) -> int:
-        """How many parts stand one behind the other before a part."""
+        """Length of the longest chain of parts that a part waits for."""
         return max((1 + self._depth(other) for other in waits_for(self._config.parts[name])), default=0)
 
 
 class _Failures:
-    """The failed scores among the latest ones of a part."""
-
     def __init__(self, name: str, limit: float) -> None:
         self._name, self._limit = name, limit
         self._latest: deque[str | None] = deque(maxlen=_LATEST)
@@ -165,8 +153,7 @@ class _Failures:
 
 
 def outcome_of(part: Part, reward: Reward) -> Outcome:
-    """What a score means for the whole.
-    Raises RewardError: ``from_range`` takes its value out of the range of numbers."""
+    """Raises RewardError: ``from_range`` takes the value out of the range of numbers."""
     error = reward.error
     if error is not None and part.reward is not None:
         reward = Reward(False, part.reward.error_value)
@@ -183,7 +170,7 @@ def outcome_of(part: Part, reward: Reward) -> Outcome:
 
 
 def _inner(name: str, part: Part, source: str, key: str, outcome: Outcome) -> Outcome:
-    """The part ``key`` of what another part's reward gave."""
+    """The part ``key`` of another part's reward."""
     if outcome is _NOT_COMPUTED or outcome.error is not None:
         return _NOT_COMPUTED
     value = outcome.reward.parts.get(key)
@@ -194,8 +181,7 @@ def _inner(name: str, part: Part, source: str, key: str, outcome: Outcome) -> Ou
 
 
 def put_together(config: ComposeReward, outcomes: Mapping[str, Outcome]) -> Reward:
-    """The reward of the whole, from what came of each part of ``config``.
-    Raises RewardError: the sum is too large for a number."""
+    """The combined reward. Raises RewardError: the sum is too large for a number."""
     if config.tiers is not None:
         value = _tiers_value([outcomes[name] for name in config.tiers])
     else:
@@ -215,8 +201,8 @@ def put_together(config: ComposeReward, outcomes: Mapping[str, Outcome]) -> Rewa
 
 
 def _tiers_value(tiers: Sequence[Outcome]) -> float:
-    """2 (t + s) / n - 1: t tiers pass one after the other, and s in 0..1 is the value of the next one. The last one
-    does not pass but is graded, so that s is the value of one of them always."""
+    """2 (t + s) / n - 1: the first t of n tiers pass, and s in 0..1 is the value of the next one. The last tier never
+    passes but is graded, so that there is always a next one."""
     last = len(tiers) - 1
     passed = next((place for place, tier in enumerate(tiers) if not tier.passes), last)
     tier = tiers[passed]

@@ -1,10 +1,10 @@
-"""What the rest of the program knows of rewards: text in, a :class:`~dapo.records.Reward` out."""
+"""The interface of all rewards: text in, a :class:`~dapo.records.Reward` out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from dapo.config import RewardConfig
 from dapo.errors import RewardError
@@ -15,8 +15,8 @@ from dapo.records import FinishReason, Prompt, Reward
 class Doubt:
     """What is wrong with a row, as far as its reward is concerned.
 
-    ``position``: of the row among those that were examined. ``unusable``: no response to it can be scored (broken
-    tests); otherwise scores are made, but may not mean what was meant (a reference that cannot be parsed).
+    ``position``: among the rows that were examined. ``unusable``: no response to it can be scored (broken tests);
+    otherwise scores may be wrong (a reference that cannot be parsed).
     """
 
     position: int
@@ -24,37 +24,34 @@ class Doubt:
     unusable: bool = False
 
 
-class Scorer(Protocol):
+class Scorer:
     """Scores one response at a time; many calls may be awaited at once, and a scorer may put them into batches.
 
-    A failed score (time-out, exception in the user's function, dead worker, server that is down) comes back as
-    ``Reward(error=...)``, never as a wrong answer. A function that breaks its contract (wrong type, NaN) raises
-    ``RewardError``.
+    A failed score (time-out, exception in the user's function, dead worker, server that is down) is a
+    ``Reward(error=...)``, never a wrong answer. A function that breaks its contract (wrong type, NaN) raises
+    ``RewardError``. A scorer that needs no preparation, accepts all rows or holds nothing inherits these defaults.
     """
 
     async def start(self) -> None:
-        """Get ready, so that a mistake in the user's function shows before the first rollout.
-        Raises RewardError: what scores cannot be loaded or reached."""
-        ...
+        """Load or reach what scores, so that mistakes show before the first rollout. Raises RewardError: that fails."""
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """What is wrong with these rows: answers that cannot be read, tests that are missing. Their token ids may be
-        left out. In the order of ``prompts``."""
-        ...
+        """What is wrong with these rows, in their order: answers that cannot be read, tests that are missing. Token ids
+        are not needed."""
+        return ()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """The verdict on ``response``, which goes on from ``prompt.end``. Waits for a free worker and the score; the
-        deadline ends both. ``finish_reason``: why the response ended; None: not known, as of one that was typed."""
-        ...
+        """The verdict on ``response``, which continues ``prompt.end``. Waits for a free worker and the score; the
+        deadline ends both. ``finish_reason``: None: not known."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Stop all workers, within a bounded time."""
-        ...
 
 
 def in_place_of_failed(reward: Reward, config: RewardConfig, metric: str) -> Reward:
-    """What stands for a score (``reward.on_error``): itself, unless it failed and a value is to be taken instead.
-    ``metric``: ``algorithm.filter_groups.metric``; under ``acc`` what stands for a failed score is not right."""
+    """``reward``, or its substitute if it failed and ``reward.on_error`` is value. ``metric``:
+    ``algorithm.filter_groups.metric``; under ``acc`` the substitute is wrong."""
     if reward.error is None or config.on_error == "drop":
         return reward
     return replace(reward, error=None, correct=False if metric == "acc" else None, value=config.error_value)
@@ -65,3 +62,9 @@ def reference(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise RewardError(f"row {prompt.row + 1} has no reference answer, which this reward compares with")
     return prompt.answer
+
+
+def fields(prompt: Prompt, response: str, finish_reason: FinishReason | None) -> dict[str, Any]:
+    """What users' functions, requests and rubrics may name of a response."""
+    said = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
+    return {**said, "finish_reason": finish_reason, "prompt_end": prompt.end}

@@ -1,8 +1,4 @@
-"""What a reward function may return, and how it becomes a :class:`~dapo.records.Reward`; rewards as JSON.
-
-Consumes any Python object, produces a ``Reward`` or raises :class:`~dapo.errors.RewardError` with the name of the
-function, what was expected and what came.
-"""
+"""From what a reward function returned to a :class:`~dapo.records.Reward`; rewards as JSON."""
 
 from __future__ import annotations
 
@@ -26,19 +22,14 @@ def verdict(correct: bool, extracted: str | None, **parts: float) -> Reward:
 
 
 def out_of_time(extracted: str | None = None) -> Reward:
-    """The verdict on a response that cannot be scored in time and has itself to blame."""
+    """The verdict on a response that is itself the reason why it cannot be scored in time."""
     return verdict(False, extracted, answer_found=float(bool(extracted)), out_of_time=1.0)
 
 
 def to_reward(result: Any, name: str) -> Reward:
-    """Turn what the reward function ``name`` returned for one response into a reward.
-
-    A bool is right or wrong (+1 or -1), a number is a reward without a notion of right and wrong, a dict needs
-    "value" and may have "correct", "extracted" and "parts" (its other keys are parts too).
-
-    Raises:
-        RewardError: the result is none of these, or a number in it is not finite.
-    """
+    """The reward that the function ``name`` returned for one response. A bool is right or wrong (+1 or -1), a number is
+    a reward that leaves right and wrong open, a dict needs "value" and may have "correct", "extracted" and "parts"
+    (its other keys are parts, too). Raises RewardError: ``result`` is something else, or a number is not finite."""
     hint = ""
     if hasattr(result, "__len__") and not isinstance(result, str | bytes):
         hint = "; it is called for one response at a time and returns one value (unless it is declared as batched)"
@@ -48,14 +39,8 @@ def to_reward(result: Any, name: str) -> Reward:
 
 
 def to_rewards(results: Any, name: str, count: int) -> list[Reward]:
-    """Turn what the batched reward function ``name`` returned for ``count`` responses into their rewards, in order.
-
-    Accepts a list, a tuple and whatever else has an order and a length, one-dimensional arrays and tensors among them,
-    of values as in :func:`to_reward`.
-
-    Raises:
-        RewardError: it is none of these, has another length, or a value in it is not accepted.
-    """
+    """The rewards that the batched function ``name`` returned for ``count`` responses: a sequence, array or tensor of
+    values as in :func:`to_reward`. Raises RewardError: it is none, has another length, or a value is not accepted."""
     expected = f"a list of {count} values, one for each response"
     values = results.tolist() if getattr(results, "ndim", None) == 1 and hasattr(results, "tolist") else results
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -85,29 +70,23 @@ def _from_mapping(result: Mapping[Any, Any], name: str) -> Reward:
     named = {key: _plain(result.get(key)) for key in ("value", "correct", "extracted", "parts")}
     value = _number(named["value"], name, 'a finite number under "value"')
     correct, extracted, parts = named["correct"], named["extracted"], named["parts"]
-    if correct is not None and not isinstance(correct, bool):
-        _broken(name, 'a bool or None under "correct"', correct)
-    if extracted is not None and not isinstance(extracted, str):
-        _broken(name, 'text or None under "extracted"', extracted)
-    if parts is not None and not isinstance(parts, Mapping):
-        _broken(name, 'a dict of numbers under "parts"', parts)
+    _check(correct, bool | None, name, 'a bool or None under "correct"')
+    _check(extracted, str | None, name, 'text or None under "extracted"')
+    _check(parts, Mapping | None, name, 'a dict of numbers under "parts"')
     others = {key: part for key, part in result.items() if key not in named}
     return Reward(correct, value, _parts({**(parts or {}), **others}, name), extracted=extracted)
 
 
 def _checked(reward: Reward, name: str) -> Reward:
-    """``Reward`` is a plain dataclass: whoever builds one can put anything into it."""
     correct, value, parts = _plain(reward.correct), _plain(reward.value), reward.parts
-    if correct is not None and not isinstance(correct, bool):
-        _broken(name, "a Reward whose correct is a bool or None", correct)
+    _check(correct, bool | None, name, "a Reward whose correct is a bool or None")
     if reward.error is None:
         value = _number(value, name, "a Reward with a finite value")
-    if not isinstance(parts, Mapping):
-        _broken(name, "a Reward whose parts are a dict of numbers", parts)
-    if reward.error is not None and not (isinstance(reward.error, str) and reward.error):
+    _check(parts, Mapping, name, "a Reward whose parts are a dict of numbers")
+    if reward.error == "":
         _broken(name, "a Reward whose error is text or None", reward.error)
-    if reward.extracted is not None and not isinstance(reward.extracted, str):
-        _broken(name, "a Reward whose extracted is text or None", reward.extracted)
+    _check(reward.error, str | None, name, "a Reward whose error is text or None")
+    _check(reward.extracted, str | None, name, "a Reward whose extracted is text or None")
     return replace(reward, correct=correct, value=value, parts=_parts(parts, name))
 
 
@@ -132,6 +111,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _check(got: Any, kind: Any, name: str, expected: str) -> None:
+    if not isinstance(got, kind):
+        _broken(name, expected, got)
+
+
 def _broken(name: str, expected: str, got: Any, hint: str = "") -> NoReturn:
     try:
         shown = repr(got)
@@ -142,7 +126,6 @@ def _broken(name: str, expected: str, got: Any, hint: str = "") -> NoReturn:
 
 
 def reward_to_json(reward: Reward) -> dict[str, Any]:
-    """A reward as an object that JSON can hold."""
     return {
         "correct": reward.correct,
         "value": reward.value if reward.error is None else 0.0,  # NaN, which is allowed here, is not JSON
@@ -153,5 +136,4 @@ def reward_to_json(reward: Reward) -> dict[str, Any]:
 
 
 def reward_from_json(data: Mapping[str, Any]) -> Reward:
-    """The inverse of :func:`reward_to_json`."""
     return Reward(data["correct"], data["value"], data["parts"], data["error"], data["extracted"])

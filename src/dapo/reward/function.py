@@ -1,9 +1,5 @@
-"""The user's own reward function: ``def f(prompt, response, answer, **meta) -> float | bool | dict | Reward``, or a
-batched one: ``def f(prompts, responses, answers, **meta)`` with lists, which returns a list.
-
-Loads it from ``package.module:name`` or ``path/file.py:name`` and calls it with the keyword arguments it takes. Runs in
-worker processes (named in YAML) or in the parent (passed from Python).
-"""
+"""The user's own reward function: loaded from ``package.module:name`` or ``path/file.py:name``, and called with the
+keyword arguments it takes, in worker processes (named in YAML) or in the parent (passed from Python)."""
 
 from __future__ import annotations
 
@@ -27,10 +23,10 @@ from dapo.reward.registry import declaration, declared_names, find_declared
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"
 ASYNC_AT_ONCE = 64
-"""Calls of an async function that a worker awaits together."""
+"""Calls of an async function that are awaited together."""
 _IN_BATCHES = ("prompts", "responses", "answers")
 _IF_NAMED = ("finish_reason", "prompt_end")
-"""Arguments for functions that name them; with an s in batches. In ``**meta`` are the keys of the row and no others."""
+"""Arguments for functions that name them; with an s in batches. ``**meta`` gets only the keys of the row."""
 
 
 def load_function(spec: str) -> Callable[..., Any]:
@@ -111,12 +107,9 @@ def describe(error: BaseException) -> str:
 
 
 class BoundFunction:
-    """A reward function with its name and what the recipe says of it.
-    ``responses_per_call``: most responses in one call; None: as it is declared, by default one at a time.
-
-    Raises:
-        RewardError: it takes no such arguments, or is declared to take one response at a time.
-    """
+    """A reward function with its name and the recipe's ``args``. ``responses_per_call``: most responses in one call;
+    None: as it is declared, by default one at a time.
+    Raises RewardError: it takes no such arguments, or is declared to take one response at a time."""
 
     def __init__(
         self,
@@ -145,33 +138,43 @@ class BoundFunction:
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
-    def arguments(self, meta: Mapping[str, Any], **said: Any) -> dict[str, Any]:
-        """The keyword arguments for one call: only those that the function takes, unless it takes any.
-        ``said``: "prompt", "response" and "answer"; and what only a function gets that names it (:data:`_IF_NAMED`).
+    def arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The keyword arguments of one call: only those that the function takes, unless it takes any.
+
+        Args:
+            items: one, or several for a batched function, which gets a list for each key, with None where an item lacks
+                it. Keys: "prompt", "response", "answer", :data:`_IF_NAMED`, and "meta" with those of the row.
 
         Raises:
-            RewardError: it demands a parameter that there is no value for.
+            RewardError: the function requires a parameter that has no value.
         """
-        return self._demanded({**meta, **self._without_unnamed(said), **self.args})
-
-    def batch_arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The same for one call of a batched function: a list for each key, with None where an item lacks it.
-        ``items``: each as for :meth:`arguments`.
-
-        Raises:
-            RewardError: it demands a parameter that no item has a value for.
-        """
-        keys = dict.fromkeys(key for item in items for key in item["meta"])
-        lists = {key: [item["meta"].get(key) for item in items] for key in keys}
-        said = {f"{key}s": [item[key] for item in items] for key in items[0] if key != "meta"}
-        return self._demanded({**lists, **self._without_unnamed(said), **self.args})
+        meta, said = items[0]["meta"], {key: value for key, value in items[0].items() if key != "meta"}
+        if self.responses_per_call is not None:
+            keys = dict.fromkeys(key for item in items for key in item["meta"])
+            meta = {key: [item["meta"].get(key) for item in items] for key in keys}
+            said = {f"{key}s": [item[key] for item in items] for key in said}
+        parameters = self.parameters or {}
+        said = {key: value for key, value in said.items() if key.rstrip("s") not in _IF_NAMED or key in parameters}
+        offered = {**meta, **said, **self.args}
+        for parameter in parameters.values():
+            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            given = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
+            if not (variadic or given) and parameter.default is parameter.empty:
+                contract, hint = CONTRACT if self.responses_per_call is None else BATCH_CONTRACT, ""
+                if self.responses_per_call is None and parameter.name in _IN_BATCHES:
+                    hint = "; if it takes lists, declare it with @dapo.reward_function(batched=True)"
+                raise RewardError(
+                    f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
+                    f"keyword is {', '.join(offered)}; expected {contract}{hint}"
+                )
+        return self._accepted(offered)
 
     def rewards(self, result: Any, count: int) -> list[Reward]:
-        """The rewards of the ``count`` responses of one call that returned ``result``.
-        Raises RewardError: that is not what it may return."""
-        return (
-            [to_reward(result, self.name)] if self.responses_per_call is None else to_rewards(result, self.name, count)
-        )
+        """The rewards of the ``count`` responses of one call. Raises RewardError: ``result`` is not what it may
+        return."""
+        if self.responses_per_call is None:
+            return [to_reward(result, self.name)]
+        return to_rewards(result, self.name, count)
 
     def _responses_per_call(self, wanted: int | None) -> int | None:
         declared = declaration(self.function)
@@ -184,24 +187,6 @@ class BoundFunction:
             )
         return wanted or declared.responses_per_call
 
-    def _demanded(self, offered: dict[str, Any]) -> dict[str, Any]:
-        for parameter in (self.parameters or {}).values():
-            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            given = parameter.name in offered and parameter.kind is not parameter.POSITIONAL_ONLY
-            if not (variadic or given) and parameter.default is parameter.empty:
-                hint = ""
-                if self.responses_per_call is None and parameter.name in _IN_BATCHES:
-                    hint = "; if it takes lists, declare it with @dapo.reward_function(batched=True)"
-                raise RewardError(
-                    f"reward function {self.name}: it demands the parameter {parameter.name!r}, but what there is by "
-                    f"keyword is {', '.join(offered)}; expected "
-                    f"{CONTRACT if self.responses_per_call is None else BATCH_CONTRACT}{hint}"
-                )
-        return self._accepted(offered)
-
-    def _without_unnamed(self, said: dict[str, Any]) -> dict[str, Any]:
-        return {key: v for key, v in said.items() if key.rstrip("s") not in _IF_NAMED or key in (self.parameters or {})}
-
     def _accepted(self, offered: dict[str, Any]) -> dict[str, Any]:
         if self.parameters is None or any(p.kind is p.VAR_KEYWORD for p in self.parameters.values()):
             return offered
@@ -209,17 +194,15 @@ class BoundFunction:
         return {key: value for key, value in offered.items() if key in by_keyword}
 
     def raised(self, error: BaseException) -> str:
-        """What to say of a call that raised."""
         return f"reward function {self.name} raised {describe(error)}"
 
 
 def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The worker's side: load the function once, then call it for what comes.
+    """The worker's side. ``options``: "function" (its spec), "args" and "responses_per_call".
 
     A message is {"items": [...]}, one item unless the function is batched, or async: then its calls are awaited
     together. Its reply is {"rewards": [...]}, or {"raised": message}. Or it is {"about": true}, answered with
-    {"responses_per_call": ...}: only the worker has the function.
-    ``options``: "function" (its spec), "args" and "responses_per_call".
+    {"responses_per_call": ...}.
     """
     spec = options["function"]
     bound = BoundFunction(load_function(spec), spec, options["args"], options["responses_per_call"])
@@ -232,7 +215,7 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
         if bound.responses_per_call is None and bound.is_async:
             rewards = loop.run_until_complete(_await_all(bound, items))
             return {"rewards": [reward_to_json(reward) for reward in rewards]}
-        arguments = bound.arguments(**items[0]) if bound.responses_per_call is None else bound.batch_arguments(items)
+        arguments = bound.arguments(items)
         try:
             result = bound.function(**arguments)
             if inspect.isawaitable(result):
@@ -245,10 +228,8 @@ def make_handler(options: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[
 
 
 async def _await_all(bound: BoundFunction, items: Sequence[Mapping[str, Any]]) -> list[Reward]:
-    """The rewards of an async function that takes one response, called for all ``items`` at once."""
-
     async def one(item: Mapping[str, Any]) -> Reward:
-        arguments = bound.arguments(**item)
+        arguments = bound.arguments([item])
         try:
             result = await bound.function(**arguments)
         except BaseException as error:  # whatever it raises, the others go on

@@ -1,6 +1,5 @@
 """Scorers around the user's own function: in worker processes if a recipe names it, in this process if it was passed
-from Python. A batched function gets what waits to be scored in one call.
-"""
+from Python."""
 
 from __future__ import annotations
 
@@ -10,39 +9,34 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from dapo.config import FunctionReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import Batcher
-from dapo.reward.contract import Doubt
+from dapo.reward.batching import Batcher, begin
+from dapo.reward.contract import Scorer, fields
 from dapo.reward.convert import reward_from_json
-from dapo.reward.function import BoundFunction
+from dapo.reward.function import ASYNC_AT_ONCE, BoundFunction
 from dapo.reward.pool import ScoringFailed, WorkerPool
 from dapo.reward.pooled import PooledScorer
 from dapo.reward.registry import declaration
 
 _MAX_LOST_THREADS = 16
 """Calls that may hang in threads, which cannot be killed, before the run is stopped."""
-_ASYNC_CONCURRENCY = 64
-"""Calls of an async function that are awaited at once."""
 _ASYNC_BATCHES = 4
-"""The same of a batched one: fewer, so that batches can grow while others are at work."""
+"""Calls of a batched async function at once: fewer than of others, so that batches can grow meanwhile."""
 
 _Item = Mapping[str, Any]
-"""A response with what belongs to it: the parameters of :meth:`BoundFunction.arguments`."""
-
-
-def _item(prompt: Prompt, response: str, finish_reason: FinishReason | None) -> _Item:
-    said = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "meta": dict(prompt.meta)}
-    return {**said, "finish_reason": finish_reason, "prompt_end": prompt.end}
+"""See :meth:`BoundFunction.arguments`."""
 
 
 async def _score_items(
     call: Callable[[Sequence[_Item]], Awaitable[list[Reward]]], items: Sequence[_Item]
 ) -> list[Reward]:
-    """One call for all; if it fails, one for each: an item on which the function hangs or crashes costs only itself."""
+    """One call for all; if it fails, one for each, so that an item on which the function hangs or crashes costs no
+    other."""
     try:
         return await call(items)
     except ScoringFailed as error:
@@ -53,7 +47,7 @@ async def _score_items(
 
 
 class FunctionScorer(PooledScorer):
-    """The user's function named in the recipe, in worker processes: it may hang or crash and harms nothing."""
+    """A function named in the recipe, in worker processes: it may hang or crash."""
 
     def __init__(self, config: FunctionReward) -> None:
         self._name = config.function
@@ -72,16 +66,12 @@ class FunctionScorer(PooledScorer):
         with contextlib.suppress(ScoringFailed):  # asked again with the first score
             await self._how_to_submit()
 
-    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Any row will do."""
-        return ()
-
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         try:
             submit = self._submit or await self._how_to_submit()
         except ScoringFailed as error:
             return Reward(None, 0.0, error=str(error))
-        return await submit(_item(prompt, response, finish_reason))
+        return await submit(fields(prompt, response, finish_reason))
 
     async def _how_to_submit(self) -> Callable[[_Item], Awaitable[Reward]]:
         async with self._asking:
@@ -89,14 +79,8 @@ class FunctionScorer(PooledScorer):
                 size = (await self._run({"about": True}))["responses_per_call"]
                 work = functools.partial(_score_items, self._call)
                 # nobody closes the batcher: once the pool is closed, whatever still waits fails by itself
-                self._submit = (
-                    self._alone if size is None else Batcher(work, size=size, concurrency=self._workers).submit
-                )
+                self._submit = Batcher(work, size=size or 1, concurrency=self._workers).submit
             return self._submit
-
-    async def _alone(self, item: _Item) -> Reward:
-        (reward,) = await _score_items(self._call, [item])
-        return reward
 
     async def _call(self, items: Sequence[_Item]) -> list[Reward]:
         reply = await self._run({"items": items})
@@ -111,18 +95,12 @@ class FunctionScorer(PooledScorer):
             raise ScoringFailed(f"reward function {self._name}: {error}") from None
 
 
-class CallableScorer:
+class CallableScorer(Scorer):
     """A Python function passed through the API, called in this process.
 
-    A sync function runs in a thread, an async one on the event loop. Neither can be killed: what exceeds its time is
-    reported and left behind, even if it ignores its cancellation. Functions that may hang belong into a file named in
-    the recipe (:class:`FunctionScorer`).
-
-    Args:
-        function: see :mod:`dapo.reward.function` for its contract; batched if it is declared so.
-        timeout_s: longest time for one call.
-        concurrency: calls at once; by default 1 for a sync function, which need not be thread-safe, 64 for an async
-            one, and 4 for an async one that is batched.
+    A sync function runs in a thread, an async one on the event loop. Neither can be killed: a call that exceeds
+    ``timeout_s`` is reported and left behind, even if it ignores its cancellation. ``concurrency``: calls at once; by
+    default 1 for a sync function, which need not be thread-safe, 64 for an async one, 4 if that is batched.
     """
 
     def __init__(self, function: Callable[..., Any], timeout_s: float = 10.0, concurrency: int | None = None) -> None:
@@ -134,7 +112,7 @@ class CallableScorer:
         self._timeout_s = timeout_s
         size = self._bound.responses_per_call
         if concurrency is None:
-            concurrency = (_ASYNC_BATCHES if size else _ASYNC_CONCURRENCY) if self._bound.is_async else 1
+            concurrency = (_ASYNC_BATCHES if size else ASYNC_AT_ONCE) if self._bound.is_async else 1
         self._free = asyncio.Semaphore(concurrency)
         self._batcher: Batcher[_Item, Reward] | None = None
         if size is not None:
@@ -143,15 +121,8 @@ class CallableScorer:
         self._lost: list[threading.Thread] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Any row will do."""
-        return ()
-
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        item = _item(prompt, response, finish_reason)
+        item = fields(prompt, response, finish_reason)
         if self._batcher is not None:
             return await self._batcher.submit(item)
         (reward,) = await _score_items(self._call, [item])
@@ -159,21 +130,18 @@ class CallableScorer:
 
     async def _call(self, items: Sequence[_Item]) -> list[Reward]:
         bound = self._bound
-        arguments = bound.arguments(**items[0]) if bound.responses_per_call is None else bound.batch_arguments(items)
+        arguments = bound.arguments(items)
         await self._free.acquire()
         # A thread goes on when its caller is cancelled; the next call waits for it: not every function is thread-safe.
-        call = asyncio.create_task(self._timed_call(arguments))
-        self._tasks.add(call)
-        call.add_done_callback(self._settle)
+        call = begin(self._tasks, self._timed_call(arguments))
+        call.add_done_callback(lambda _: self._free.release())
         result = await (call if bound.is_async else asyncio.shield(call))
         return bound.rewards(result, len(items))
 
     async def _timed_call(self, arguments: dict[str, Any]) -> Any:
         """What the function returned. Raises ScoringFailed: it raised, or took too long."""
         self._check_lost_threads()
-        work = asyncio.create_task(self._result(arguments))
-        self._tasks.add(work)
-        work.add_done_callback(self._forget)
+        work = begin(self._tasks, self._result(arguments))
         try:  # not asyncio.timeout, which waits for as long as an async function ignores its cancellation
             in_time, _ = await asyncio.wait({work}, timeout=self._timeout_s)
         finally:
@@ -186,15 +154,6 @@ class CallableScorer:
             return work.result()
         except Exception as error:
             raise ScoringFailed(self._bound.raised(error)) from None
-
-    def _settle(self, call: asyncio.Task[Any]) -> None:
-        self._free.release()
-        self._forget(call)
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # taken note of, also if the caller has gone
 
     async def close(self) -> None:
         """Threads left behind are daemons and do not keep the program alive."""
@@ -224,30 +183,19 @@ class CallableScorer:
 
 def _in_daemon_thread(call: Callable[[], Any]) -> tuple[threading.Thread, asyncio.Future[Any]]:
     """Start ``call`` in a thread of its own. In a shared pool, one that hangs would keep the program from ending."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if outcome.done():  # the deadline was first
-            return
-        if error is None:
-            outcome.set_result(result)
-        else:
-            outcome.set_exception(error)
+    outcome: Future[Any] = Future()
 
     def run() -> None:
-        result: Any = None
-        error: Exception | None = None
+        if not outcome.set_running_or_notify_cancel():  # the deadline was first
+            return
         try:
-            result = call()
+            outcome.set_result(call())
         except BaseException as raised:
             if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
-                error = raised
-            else:  # a future takes none of these
-                error = RuntimeError(f"it raised {type(raised).__name__}")
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
-            loop.call_soon_threadsafe(settle, result, error)
+                outcome.set_exception(raised)
+            else:  # asyncio takes none of these
+                outcome.set_exception(RuntimeError(f"it raised {type(raised).__name__}"))
 
     thread = threading.Thread(target=run, name="reward function", daemon=True)
     thread.start()
-    return thread, outcome
+    return thread, asyncio.wrap_future(outcome)

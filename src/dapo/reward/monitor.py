@@ -1,11 +1,9 @@
-"""Reward hacking: does what is trained on still mean what it meant?
-
-Consumes the scored groups of each rollout step, produces metrics and warnings; waits for the held-out check, a second
-reward that is never trained on. Three alarms, each a comparison over several steps, so that one odd step raises none:
+"""Signs of reward hacking in the scored groups of each rollout step, with the help of a held-out check: a second reward
+that is never trained on. Three alarms, each over several steps:
 
 - *false right*: the check calls wrong what the reward calls right;
-- *divergence*: the reward has risen, the check has not risen with it (each in its own standard deviations);
-- *length*: within groups the reward goes with the length of the response, and lengths have moved that way.
+- *divergence*: the reward has risen and the check has not (each in its own standard deviations);
+- *length*: within groups reward and length of the response correlate, and lengths have changed accordingly.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from dapo.records import Group, Reward, Sample
 from dapo.reward.contract import Scorer
 
 SIGNS = ("false right", "divergence", "length")
-"""The alarms."""
 _LENGTH_MOVED = 1.2
 """Factor by which the mean length must have changed for the length alarm."""
 _CHECKS_AT_ONCE = 256
@@ -33,11 +30,11 @@ _CHECKS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What was seen of one step. None: there was nothing to see it by.
+    """Statistics of one step; None: there are no samples for it.
 
     ``reward`` and ``check``: mean values over the samples that were checked, and their standard deviations.
-    ``false_right``: of those that the reward calls right, the share that the check calls wrong. ``length``: mean
-    response length in tokens; ``length_correlation``: of reward and length within groups, -1 to 1.
+    ``false_right``: the share that the check calls wrong among those that the reward calls right. ``length``: mean
+    response length in tokens; ``length_correlation``: see :func:`length_correlation`.
     """
 
     reward: float | None
@@ -53,37 +50,32 @@ class Monitor:
     """Audits of all steps so far, and the alarms that follow from them."""
 
     def __init__(self, config: MonitorConfig, check: Scorer | None, seed: int = 0) -> None:
-        """``check``: scores for ``config.check``; started and closed by the caller. ``seed``: decides which samples are
+        """``check``: scores for ``config.check``; started and closed by the caller. ``seed``: of the samples that are
         checked."""
         self._config, self._check, self._seed = config, check, seed
         self.verdicts: dict[tuple[int, int], Reward] = {}
-        """What the check said of the step that was begun, by draw and index of the sample."""
+        """Of the check in the current step, by draw and index of the sample."""
         self._steps = 0
         self._first: list[Audit] = []
-        """Of the first ``window`` steps; if the window is widened on resume, of as many as it had."""
+        """Of the first ``window`` steps; if the window is widened on resume, of as many as it had before."""
         self._last: deque[Audit] = deque(maxlen=config.window)
         self._raised: set[str] = set()
         self._seen: tuple[Audit, set[str]] | None = None
         self._running: asyncio.Task[tuple[dict[str, float | None], list[str]]] | None = None
 
     def begin(self, groups: Sequence[Group]) -> None:
-        """Start to look at the groups of a step, beside other work; :meth:`finish` gives what was seen."""
+        """Start to audit the groups of a step in the background."""
         assert self._running is None, "begin() twice"
         self._running = asyncio.create_task(self._observe(groups))
 
     async def finish(self) -> tuple[dict[str, float | None], list[str]]:
-        """What was seen of the step that was begun. Waits for the check's scores.
-
-        Returns:
-            Metrics by the names of ``observe/metrics.py``, and a warning for each alarm that was not on before.
-        """
+        """Metrics by the names of ``observe/metrics.py``, and a warning for each new alarm. Waits for the check."""
         running, self._running = self._running, None
         assert running is not None, "finish() without begin()"
         return await running
 
     def settle(self) -> None:
-        """The step is done: what was seen of it counts from now on. A step that is interrupted before is looked at
-        again when the run goes on."""
+        """Count the finished step. One that is interrupted before is audited again when the run is resumed."""
         assert self._seen is not None, "settle() without finish()"
         (audit, self._raised), self._seen = self._seen, None
         self._steps += 1
@@ -92,7 +84,6 @@ class Monitor:
         self._last.append(audit)
 
     async def close(self) -> None:
-        """Leave the step that was begun."""
         running, self._running = self._running, None
         if running is not None:
             running.cancel()
@@ -108,7 +99,6 @@ class Monitor:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave."""
         self._steps, self._raised = state["steps"], set(state["raised"])
         self._first = [Audit(**audit) for audit in state["first"]]
         self._last.clear()
@@ -120,7 +110,7 @@ class Monitor:
         try:
             checked = await self._checked(groups)
         except RewardError as error:
-            checked, self._check = [], None  # a check that is broken is no reason to stop what it watches
+            checked, self._check = [], None  # a broken check does not stop the run
             said.append(f"monitor.check has ended and says no more: {error}")
         failed = [check.error for _, check in checked if check.error is not None]
         blind = {"blind"} if failed and len(failed) == len(checked) else set()
@@ -161,15 +151,15 @@ class Monitor:
             self.verdicts = {key: check for key, (_, check) in zip(keys, found, strict=True)}
             return found
         finally:
-            for task in tasks:  # where one raised, the others are not left running
+            for task in tasks:  # if one raised
                 task.cancel()
 
     def _is_chosen(self, group: Group, sample: Sample) -> bool:
-        """By chance, but the same ones if the step is run again."""
+        """At random, but the same ones if the step is run again."""
         return Random(f"{self._seed}/{group.draw}/{sample.index}").random() < self._config.share
 
     def _alarms(self, newest: Audit) -> Iterator[tuple[str, str]]:
-        """The alarms that are on with the audit of a step that is not settled yet."""
+        """The alarms that are on, with ``newest`` of the current step, and their texts."""
         config, window = self._config, self._config.window
         steps, last = self._steps + 1, [*self._last, newest][-window:]
         false_right = _mean(a.false_right for a in last)
@@ -222,8 +212,8 @@ def _audit(groups: Sequence[Group], checked: Sequence[tuple[Sample, Reward]]) ->
 
 
 def length_correlation(groups: Sequence[Group]) -> float | None:
-    """Pearson's correlation of raw reward and length, each taken from the mean of its group: a hard prompt has long
-    responses and a low reward, which says nothing. None: one of them does not vary within groups."""
+    """Pearson's correlation of raw reward and length, each relative to the mean of its group: a hard prompt has long
+    responses and a low reward. -1 to 1; None: one of them does not vary within groups."""
     products = rewards = lengths = 0.0
     for group in groups:
         if len(group.scored) < 2:
@@ -246,10 +236,10 @@ def _mean(values: Any) -> float | None:
 
 
 def _rise(first: Sequence[float | None], last: Sequence[float | None], spread: Sequence[float | None]) -> float | None:
-    """From the mean of ``first`` to that of ``last``, in units of the mean ``spread``; None: there is no telling."""
+    """From the mean of ``first`` to that of ``last``, in units of the mean ``spread``; None: one of them is unknown."""
     before, now, unit = _mean(first), _mean(last), _mean(spread)
     if before is None or now is None or unit is None:
         return None
-    if unit < 1e-6:  # nothing varied at first: any change is a large one, none is none
+    if unit < 1e-6:  # nothing varied at first
         return 0.0 if abs(now - before) < 1e-6 else math.copysign(math.inf, now - before)
     return (now - before) / unit

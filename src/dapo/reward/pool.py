@@ -1,8 +1,7 @@
-"""Worker processes driven from asyncio: each takes one item at a time under a hard deadline.
+"""Worker processes driven from asyncio: each takes one item (an object that JSON can hold) at a time.
 
-Consumes items (objects that JSON can hold), produces one outcome for each. A call waits for a free worker and then for
-its reply; the deadline, counted from when the worker gets the item, ends that wait by killing the worker with all its
-children. A worker that dies gets its item retried once, on a fresh one. Nothing here blocks the event loop.
+The deadline counts from when the worker gets the item; after it the worker is killed with all its children. The item of
+a worker that dies is retried once, on a fresh one. Nothing here blocks the event loop.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from dapo.errors import RewardError
+from dapo.reward.batching import begin
 from dapo.reward.worker import HEADER, encode
 
 _START_TIMEOUT_S = 120.0
-"""Longest time for a worker to import what it needs: slow libraries on a busy machine are no error."""
+"""For the imports of a worker on a busy machine."""
 _DYING_S = 1.0
-"""Longest wait for the exit status of a worker whose pipes have closed."""
+"""For the exit status of a worker whose pipes have closed."""
 _CLOSE_TIMEOUT_S = 5.0
-"""Longest wait for killed processes to be gone."""
+"""For killed processes to end."""
 
 
 class ScoringFailed(Exception):
@@ -33,8 +33,8 @@ class ScoringFailed(Exception):
 
 
 class OutOfTime(ScoringFailed):
-    """The deadline passed. ``cpu_s``: processor time of the worker since it got the item; little of it says that the
-    machine, and not the item, is to blame."""
+    """The deadline passed. ``cpu_s``: processor time that the worker used for the item; if it is short, the machine is
+    the cause and not the item."""
 
     def __init__(self, limit_s: float, cpu_s: float) -> None:
         super().__init__(f"timed out after {limit_s:g} s")
@@ -57,13 +57,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        factory: str,
-        options: Mapping[str, Any],
-        *,
-        workers: int,
-        timeout_s: float,
-        memory_mb: int | None = None,
+        self, factory: str, options: Mapping[str, Any], *, workers: int, timeout_s: float, memory_mb: int | None = None
     ) -> None:
         self._setup = {"factory": factory, "options": dict(options), "memory_mb": memory_mb, "parent": os.getpid()}
         self._timeout_s = timeout_s
@@ -76,7 +70,7 @@ class WorkerPool:
         self._closed = asyncio.Event()
 
     async def start(self) -> None:
-        """Start all workers now, at the same time. Optional: it moves the waiting, and errors, to the beginning.
+        """Start all workers now; without it they start when first needed.
         Raises RewardError: the user's code cannot be loaded; ScoringFailed: workers die or hang while they start."""
         missing = self._size - len(self._live)
         started = await asyncio.gather(*(self._start_worker() for _ in range(missing)), return_exceptions=True)
@@ -88,21 +82,16 @@ class WorkerPool:
                 raise outcome
 
     async def run(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """The handler's result for ``item``.
-
-        Raises:
-            ScoringFailed: the worker died twice; or, :class:`OutOfTime`, the deadline passed.
-            RewardError: the user's code cannot be loaded or broke its contract.
-        """
+        """The handler's result for ``item``. Raises ScoringFailed: the worker died twice, or (:class:`OutOfTime`) the
+        deadline passed; RewardError: the user's code cannot be loaded or broke its contract."""
         try:
             message = encode(dict(item))
         except (TypeError, ValueError) as error:
             raise RewardError(f"a worker process can only be sent what JSON can hold: {error}") from None
         await self._free.acquire()
-        # A caller who is cancelled does not cost a worker its life: the item is finished, in its time, for nobody.
-        exchange = asyncio.create_task(self._attempts(message))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._settle)
+        # if the caller is cancelled, the item is finished all the same: its worker need not be killed
+        exchange = begin(self._exchanges, self._attempts(message))
+        exchange.add_done_callback(lambda _: self._free.release())
         return await asyncio.shield(exchange)
 
     async def _attempts(self, message: bytes) -> dict[str, Any]:
@@ -113,12 +102,6 @@ class WorkerPool:
                 return await self._attempt(message)
             except _WorkerDied as error:
                 raise ScoringFailed(f"two workers died on it, the last one {error}") from None
-
-    def _settle(self, exchange: asyncio.Task[dict[str, Any]]) -> None:
-        self._exchanges.discard(exchange)
-        self._free.release()
-        if not exchange.cancelled():
-            exchange.exception()  # taken note of, also if the caller has gone
 
     async def close(self) -> None:
         """Kill all workers and wait, for a bounded time, until they are gone. Items still running fail."""
@@ -136,19 +119,16 @@ class WorkerPool:
     async def _attempt(self, message: bytes) -> dict[str, Any]:
         worker = await self._take()
         used = worker.cpu_s()
-        clean = False
         try:
             async with asyncio.timeout(self._timeout_s):
                 reply = await worker.exchange(message)
-            clean = True
-        except TimeoutError:
-            raise OutOfTime(self._timeout_s, worker.cpu_s() - used) from None
-        finally:
-            # in every other case, cancellation included, the worker is busy or broken: it must not be used again
-            if clean:
-                self._idle.append(worker)
-            else:
-                self._discard(worker)
+        except BaseException as error:  # the worker is busy or broken: it must not be used again
+            took = worker.cpu_s() - used
+            self._discard(worker)
+            if isinstance(error, TimeoutError):
+                raise OutOfTime(self._timeout_s, took) from None
+            raise
+        self._idle.append(worker)
         return _result(reply)
 
     async def _take(self) -> _Worker:
@@ -167,17 +147,16 @@ class WorkerPool:
             self._discard(worker)
             raise ScoringFailed("the scorer is closed")
         self._live.add(worker)
-        ready = False
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                reply = await worker.exchange(encode(self._setup))
-            _result(reply)
-            ready = True
-        except TimeoutError:
-            raise ScoringFailed(f"a worker was not ready after {_START_TIMEOUT_S:g} s") from None
-        finally:
-            if not ready or self._closed.is_set():
-                self._discard(worker)
+                _result(await worker.exchange(encode(self._setup)))
+        except BaseException as error:
+            self._discard(worker)
+            if isinstance(error, TimeoutError):
+                raise ScoringFailed(f"a worker was not ready after {_START_TIMEOUT_S:g} s") from None
+            raise
+        if self._closed.is_set():
+            self._discard(worker)
         return worker
 
     def _discard(self, worker: _Worker) -> None:
@@ -194,8 +173,6 @@ def _result(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Worker:
-    """One process and its two pipes."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None  # both were asked for
         self.process = process
@@ -205,7 +182,7 @@ class _Worker:
 
     @classmethod
     async def spawn(cls) -> _Worker:
-        """Start the process, in a process group of its own so that it can be killed with all its children."""
+        """In a process group of its own, so that it can be killed with all its children."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # do not put the working folder first on the import path: a json.py there would win
@@ -218,7 +195,7 @@ class _Worker:
         return cls(process)
 
     def cpu_s(self) -> float:
-        """Processor time that the process has used, in seconds; 0 where this cannot be told."""
+        """Processor time of the process in seconds; 0 if it is not known."""
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
             return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
@@ -234,7 +211,7 @@ class _Worker:
             reply = json.loads(await self._stdout.readexactly(size))
         except (ConnectionError, asyncio.IncompleteReadError, ValueError):
             raise _WorkerDied(await self._cause_of_death()) from None
-        # a function that forks, or writes to our pipe, could shift replies by one and give a sample another's reward
+        # a function that forks, or writes to our pipe, could shift replies and give a sample another's reward
         if not isinstance(reply, dict) or reply.get("number") != self._exchanges:
             raise _WorkerDied("sent what is no reply to it")
         return reply
@@ -247,24 +224,22 @@ class _Worker:
         return "closed its pipes"
 
     def kill(self) -> None:
-        """End the process and everything it started. The event loop collects it by itself."""
+        """End the process and everything it started."""
         if self.process.returncode is None:
             _kill_descendants(self.process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._stdin.close()
         # Close our end of its output too (asyncio has no public name for it). Not transport.close(): that collects
-        # the exit status behind the back of asyncio's own watcher, which then warns.
+        # the exit status before asyncio's own watcher, which then warns.
         output = self.process._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
         if output is not None:
             output.close()
 
 
 def _kill_descendants(root: int) -> None:
-    """Kill what a process has started, in sessions of their own too, which its group does not hold (Linux only).
-
-    It is halted first, so that it starts nothing more; what others start meanwhile is found in the next round.
-    """
+    """Kill what a process has started, also in sessions of their own (Linux only). It is halted first, so that it
+    starts nothing more; what others start meanwhile is found in the next round."""
     killed: set[int] = set()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(root, signal.SIGSTOP)

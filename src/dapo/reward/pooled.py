@@ -1,4 +1,4 @@
-"""What the scorers that work in worker processes share."""
+"""What scorers with worker processes share."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from typing import Any
 
 from dapo.errors import RewardError
 from dapo.records import Reward
+from dapo.reward.contract import Scorer
 from dapo.reward.convert import reward_from_json
 from dapo.reward.pool import ScoringFailed, WorkerPool
 
 
-class PooledScorer:
-    """A scorer on top of a :class:`~dapo.reward.pool.WorkerPool`, which a subclass makes in its ``__init__``."""
+class PooledScorer(Scorer):
+    """Scores with the :class:`~dapo.reward.pool.WorkerPool` that a subclass makes in its ``__init__``."""
 
     _pool: WorkerPool
 
     async def start(self) -> None:
-        """Start all workers and load what they need, so that errors in it show before the first rollout.
-        Raises RewardError: the user's function cannot be loaded, or workers cannot start."""
         try:
             await self._pool.start()
         except ScoringFailed as error:
             raise RewardError(f"the reward workers do not start: {error}") from None
 
     async def close(self) -> None:
-        """Kill the workers; returns within seconds."""
         await self._pool.close()
 
     async def _score(self, item: dict[str, Any]) -> Reward:

@@ -1,9 +1,9 @@
-"""What a reward server and its clients say to each other, in JSON. One protocol for all kinds of reward.
+"""The messages of reward servers and their clients, in JSON. One protocol for all kinds of reward.
 
-``POST /score`` takes a :class:`ScoreRequest` and answers with a :class:`ScoreReply`; or, to who accepts
-``application/x-ndjson``, with one :class:`Result` a line, each as soon as it is there. ``POST /examine`` takes an
+``POST /score`` takes a :class:`ScoreRequest` and answers with a :class:`ScoreReply`; or, if ``application/x-ndjson`` is
+accepted, with one :class:`Result` a line, each as soon as it is there. ``POST /examine`` takes an
 :class:`ExamineRequest` and answers with an :class:`ExamineReply`. Every other status than 200 comes with an
-:class:`ErrorReply`, and so does, as its last line, a stream that cannot be finished.
+:class:`ErrorReply`, which is also the last line of a stream that cannot be finished.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Row(_Message):
     token."""
 
     def as_prompt(self, position: int) -> Prompt:
-        """As the rest of the program knows it; the ``position`` in the request stands in for a missing number."""
+        """``position``: in the request, for a row without a number."""
         number = position if self.row is None else self.row
         return Prompt(number, self.prompt, (), self.answer, self.meta, self.prompt_end)
 
@@ -58,7 +58,7 @@ class Item(Row):
     @classmethod
     def _can_be_sent_back(cls, value: str | int | None) -> str | int | None:
         if isinstance(value, str):
-            value.encode()  # half of a letter cannot be written; the error is a ValueError
+            value.encode()  # raises a ValueError for lone surrogates
         return value
 
 
@@ -87,7 +87,7 @@ class Result(_Message):
 
     @classmethod
     def of(cls, index: int, item: Item, reward: Reward) -> Result:
-        """The result for the item at ``index``. Raises ValueError: the reward is none that JSON can hold."""
+        """Raises ValueError: the reward is none that JSON can hold."""
         try:
             return cls(index=index, id=item.id, **_writable(reward_to_json(reward)))
         except ValidationError as error:
@@ -115,7 +115,6 @@ class DoubtfulRow(_Message):
 
     @classmethod
     def of(cls, doubt: Doubt) -> DoubtfulRow:
-        """As a message."""
         return cls(position=doubt.position, text=_writable(doubt.text), unusable=doubt.unusable)
 
 
@@ -132,12 +131,11 @@ class ErrorReply(_Message):
 
     @classmethod
     def of(cls, text: str, retry: bool) -> ErrorReply:
-        """As a message."""
         return cls(error=_writable(text), retry=retry)
 
 
 def _writable(value: Any) -> Any:
-    """Half a letter in a text, which UTF-8 cannot hold, becomes a question mark."""
+    """Lone surrogates, which UTF-8 cannot hold, become question marks."""
     if isinstance(value, dict):
         return {_writable(key): _writable(item) for key, item in value.items()}
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

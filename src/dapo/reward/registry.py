@@ -1,7 +1,7 @@
-"""The decorator that declares a reward function: under which name it is found, and whether it takes batches.
+"""``dapo.reward_function``, the decorator that declares a reward function: its name, and whether it takes batches.
 
-``import dapo`` leads here with ``dapo.reward_function``: standard library only. A declared function stays an ordinary
-function. Its declaration is attached to it, and it is listed by module and name for those who look it up by name.
+``import dapo`` leads here: standard library only. A declared function stays an ordinary function, with its declaration
+attached to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dapo.errors import RewardError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BATCH_SIZE = 64
-"""Most responses in one call of a batched function that does not say."""
+"""Default of ``responses_per_call`` for batched functions."""
 
 _MARK = "__dapo_reward_function__"
 _declared: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -25,7 +25,7 @@ _declared: dict[tuple[str, str], Callable[..., Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What the decorator was told. ``responses_per_call``: most responses in one call; None: it takes one at a time."""
+    """``responses_per_call``: most responses in one call; None: the function takes one at a time."""
 
     name: str
     responses_per_call: int | None
@@ -48,14 +48,13 @@ def reward_function(
 
     A function that takes one response is ``def f(prompt, response, answer, **meta)`` and returns a float, a bool, a
     dict with "value" or a :class:`~dapo.records.Reward`. A batched one is ``def f(prompts, responses, answers,
-    **meta)``: it gets lists of one length, those of the row's other keys too (None where a row lacks the key), and
-    returns as many values, in order. Either may be ``async``, and leave out the parameters it has no use for. The
-    recipe's ``args`` are constants and come as they are, also in a batched function.
+    **meta)``: it gets lists of one length, also of the row's other keys (None where a row lacks the key), and returns
+    as many values, in order. Either may be ``async``, and leave out parameters. The recipe's ``args`` are passed as
+    they are, also to a batched function.
 
     Args:
-        name: what it is found by, in Python (``train(..., reward="name")``) and in a recipe (``file.py:name``); by
-            default its own name.
-        batched: whether it takes lists. What waits to be scored goes into one call; none waits for others.
+        name: for Python (``train(..., reward="name")``) and recipes (``file.py:name``); by default its own name.
+        batched: whether it takes lists. All responses that wait go into one call.
         responses_per_call: most responses in one call, 64 by default.
 
     Raises:
@@ -78,34 +77,29 @@ def reward_function(
 
     def declare(found: Any) -> Any:
         size = (responses_per_call or BATCH_SIZE) if batched else None
-        _register(found, Declaration(name or _own_name(found), size))
+        _register(found, Declaration(name or getattr(found, "__name__", None) or type(found).__name__, size))
         return found
 
     return declare if function is None else declare(function)
 
 
 def declaration(function: Callable[..., Any]) -> Declaration | None:
-    """What the decorator was told of ``function``; None: it is not declared."""
+    """None: ``function`` is not declared."""
     return getattr(function, _MARK, None)
 
 
 def find_declared(name: str, module: str | None = None) -> Callable[..., Any] | None:
-    """The function that ``module`` (or just one of all modules) declares under ``name``, or None."""
+    """The function that ``module`` (None: exactly one of all modules) declares under ``name``, or None."""
     found = [f for (place, known), f in _declared.items() if known == name and module in (None, place)]
     return found[0] if len(found) == 1 else None
 
 
 def declared_names(module: str | None = None) -> list[str]:
-    """The names that ``module`` (or any) declares."""
     return sorted({name for place, name in _declared if module in (None, place)})
 
 
 def named(name: str) -> Callable[..., Any]:
-    """The declared function called ``name``, in this process.
-
-    Raises:
-        RewardError: there is none, or several modules declare one.
-    """
+    """The declared function called ``name``. Raises RewardError: there is none, or several modules declare one."""
     function = find_declared(name)
     if function is not None:
         return function
@@ -122,16 +116,12 @@ def named(name: str) -> Callable[..., Any]:
     )
 
 
-def _own_name(function: Any) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__
-
-
 def _register(function: Any, told: Declaration) -> None:
     if not callable(function):
         raise RewardError(f"reward_function: expected a function, got {type(function).__name__} {function!r}")
     module = getattr(function, "__module__", None) or ""
     before = _declared.get((module, told.name))
-    # Declared anew: by a file that is imported again, a cell of a notebook that runs again, or a function of functions.
+    # declared again: by a file that is imported again, a notebook cell that runs again, or inside of a function
     anew = module == "__main__" or _place(before) == _place(function) or "<locals>" in _place(function)
     if before is not None and not anew:
         raise RewardError(

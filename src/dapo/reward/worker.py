@@ -1,11 +1,9 @@
-"""The process that scores: ``python -m dapo.reward.worker``, started and driven by ``pool.py``.
+"""The process that scores: ``python -m dapo.reward.worker``, started by ``pool.py``, which also keeps the deadlines.
 
-Consumes messages on its standard input and produces one reply to each on its standard output, in order; waits for the
-next message and ends when its input does. A message is a big-endian 4-byte length and that many bytes of JSON. The
-first one is the set-up ({"factory", "options", "memory_mb", "parent"}), all others are items.
-
-A reply is {"result": ...}, or {"broken": message} where the user's code broke its contract, which stops the run.
-Deadlines are the parent's affair: it kills this process.
+It answers each message on standard input with one on standard output, and ends when its input does. A message is a
+big-endian 4-byte length and that many bytes of JSON. The first one is the set-up ({"factory", "options", "memory_mb",
+"parent"}), all others are items. A reply is {"result": ...}, or {"broken": message} where the user's code broke its
+contract, which stops the run.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def main() -> None:
-    """Serve until the input ends."""
     source, sink = _take_pipes()
     setup = _read(source)
     if setup is None:
@@ -55,7 +52,7 @@ def main() -> None:
         replies.send({"broken": str(error)})
         return
     if setup["memory_mb"] is not None:
-        _limit_memory(setup["memory_mb"])
+        limit_memory(setup["memory_mb"] * 2**20)
     replies.send({"result": {}})
     while (item := _read(source)) is not None:
         try:
@@ -66,7 +63,7 @@ def main() -> None:
 
 
 class _Replies:
-    """Numbered replies. A process that user code has forked off must not reply in the worker's place: it ends."""
+    """Numbered replies. A process that user code has forked ends here: it must not reply in place of the worker."""
 
     def __init__(self, sink: BinaryIO) -> None:
         self._sink = sink
@@ -87,7 +84,7 @@ class _Replies:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the protocol's pipes to ourselves: what user code prints goes to standard error, what it reads is empty."""
+    """The protocol's pipes. What user code prints goes to standard error, what it reads is empty."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -106,7 +103,7 @@ def _read(source: BinaryIO) -> dict[str, Any] | None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """A busy worker does not see its input end, so ask the kernel for a signal (Linux only)."""
+    """A busy worker does not notice the end of its input: the kernel sends a signal (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the request
@@ -114,15 +111,15 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _keep_orphans() -> None:
-    """Stay the ancestor of all that user code starts, be its parents gone, so that it is found and killed (Linux)."""
+    """Become the parent of orphans that user code leaves, so that they are found and killed (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _limit_memory(megabytes: int) -> None:
-    """Allow so much memory beyond what the process holds now, so that the limit means the same on any machine."""
+def limit_memory(extra_bytes: int) -> None:
+    """On top of what the process holds now, so that the limit means the same on any machine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    limit = pages * resource.getpagesize() + megabytes * 2**20
+    limit = pages * resource.getpagesize() + extra_bytes
     with contextlib.suppress(ValueError, OSError):  # a lower hard limit is in force already
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

@@ -8,12 +8,13 @@ from ast import literal_eval
 from pathlib import Path
 
 import pytest
+from grading import grade
 
 from dapo.config import CodeReward
 from dapo.errors import RewardError
 from dapo.reward.code import sandbox as module
 from dapo.reward.code.border import Border
-from dapo.reward.code.grade import Grader, grade
+from dapo.reward.code.grade import Grader
 from dapo.reward.code.names import read_tests
 from dapo.reward.code.program import SandboxFailed
 from dapo.reward.code.sandbox import Sandbox, SandboxLimits

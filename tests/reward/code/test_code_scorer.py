@@ -11,6 +11,7 @@ from dapo.reward.code import quality
 from dapo.reward.code.program import Usage
 from dapo.reward.code.quality import efficiency, style
 from dapo.reward.code.scorer import CodeScorer
+from scoring import rewards_of
 
 ROW = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(0, 0) == 0", "assert add(5, 0) == 5"]}
 ROW |= {"entry_point": "add", "solution": "def add(a, b):\n    return a + b\n"}
@@ -24,16 +25,7 @@ def prompt(row=0, **meta):
 
 def score(responses, row=None, **config):
     """The rewards of responses to one row."""
-
-    async def run():
-        scorer = CodeScorer(CodeReward(kind="code", **config))
-        await scorer.start()
-        try:
-            return await asyncio.gather(*(scorer.score(row or prompt(), response) for response in responses))
-        finally:
-            await scorer.close()
-
-    return asyncio.run(run())
+    return rewards_of(CodeScorer(CodeReward(kind="code", **config)), row or prompt(), responses, start=True)
 
 
 def examine(*metas, **config):
@@ -239,11 +231,11 @@ def test_a_reference_that_fails_its_tests_is_no_verdict():
 
 
 def test_without_a_sandbox_the_user_is_warned(caplog):
-    assert CodeScorer(CodeReward(kind="code")).warnings == ()
-    assert "sandbox: none" in CodeScorer(CodeReward(kind="code", sandbox="none")).warnings[0]
+    score([GOOD], workers=1)
+    assert caplog.text == ""
     [reward] = score([GOOD], sandbox="none", workers=1)
     assert reward.correct is True
-    assert "your rights" in caplog.text
+    assert "sandbox: none" in caplog.text and "your rights" in caplog.text
 
 
 def test_a_missing_sandbox_is_the_users_affair(monkeypatch, tmp_path):

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from grading import grade
 
 from dapo.config import CodeReward
 from dapo.records import Prompt
-from dapo.reward.code.grade import grade
 from dapo.reward.code.scorer import CodeScorer
 
 SHARED = Path(__file__).parents[3] / ".." / "shared"

@@ -3,7 +3,6 @@ what it may write is the index of samples, if that is behind and several steps a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
@@ -14,8 +13,8 @@ import typer
 
 from dapo.commands.shared.completion import complete_metric, complete_run, complete_status
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug
-from dapo.commands.shared.output import print_json, print_lines
+from dapo.commands.shared.options import AsJson, Debug, step_range
+from dapo.commands.shared.output import print_json, print_lines, terminal_width
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal, counted, visible
 
@@ -106,7 +105,7 @@ def inspect(
         asks_for_samples = samples or wanted != SampleFilter() or sort is not None or full or table
         if asks_for_samples and metrics is not None:
             raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
-        span = _span(steps)
+        span = step_range(steps)
         if not is_run(run) and (found := runs_in(run)):
             _runs(found, as_json)
         elif diff is not None:
@@ -146,7 +145,7 @@ def _runs(folders: Iterable[Path], as_json: bool) -> None:
         unreadable = [{"run_dir": str(folder), "state": "unreadable", "why": why} for folder, why in spoilt.items()]
         print_json([*(run_as_json(run) for run in runs), *unreadable])
     else:
-        print_lines(runs_table(runs, _width()))
+        print_lines(runs_table(runs, terminal_width()))
         print_lines(f"cannot be read: {visible(why)}" for why in spoilt.values())
 
 
@@ -157,7 +156,7 @@ def _overview(run: RunView, span: tuple[int, int] | None, as_json: bool) -> None
     if as_json:
         print_json(overview(run, span))
     else:
-        print_lines(report(run, span, _width(), Terminal().options.ascii_only))
+        print_lines(report(run, span, terminal_width(), Terminal().options.ascii_only))
 
 
 def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json: bool) -> None:
@@ -168,7 +167,7 @@ def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json:
     if as_json:
         print_json([{name: e[name] for name in ["step", *names] if name in e} for e in with_any(entries, names)])
     else:
-        print_lines(metrics_table(entries, names, _width()))
+        print_lines(metrics_table(entries, names, terminal_width()))
 
 
 def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None, limit: int, shown_as: _Shown) -> None:
@@ -180,11 +179,11 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
         print_json(found.samples)
         return
     if shown_as is _Shown.table:
-        width = _width() or _WIDE
+        width = terminal_width() or _WIDE
         Terminal(width=width, highlight=False).print(table(found.samples, width))
     else:
         full = shown_as is _Shown.full
-        print_lines(line for sample in found.samples for line in [*show(sample, _width() or 100, full), ""])
+        print_lines(line for sample in found.samples for line in [*show(sample, terminal_width() or 100, full), ""])
     cut = f", {len(found.samples)} shown (--limit)" if len(found.samples) < found.matching else ""
     print_lines([f"{found.matching} of {counted(found.total, 'sample')}{cut}"])
 
@@ -200,24 +199,5 @@ def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_
         return
     terminal = Terminal(highlight=False)
     styles = {"-": "red", "+": "green", "@": "bold"}
-    for kind, line in diff_report(before, after, _width(), limit):
+    for kind, line in diff_report(before, after, terminal_width(), limit):
         terminal.print(Text(line, style=styles.get(kind, "")), soft_wrap=True)
-
-
-def _span(text: str | None) -> tuple[int, int] | None:
-    """First and last step of ``7``, ``3:9``, ``3:`` or ``:9``."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d{0,9})(:?)(\d{0,9})", text)
-    if found is None or not (found[1] or found[3]):
-        raise ConfigError(f"--steps {text}: expected a step, such as 7, or a range, such as 3:9, 3: or :9")
-    first, colon, last = found.groups()
-    if not colon:
-        return int(first), int(first)
-    return int(first or 0), int(last or 10**9)
-
-
-def _width() -> int | None:
-    """Cells in a line; None where there is no terminal, and lines may be of any length."""
-    console = Terminal()
-    return console.width if console.is_terminal else None

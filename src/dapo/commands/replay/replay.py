@@ -248,7 +248,7 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
         found.missing.append(f"rewards: {error}")
         return
     (change,) = changes
-    found.rewards = {"samples": change.samples, "changed": len(change.changes)}
+    found.rewards = {"samples": change.numbers["samples"], "changed": len(change.changes)}
     for one in change.changes:
         told = one.as_json()
         found.differences.append(

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.inspect.command import _span
 from dapo.commands.shared.completion import complete_recipe
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, Run, files_and_settings
+from dapo.commands.shared.options import Debug, JsonFile, Run, files_and_settings, step_range
 from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
 from dapo.errors import ConfigError
 from dapo.util.terminal import counted, warn
 
 if TYPE_CHECKING:
-    from dapo.config import RewardConfig
+    from dapo.config import Config, RewardConfig
     from dapo.observe.run_view import RunView
 
 app = typer.Typer(no_args_is_help=True, help="Check a reward against labelled cases; score a run's samples again.")
 
+_Keys = Annotated[list[str] | None, typer.Argument(metavar="[REWARD.KEY=VALUE]", help="Keys of the reward to change.")]
+_Steps = Annotated[str, typer.Option("--steps", "--step", metavar="N|A:B|all", help="Samples of these steps.")]
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no times.")]
 
 
@@ -79,8 +81,7 @@ def check(
         if output is not None:
             found = {"reward": _told(config), "cases": len(cases), "agree": agreed, "seconds": round(seconds, 3)}
             write_results(output, {**found, "verdicts": [one.as_json() for one in checked]})
-        if not quiet:
-            print(f"{counted(len(cases), 'case', ',')} in {seconds:.1f} s, {len(cases) / seconds:,.0f} per second")
+        _print_speed(quiet, len(cases), "case", seconds)
         print(f"agree {agreed} of {len(cases)}")
         if agreed < len(cases):
             raise typer.Exit(1)
@@ -89,9 +90,7 @@ def check(
 @app.command(epilog=EXIT_CODES)
 def score(
     run: Run,
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[REWARD.KEY=VALUE]", help="Keys of the reward to change.")
-    ] = None,
+    words: _Keys = None,
     reward: Annotated[
         str | None,
         typer.Option(
@@ -100,9 +99,7 @@ def score(
             autocompletion=complete_recipe,
         ),
     ] = None,
-    steps: Annotated[str, typer.Option("--steps", "--step", metavar="N|A:B|all", help="Samples of these steps.")] = (
-        "all"
-    ),
+    steps: _Steps = "all",
     examples: Annotated[int, typer.Option(min=0, help="Show at most so many samples that changed.")] = 6,
     output: JsonFile = None,
     quiet: _Quiet = False,
@@ -115,24 +112,17 @@ def score(
     with errors_for_people(debug):
         from dapo.commands.reward.report import Summary
         from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
-        from dapo.config import load_config, load_reward
+        from dapo.config import load_config
         from dapo.observe.run_view import RunView
+        from dapo.observe.sample_query import steps_asked_for
 
         files, overrides = files_and_settings(words)
         if files:
             raise ConfigError(f"{files[0]}: expected reward.key=value; the reward is named by --reward")
         view = RunView.read(run)
-        wanted = _steps(view, steps)
+        wanted = steps_asked_for(view, (0, 10**9) if steps == "all" else step_range(steps) or (0, 0))
         config = load_config(view.folder.config)
-        if reward is None and view.reward_from_python is not None:
-            raise ConfigError(
-                f"{view.folder.root}: was trained on a Python function ({view.reward_from_python}), which the folder "
-                "does not hold; name a reward with --reward, such as file.py's in a recipe"
-            )
-        chosen = load_reward(reward or view.folder.config, overrides)
-        if reward is None:
-            for line in view.changes_of_reward(config):
-                warn(f"the reward is not the one that the run started with: {line}")
+        chosen = _chosen(view, config, reward, overrides)
         _require_writable(output, [str(view.folder.config)])
         rows = StoredRows(config, chosen, warn)
         summary = Summary(examples)
@@ -143,32 +133,44 @@ def score(
             if output is not None:
                 told.append(change.as_json())
 
-        started, done = time.perf_counter(), 0
+        started, numbers = time.perf_counter(), count(1)
         with status_line(quiet, "starting") as progress:
 
             def advance(step: int) -> None:
-                nonlocal done
-                done += 1
-                progress(f"step {step}, {done:,} samples")
+                progress(f"step {step}, {next(numbers):,} samples")
 
             asyncio.run(rescore(view.folder, wanted, chosen, config, rows, hear, advance))
         seconds = time.perf_counter() - started
         print(f"{run}: reward {config.reward.kind}, scored again with {reward or 'its own'} ({chosen.kind})\n")
         print_lines(summary.lines())
         if output is not None:
-            write_results(
-                output, {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3), "steps": told}
-            )
-        if not quiet:
-            print(f"{counted(done, 'sample', ',')} in {seconds:.1f} s, {done / seconds:,.0f} per second")
+            found = {"run": str(run), "reward": _told(chosen), "seconds": round(seconds, 3)}
+            write_results(output, {**found, "steps": told})
+        _print_speed(quiet, next(numbers) - 1, "sample", seconds)
         print(summary.verdict())
 
 
-def _steps(view: RunView, text: str) -> list[int]:
-    """Raises UserError if there are no such samples; it says which there are."""
-    from dapo.observe.sample_query import steps_asked_for
+def _chosen(view: RunView, config: Config, reward: str | None, overrides: Sequence[str]) -> RewardConfig:
+    """The reward that ``--reward`` names, or the run's own; warns where that has changed since the run started.
+    Raises ConfigError: there is no such reward, or the run was trained on a Python function."""
+    from dapo.config import load_reward
 
-    return steps_asked_for(view, (0, 10**9) if text == "all" else _span(text) or (0, 0))
+    if reward is not None:
+        return load_reward(reward, overrides)
+    if view.reward_from_python is not None:
+        raise ConfigError(
+            f"{view.folder.root}: was trained on a Python function ({view.reward_from_python}), which the folder "
+            "does not hold; name a reward with --reward, such as file.py's in a recipe"
+        )
+    chosen = load_reward(view.folder.config, overrides)
+    for line in view.changes_of_reward(config):
+        warn(f"the reward is not the one that the run started with: {line}")
+    return chosen
+
+
+def _print_speed(quiet: bool, done: int, noun: str, seconds: float) -> None:
+    if not quiet:
+        print(f"{counted(done, noun, ',')} in {seconds:.1f} s, {done / seconds:,.0f} per second")
 
 
 def _told(config: RewardConfig) -> Any:

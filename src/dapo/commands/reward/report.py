@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from dapo.commands.inspect.command import _width
 from dapo.commands.inspect.sample_report import RIGHT, one_line, text_lines
 from dapo.commands.inspect.tables import columns
 from dapo.commands.reward.rescore import KINDS, Change, StepChange
+from dapo.commands.shared.output import terminal_width
 from dapo.records import Reward
 from dapo.reward.check import Checked, Expected
 from dapo.util.terminal import visible
@@ -50,16 +50,15 @@ def _expected(value: Expected) -> str:
 
 
 class Summary:
-    """All steps together. Keeps numbers, and no more samples than are shown, at most ``examples``."""
+    """All steps together. Keeps numbers and at most ``examples`` samples of each kind of change."""
 
     def __init__(self, examples: int) -> None:
         self._most = examples
         self._examples: dict[str, list[Change]] = {kind: [] for kind in KINDS}
-        self._steps: list[tuple[str, dict[str, float]]] = []
+        self._steps: list[tuple[str, Mapping[str, float]]] = []
 
     def add(self, step: StepChange) -> None:
-        """Take in a step."""
-        self._steps.append((str(step.step), step.numbers()))
+        self._steps.append((str(step.step), step.numbers))
         for change in step.changes:
             best = self._examples[change.kinds[0]]
             best.append(change)
@@ -70,25 +69,17 @@ class Summary:
         """A table of the steps, then examples."""
         steps = self._steps if len(self._steps) == 1 else [*self._steps, ("all", self._total())]
         shown = [kind for kind in KINDS if kind in _ALWAYS or self._total()[kind]]
-        header = [
-            "step",
-            "samples",
-            *(KINDS[kind] for kind in shown),
-            "reward",
-            "reward now",
-            "groups",
-            "mixed",
-            "mixed now",
-        ]
+        kinds = [KINDS[kind] for kind in shown]
+        header = ["step", "samples", *kinds, "reward", "reward now", "groups", "mixed", "mixed now"]
         rows = [[name, *_cells(numbers, shown)] for name, numbers in steps]
-        yield from columns(header, rows, _width())
+        yield from columns(header, rows, terminal_width())
         yield ""
         for change in self._chosen():
             yield from _example(change)
             yield ""
 
     def verdict(self) -> str:
-        """All of it in a line."""
+        """The whole in one line."""
         total = self._total()
         if not total["changed"]:
             return f"nothing changed: {total['samples']:,} samples"
@@ -104,7 +95,7 @@ class Summary:
         return {name: sum(numbers[name] for _, numbers in self._steps) for name in names}
 
     def _chosen(self) -> list[Change]:
-        """Examples of as many kinds of change as there is room for, the most telling kinds first."""
+        """Examples of as many kinds of change as possible, the most important kinds first."""
         turns = zip_longest(*self._examples.values())
         return [change for turn in turns for change in turn if change is not None][: self._most]
 
@@ -133,4 +124,4 @@ def _example(change: Change) -> Iterator[str]:
 
 
 def _long(name: str, text: str) -> Iterator[str]:
-    yield from text_lines(name, text, _width() or 100, full=False)
+    yield from text_lines(name, text, terminal_width() or 100, full=False)

@@ -1,10 +1,7 @@
-"""What another reward would have said: the stored samples of a run, scored again (``dapo reward score``).
+"""The stored samples of a run, scored again (``dapo reward score``). The run folder is only read.
 
-Consumes a run folder, of which nothing is changed, and a ``reward`` section; produces a :class:`StepChange` for each
-step that has samples, one step at a time. Waits for the scorer, with many samples at once.
-
-Samples are stored without the further keys of their rows (tests and the like). For a reward that may want them they are
-read from the run's data, where the row's prompt must still be the one that was sampled from.
+Samples are stored without the further keys of their rows (tests and the like). For a reward that may need them they are
+read from the run's data, where the row must still have the prompt of the sample.
 """
 
 from __future__ import annotations
@@ -13,8 +10,9 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -44,14 +42,11 @@ KINDS: Mapping[str, str] = {
     "decided": "now decided",
     "value": "other value",
 }
-"""How the reward of a sample can change, the most telling first, in words.
+"""How the reward of a sample can change, the most important first, and its column header.
+``opened``: ``correct`` is now None; ``decided``: it was. ``value``: only the value differs."""
 
-``failed``: there is no verdict any more; ``answer_lost``: an answer is no longer found; ``opened``: right or wrong is
-no longer said; and the other way round. ``value``: all else is the same.
-"""
-
-_SAME = 1e-9
-"""Values of a reward that differ by less are the same."""
+_TOLERANCE = 1e-9
+"""Rewards that differ by less, absolutely or relatively, are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class GroupChange:
-    """A group that dynamic sampling would have decided otherwise about."""
+    """A group whose verdict in dynamic sampling changed."""
 
     step: int
     draw: int
@@ -84,58 +79,27 @@ class GroupChange:
     before: GroupVerdict
     after: GroupVerdict
 
-    def as_json(self) -> dict[str, Any]:
-        return {"step": self.step, "draw": self.draw, "row": self.row, "before": self.before, "after": self.after}
-
 
 @dataclass(frozen=True, slots=True)
 class StepChange:
     """One step, scored again.
 
-    ``compared``: samples that have a verdict both times; the two sums are over their rewards. ``kept_before`` and
-    ``kept_after``: groups with something to learn from (mixed ones).
+    ``numbers`` can be added up over steps. ``compared`` counts samples with a verdict both times, and the two sums are
+    over their rewards; groups are ``kept`` that are mixed; each of :data:`KINDS` has the number of its samples.
     """
 
     step: int
-    samples: int
-    compared: int
-    sum_before: float
-    sum_after: float
-    failed_before: int
-    failed_after: int
-    groups: int
-    kept_before: int
-    kept_after: int
+    numbers: Mapping[str, float]
     changes: tuple[Change, ...]
     group_changes: tuple[GroupChange, ...]
 
-    def numbers(self) -> dict[str, float]:
-        """Everything that can be added up over steps; of every kind of change how many samples have it."""
-        counts = Counter(kind for change in self.changes for kind in change.kinds)
-        no_longer = sum(change.before is GroupVerdict.MIXED for change in self.group_changes)
-        return {
-            "samples": self.samples,
-            "changed": len(self.changes),
-            "compared": self.compared,
-            "sum_before": self.sum_before,
-            "sum_after": self.sum_after,
-            "failed_before": self.failed_before,
-            "failed_after": self.failed_after,
-            "groups": self.groups,
-            "kept_before": self.kept_before,
-            "kept_after": self.kept_after,
-            "no_longer_kept": no_longer,
-            "newly_kept": len(self.group_changes) - no_longer,
-            **{kind: counts[kind] for kind in KINDS},
-        }
-
     def as_json(self) -> dict[str, Any]:
-        """Numbers and changes, without the texts."""
+        """Without the texts."""
         return {
             "step": self.step,
-            **self.numbers(),
+            **self.numbers,
             "changes": [change.as_json() for change in self.changes],
-            "group_changes": [change.as_json() for change in self.group_changes],
+            "group_changes": [asdict(change) for change in self.group_changes],
         }
 
 
@@ -148,15 +112,9 @@ async def rescore(
     hear: Callable[[StepChange], None],
     advance: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Score the samples of some steps again, one step after the other.
-
-    Args:
-        hear: called for each step with what changed.
-        advance: called with its step for every sample that is done.
-
-    Raises:
-        UserError: a line is damaged, a row is not there, or the reward breaks its contract; names the place.
-    """
+    """Score the samples of some steps again. ``hear``: called for each step; ``advance``: for each sample, with its
+    step. Raises UserError: a line is damaged, a row is not there, or the reward breaks its contract; names the
+    place."""
     async with running(make_scorer(reward)) as scorer:
         for step in steps:
             hear(await _rescore_step(folder, step, scorer, config, rows, partial(advance, step)))
@@ -182,20 +140,12 @@ async def _rescore_step(
     return _compare(step, [{"step": step, **sample} for sample in samples], before, rewards, config)
 
 
-# --- what is stored -----------------------------------------------------------------------------------------------
-
-_TEXT, _WHOLE = (str,), (int,)
 _FIELDS: Mapping[str, tuple[type, ...]] = {
-    "draw": _WHOLE,
-    "row": _WHOLE,
-    "index": _WHOLE,
-    "prompt": _TEXT,
-    "response": _TEXT,
-    "gold": (str, type(None)),
-    "correct": (bool, type(None)),
-    "reward": (int, float, type(None)),
-    "error": (str, type(None)),
-    "extracted": (str, type(None)),
+    **dict.fromkeys(("draw", "row", "index"), (int,)),
+    **dict.fromkeys(("prompt", "response"), (str,)),
+    **dict.fromkeys(("gold", "error", "extracted"), (str, NoneType)),
+    "correct": (bool, NoneType),
+    "reward": (int, float, NoneType),
     "parts": (dict,),
 }
 
@@ -214,20 +164,13 @@ def _stored_reward(sample: Mapping[str, Any]) -> Reward:
     return Reward(sample["correct"], value, sample["parts"], sample["error"], sample["extracted"])
 
 
-def needs_rows(reward: RewardConfig) -> bool:
-    """Whether a reward may look at further keys of a row."""
-    return not all(isinstance(one, MathReward | ExactReward | ModelReward) for one in plain_rewards(reward))
-
-
 class StoredRows:
-    """The prompts of stored samples, with the further keys of their rows if the reward may want them."""
+    """The prompts of stored samples, with the further keys of their rows if the reward may need them."""
 
     def __init__(self, config: Config, reward: RewardConfig, warn: Callable[[str], None]) -> None:
-        """``warn``: hears that the data is not there; only a reward that cannot do without it ends here.
-        Raises DataError: the reward runs tests, and the rows that hold them cannot be read."""
+        """``warn``: called if the rows cannot be read. Raises DataError: they hold the tests that the reward runs."""
         self._rows: Rows | None = None
-        self._config = config.data
-        if not needs_rows(reward):
+        if all(isinstance(one, MathReward | ExactReward | ModelReward) for one in plain_rewards(reward)):
             return
         try:
             if not config.data.train:
@@ -240,8 +183,7 @@ class StoredRows:
             warn(f"going on without {text}")
 
     def prompt(self, sample: Mapping[str, Any], place: str) -> Prompt:
-        """What the reward got to see of a sample's row.
-        Raises DataError: the row is no longer there, or another one."""
+        """Raises DataError: the row of the sample is no longer there, or another one."""
         number, meta = sample["row"], {}
         if self._rows is not None:
             there = 0 <= number < len(self._rows)
@@ -256,41 +198,40 @@ class StoredRows:
         return Prompt(number, sample["prompt"], (), sample["gold"], meta, sample.get("prompt_end") or "")
 
 
-# --- what changed -------------------------------------------------------------------------------------------------
-
-
 def _compare(
     step: int, samples: Sequence[Mapping[str, Any]], before: Sequence[Reward], after: Sequence[Reward], config: Config
 ) -> StepChange:
-    changes = []
-    for sample, old, new in zip(samples, before, after, strict=True):
-        kinds = kinds_of_change(old, new)
-        if kinds:
-            changes.append(Change(kinds, sample, old, new))
+    changes = [
+        Change(kinds, sample, old, new)
+        for sample, old, new in zip(samples, before, after, strict=True)
+        if (kinds := kinds_of_change(old, new))
+    ]
     both = [(a.value, b.value) for a, b in zip(before, after, strict=True) if a.error is None and b.error is None]
     groups = list(_groups(samples, before, after, config))
-    return StepChange(
-        step=step,
-        samples=len(samples),
-        compared=len(both),
-        sum_before=math.fsum(a for a, _ in both),
-        sum_after=math.fsum(b for _, b in both),
-        failed_before=sum(reward.error is not None for reward in before),
-        failed_after=sum(reward.error is not None for reward in after),
-        groups=len(groups),
-        kept_before=sum(was is GroupVerdict.MIXED for _, was, _ in groups),
-        kept_after=sum(now is GroupVerdict.MIXED for _, _, now in groups),
-        changes=tuple(changes),
-        group_changes=tuple(
-            GroupChange(step, sample["draw"], sample["row"], was, now)
-            for sample, was, now in groups
-            if (was is GroupVerdict.MIXED) is not (now is GroupVerdict.MIXED)
-        ),
-    )
+    mixed = GroupVerdict.MIXED
+    moved = tuple(one for one in groups if (one.before is mixed) is not (one.after is mixed))
+    lost = sum(one.before is mixed for one in moved)
+    counts = Counter(kind for change in changes for kind in change.kinds)
+    numbers = {
+        "samples": len(samples),
+        "changed": len(changes),
+        "compared": len(both),
+        "sum_before": math.fsum(a for a, _ in both),
+        "sum_after": math.fsum(b for _, b in both),
+        "failed_before": sum(reward.error is not None for reward in before),
+        "failed_after": sum(reward.error is not None for reward in after),
+        "groups": len(groups),
+        "kept_before": sum(one.before is mixed for one in groups),
+        "kept_after": sum(one.after is mixed for one in groups),
+        "no_longer_kept": lost,
+        "newly_kept": len(moved) - lost,
+        **{kind: counts[kind] for kind in KINDS},
+    }
+    return StepChange(step, numbers, tuple(changes), moved)
 
 
 def kinds_of_change(before: Reward, after: Reward) -> tuple[str, ...]:
-    """What of :data:`KINDS` is true, in their order; nothing if the reward is the same."""
+    """Which of :data:`KINDS` apply, in their order; none if the reward is the same."""
     if before.error is not None or after.error is not None:
         if before.error is not None and after.error is not None:
             return ()
@@ -304,13 +245,13 @@ def kinds_of_change(before: Reward, after: Reward) -> tuple[str, ...]:
     had, has = _answer_found(before), _answer_found(after)
     if None not in (had, has) and had is not has:
         found.append("answer_lost" if had else "answer_found")
-    if not found and not math.isclose(before.value, after.value, rel_tol=_SAME, abs_tol=_SAME):
+    if not found and not math.isclose(before.value, after.value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
         found.append("value")
     return tuple(sorted(found, key=list(KINDS).index))
 
 
 def _answer_found(reward: Reward) -> bool | None:
-    """None: the reward does not look for an answer, or does not say."""
+    """None: not known."""
     if "answer_found" in reward.parts:
         return reward.parts["answer_found"] > 0
     return True if reward.extracted is not None else None
@@ -318,19 +259,19 @@ def _answer_found(reward: Reward) -> bool | None:
 
 def _groups(
     samples: Sequence[Mapping[str, Any]], before: Sequence[Reward], after: Sequence[Reward], config: Config
-) -> Iterator[tuple[Mapping[str, Any], GroupVerdict, GroupVerdict]]:
-    """For every group its first sample, and what it is worth with the old and the new rewards."""
+) -> Iterator[GroupChange]:
+    """Each group's verdict with the old and the new rewards."""
     places: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         places.setdefault(sample["draw"], []).append(place)
-    for members in places.values():
+    for draw, members in places.items():
         first = samples[members[0]]
         was, now = (_worth([rewards[k] for k in members], first, config) for rewards in (before, after))
-        yield first, was, now
+        yield GroupChange(first["step"], draw, first["row"], was, now)
 
 
 def _worth(rewards: Sequence[Reward], sample: Mapping[str, Any], config: Config) -> GroupVerdict:
-    """What the run's dynamic sampling makes of a group; by the spread of the rewards where right and wrong are open."""
+    """The verdict of the run's dynamic sampling; by the spread of the rewards where right and wrong are open."""
     none: Any = np.zeros(0)
     made = [Sample(0, k, none, none, none, "stop", reward=reward) for k, reward in enumerate(rewards)]
     group = Group(sample["draw"], Prompt(sample["row"], sample["prompt"], ()), tuple(made))

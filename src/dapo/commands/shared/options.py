@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from dapo.commands.shared.completion import complete_override, complete_run
+from dapo.errors import ConfigError
 
 Host = Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)]
@@ -52,3 +54,16 @@ def files_and_settings(words: Sequence[str] | None) -> tuple[list[str], list[str
     """The arguments of a command that takes both in any order."""
     words = words or []
     return [word for word in words if not is_setting(word)], [word for word in words if is_setting(word)]
+
+
+def step_range(text: str | None) -> tuple[int, int] | None:
+    """First and last step of ``7``, ``3:9``, ``3:`` or ``:9``, as given to ``--steps``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{0,9})(:?)(\d{0,9})", text)
+    if found is None or not (found[1] or found[3]):
+        raise ConfigError(f"--steps {text}: expected a step, such as 7, or a range, such as 3:9, 3: or :9")
+    first, colon, last = found.groups()
+    if not colon:
+        return int(first), int(first)
+    return int(first or 0), int(last or 10**9)

@@ -28,6 +28,14 @@ def status_line(quiet: bool, text: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(Text(text))
 
 
+def terminal_width() -> int | None:
+    """Cells in a line of standard output; None where it is no terminal, and lines may be of any length."""
+    from dapo.util.terminal import Terminal
+
+    console = Terminal()
+    return console.width if console.is_terminal else None
+
+
 def print_lines(lines: Iterable[str]) -> None:
     """On standard output, as they come."""
     for line in lines:

@@ -1,6 +1,9 @@
-"""Rewards that other programs serve: the protocol of ``dapo reward-server``, plain HTTP services, KServe V2."""
+"""Rewards that other programs serve: ``dapo reward-server``, plain HTTP services, KServe V2."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dapo.config import HttpReward, KServeReward, ServerReward
 from dapo.errors import RewardError, install
@@ -8,10 +11,9 @@ from dapo.reward.contract import Scorer
 
 
 def make_client(config: ServerReward | HttpReward | KServeReward) -> Scorer:
-    """The scorer that asks the server which ``config`` names. Nothing is sent before ``start`` or the first score.
+    """Nothing is sent before ``start`` or the first score.
     Raises RewardError: a library is missing, or the environment variable of the token is not set."""
-    extra = "kserve" if isinstance(config, KServeReward) else "remote"
-    try:
+    with extra("kserve" if isinstance(config, KServeReward) else "remote", config.kind):
         if isinstance(config, KServeReward):
             from dapo.reward.client.kserve import KServeScorer
 
@@ -19,7 +21,12 @@ def make_client(config: ServerReward | HttpReward | KServeReward) -> Scorer:
         from dapo.reward.client.http import HttpScorer, ServerScorer
 
         return ServerScorer(config) if isinstance(config, ServerReward) else HttpScorer(config)
+
+
+@contextmanager
+def extra(name: str, kind: str) -> Iterator[None]:
+    """Around imports that need the extra ``name``. Raises RewardError: it is not installed."""
+    try:
+        yield
     except ImportError as error:
-        raise RewardError(
-            f"reward.kind={config.kind} needs {error.name}, which is not installed: {install(extra)}"
-        ) from None
+        raise RewardError(f"reward.kind={kind} needs {error.name}, which is not installed: {install(name)}") from None

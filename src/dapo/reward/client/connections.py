@@ -1,8 +1,5 @@
-"""HTTP connections to one server, for the clients of reward servers and for the judge.
-
-Consumes requests, produces replies whose bodies are not read yet. Waits without a limit: callers set one for a request
-as a whole. What is sent goes to the address that the recipe names, and to no other.
-"""
+"""HTTP connections to one server, for the clients of reward servers and for the judge. Callers set the time limits.
+Requests go to the address that the recipe names, and to no other."""
 
 from __future__ import annotations
 
@@ -13,25 +10,22 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from dapo.errors import RewardError
-from dapo.reward.client.faults import Fault
+from dapo.reward.client.faults import BadReply, Fault
 
 _IDLE_S = 4.0
-"""Idle connections are kept for less than servers keep them, many of which do so for 5 s."""
+"""Less than servers keep idle connections: many do so for 5 s."""
 
 
 class HttpConnections:
-    """At most ``most`` connections at once, opened when needed. Belongs to the event loop that it is first used in.
-
-    Proxies and logins from the environment, cookies and redirects are not followed. Replies are asked for uncompressed,
-    and read also if they are not.
-    """
+    """At most ``most`` connections at once. Belongs to the event loop that it is first used in. Proxies and logins from
+    the environment, cookies and redirects are ignored."""
 
     def __init__(self, token: str | None, most: int) -> None:
         self._token, self._most = token, most
         self._session: aiohttp.ClientSession | None = None
 
     def _opened(self) -> aiohttp.ClientSession:
-        """Made when first needed: it wants to be made on the event loop."""
+        """Made when first needed, as it must be made on the event loop."""
         if self._session is None:
             authorization = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
             self._session = aiohttp.ClientSession(
@@ -47,8 +41,7 @@ class HttpConnections:
     async def send(
         self, method: str, url: str, body: bytes | None = None, accept: str = "application/json"
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A reply whose body is not read yet. ``body``: JSON.
-        Raises Fault: the connection could not be made, or broke."""
+        """A reply whose body is not read yet. ``body``: JSON. Raises Fault: no connection, or it broke."""
         headers = {"Accept": accept} | ({} if body is None else {"Content-Type": "application/json"})
         try:
             async with self._opened().request(method, url, data=body, headers=headers, allow_redirects=False) as reply:
@@ -56,23 +49,30 @@ class HttpConnections:
         except (aiohttp.ClientError, OSError) as error:
             raise connection_fault(error) from None
 
-    @staticmethod
-    async def beginning(reply: aiohttp.ClientResponse, most: int) -> bytes:
-        """The first ``most`` bytes of the body, or all of it if there are fewer."""
-        body = bytearray()
-        async for chunk in reply.content.iter_any():
-            body += chunk
-            if len(body) >= most:
-                break
-        return bytes(body[:most])
-
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
 
+async def beginning(reply: aiohttp.ClientResponse, most: int) -> bytes:
+    """The first ``most`` bytes of the body."""
+    body = bytearray()
+    async for chunk in reply.content.iter_any():
+        body += chunk
+        if len(body) >= most:
+            break
+    return bytes(body[:most])
+
+
+async def whole(reply: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body. Raises BadReply: it has more than ``most`` bytes."""
+    body = await beginning(reply, most + 1)
+    if len(body) > most:
+        raise BadReply(f"the reply is larger than {most // 2**20} MiB")
+    return body
+
+
 def connection_fault(error: Exception) -> Fault:
-    """What an exception of the connection's means: a server that is not there, or one that went away."""
     number = getattr(error, "errno", None) or 0
     if isinstance(error, aiohttp.ClientSSLError):
         cause = str(error.args[-1])  # what TLS says; its numbers are not those of the system
@@ -86,7 +86,7 @@ def connection_fault(error: Exception) -> Fault:
 
 
 def token_in(variable: str | None, key: str) -> str | None:
-    """The token in an environment variable; ``key`` of the recipe names the variable.
+    """The token in the environment variable that ``key`` of the recipe names.
     Raises RewardError: it is not set, or cannot be a header."""
     if variable is None:
         return None

@@ -1,8 +1,5 @@
-"""Clients of servers that speak JSON over HTTP: ``dapo reward-server``, and services of the user's own.
-
-A request and what its status means are the same for both. The reply of a reward server is read line by line, so that
-verdicts that have come are kept when the connection breaks.
-"""
+"""Clients of servers that speak JSON over HTTP: ``dapo reward-server``, and services of the user's own. The reply of a
+reward server is read line by line, so that verdicts are kept when the connection breaks."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import aiohttp
 from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.connections import HttpConnections
+from dapo.reward.client.connections import HttpConnections, beginning, whole
 from dapo.reward.client.faults import BadReply, Fault, Refusal, one_line
 from dapo.reward.client.mapping import fill, from_json, pick, to_json, to_verdict, to_verdicts, unfillable
 from dapo.reward.client.pauses import requested_pause
@@ -29,12 +26,10 @@ _ROWS_AT_ONCE = 64
 _LATER = (408, 425, 429)
 _NOT_READY = (502, 503, 504)
 _REFUSED = (413, 422)
-"""Statuses that are about this very request, such as one that is too large, and say nothing of the next."""
+"""Statuses that concern this request only, such as one that is too large."""
 
 
 class _JsonScorer(RemoteScorer):
-    """What both have: connections, and what a status means."""
-
     def __init__(self, config: RemoteReward) -> None:
         super().__init__(config)
         self._connections = HttpConnections(self._token, self._most_connections)
@@ -44,11 +39,10 @@ class _JsonScorer(RemoteScorer):
         await self._connections.close()
 
     async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-        """Raises Fault: a status that says: later; Refusal: a status that says: not this; RewardError: a status that
-        says: not like this."""
+        """Raises, by the status, Fault: ask again later; Refusal: ask for less; RewardError: asking again is no use."""
         if 200 <= reply.status < 300:
             return reply
-        text, retry = _error_text(await HttpConnections.beginning(reply, _LARGEST_ERROR))
+        text, retry = _error_text(await beginning(reply, _LARGEST_ERROR))
         code = reply.status
         cause = f"{code} {reply.reason}" + (f": {text}" if text else "")
         if retry is not False and (code in _LATER or code >= 500):
@@ -67,15 +61,14 @@ class ServerScorer(_JsonScorer):
         self._url = config.url.rstrip("/")
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """What the served reward says of the rows. Waits for the server, at most ``give_up_after_s`` at a time.
-        Raises RewardError: it does not answer."""
+        """Waits for the server, at most ``give_up_after_s`` at a time. Raises RewardError: it does not answer."""
         doubts: list[Doubt] = []
         for begin in range(0, len(prompts), _ROWS_AT_ONCE):
             doubts += await self._examine(prompts[begin : begin + _ROWS_AT_ONCE], begin)
         return doubts
 
     async def _examine(self, prompts: Sequence[Prompt], begin: int) -> list[Doubt]:
-        """In one request, or in halves if the server does not take so much. ``begin``: position of the first row."""
+        """In one request, or in halves if the server refuses it. ``begin``: position of the first row."""
         body = to_json({"rows": [_row(prompt) for prompt in prompts]})
         try:
             doubts = await self._patiently(partial(self._ask_doubts, body), self._config.give_up_after_s)
@@ -90,7 +83,7 @@ class ServerScorer(_JsonScorer):
 
     async def _ask_doubts(self, body: bytes) -> list[Doubt]:
         async with self._send("POST", f"{self._url}/examine", body) as reply:
-            answer = from_json(await _read(await self._checked(reply)))
+            answer = from_json(await whole(await self._checked(reply), _LARGEST_REPLY))
         try:
             return [Doubt(int(d["position"]), str(d["text"]), bool(d["unusable"])) for d in answer["doubts"]]
         except (KeyError, TypeError, ValueError):
@@ -126,7 +119,7 @@ class ServerScorer(_JsonScorer):
 
 
 class HttpScorer(_JsonScorer):
-    """Asks a service of the user's own, by the mapping in the recipe."""
+    """Asks a service of the user's own, with the mapping in the recipe."""
 
     def __init__(self, config: HttpReward) -> None:
         super().__init__(config)
@@ -134,11 +127,10 @@ class HttpScorer(_JsonScorer):
         self._in_list = any(in_list for _, in_list in fields_of(config.request))
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Rows without a key that is to be sent."""
         return unfillable(self._mapping.request, prompts)
 
     async def _check_ready(self) -> None:
-        """Any answer shows that somebody is there; what scores takes a POST."""
+        """Any answer to a GET shows that the server is there."""
         async with self._send("GET", self._mapping.url) as reply:
             if reply.status in (401, 403, *_NOT_READY):
                 await self._checked(reply)
@@ -146,7 +138,7 @@ class HttpScorer(_JsonScorer):
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
         body = to_json(fill(self._mapping.request, calls))
         async with self._send("POST", self._mapping.url, body) as reply:
-            answer = from_json(await _read(await self._checked(reply)))
+            answer = from_json(await whole(await self._checked(reply), _LARGEST_REPLY))
         results = pick(answer, self._mapping.results, "reward.results")
         if not self._in_list:
             results = [results]
@@ -159,15 +151,8 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     return {**said, "row": prompt.row, "prompt_end": prompt.end}
 
 
-async def _read(reply: aiohttp.ClientResponse) -> bytes:
-    body = await HttpConnections.beginning(reply, _LARGEST_REPLY + 1)
-    if len(body) > _LARGEST_REPLY:
-        raise BadReply(f"the reply is larger than {_LARGEST_REPLY // 2**20} MiB")
-    return body
-
-
 async def _lines(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Whole lines: the last one of a reply that broke off would not be."""
+    """Whole lines. Raises BadReply: the last one is cut off, or too long."""
     rest: list[bytes] = []
     size = 0
     async for chunk in reply.content.iter_any():
@@ -184,7 +169,7 @@ async def _lines(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _error_text(body: bytes) -> tuple[str, bool | None]:
-    """What a server says of an error, and whether it may be asked again; ``detail`` is FastAPI's word for it."""
+    """The server's message (``detail`` in FastAPI), and whether it says to ``retry``."""
     try:
         data = from_json(body)
     except BadReply:

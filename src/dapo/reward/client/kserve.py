@@ -1,8 +1,7 @@
 """Client of models behind the Open Inference Protocol (KServe V2), as Triton Inference Server and MLServer speak it.
 
-A batch becomes tensors of text, one row a response; what comes back is a tensor of rewards. Tensors travel as JSON,
-which every server of the protocol reads (binary data is an extension that MLServer, for one, lacks). Waits for the
-server.
+Tensors of text are sent, one row a response, and tensors of rewards come back. They travel as JSON: binary data is an
+extension that MLServer, for one, lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.connections import connection_fault
 from dapo.reward.client.faults import BadReply, Fault, Refusal
-from dapo.reward.client.mapping import as_text, fill_one, to_verdict, unfillable
+from dapo.reward.client.mapping import as_text, fill, to_verdict, unfillable
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 
@@ -30,20 +29,19 @@ _REFUSED = ("413", "422")
 
 
 class KServeScorer(RemoteScorer):
-    """Asks a model for rewards."""
-
     def __init__(self, config: KServeReward) -> None:
         super().__init__(config)
         self._model = config
+        self._outputs = [config.output, *([config.correct] if config.correct else [])]
         self._connections: Any = None
-        # said because tritonclient does not, and cannot read an error that comes compressed
+        # tritonclient does not send these, and cannot read a compressed error
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._token is not None:
             self._headers["Authorization"] = f"Bearer {self._token}"
 
     @property
     def _client(self) -> Any:
-        """Made when first needed: it wants to be made on the event loop."""
+        """Made when first needed, as it must be made on the event loop."""
         if self._connections is None:
             scheme, _, rest = self._model.url.rstrip("/").partition("://")
             self._connections = triton.InferenceServerClient(
@@ -70,37 +68,28 @@ class KServeScorer(RemoteScorer):
         self._check_tensors(described)
 
     def _check_tensors(self, described: Any) -> None:
-        """Raises RewardError: the model says that it has other tensors than the recipe names."""
+        """Raises RewardError: the model describes other tensors than the recipe names."""
         model = self._model
-        for kind, wanted in (
-            ("inputs", [*model.inputs]),
-            ("outputs", [model.output, *([model.correct] if model.correct else [])]),
-        ):
+        for kind, wanted in (("inputs", [*model.inputs]), ("outputs", self._outputs)):
             found = {str(tensor.get("name")): str(tensor.get("datatype")) for tensor in described.get(kind) or ()}
-            missing = [name for name in wanted if name not in found]
-            if found and missing:
-                raise RewardError(
-                    f"{self._name}: the model {model.model!r} has no {kind[:-1]} {missing[0]!r}; its {kind} are "
-                    + ", ".join(map(repr, found))
-                )
-            for name in wanted if kind == "inputs" else ():
-                if found and found[name] != "BYTES":
-                    raise RewardError(
-                        f"{self._name}: the input {name!r} of the model {model.model!r} is {found[name]}; text needs "
-                        "BYTES"
-                    )
+            for name in wanted if found else ():
+                if name not in found:
+                    text = f"the model {model.model!r} has no {kind[:-1]} {name!r}; its {kind} are "
+                    raise RewardError(f"{self._name}: {text}{', '.join(map(repr, found))}")
+                if kind == "inputs" and found[name] != "BYTES":
+                    text = f"the input {name!r} of the model {model.model!r} is {found[name]}; text needs BYTES"
+                    raise RewardError(f"{self._name}: {text}")
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Rows without a key that is to be sent."""
         return unfillable(self._model.inputs, prompts)
 
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
         model = self._model
         inputs = [
-            _text_tensor(name, [as_text(fill_one(template, call)) for call in calls])
+            _text_tensor(name, [as_text(fill(template, [call])) for call in calls])
             for name, template in model.inputs.items()
         ]
-        names = [model.output, *([model.correct] if model.correct else [])]
+        names = self._outputs
         outputs = [triton.InferRequestedOutput(name, binary_data=False) for name in names]
         try:
             reply = await self._client.infer(
@@ -127,9 +116,8 @@ class KServeScorer(RemoteScorer):
         return to_verdict({"value": float(value), "correct": bool(correct)}, place, "", self._name)
 
     def _problem(self, error: InferenceServerException) -> Exception:
-        """What an error of the server's means. Servers do not agree on the status of a model that failed."""
         status = str(error.status() or "")
-        # a body that is not the protocol's error is in the details: often a traceback, whose last line says what it is
+        # another body than the protocol's error is in the details: often a traceback, whose last line is the error
         body = str(error.debug_details() or "").strip()
         cause = f"{status or 'error'}: {body.splitlines()[-1] if body else error.message()}"
         if not status:
@@ -147,7 +135,7 @@ class KServeScorer(RemoteScorer):
 
 
 def _text_tensor(name: str, texts: Sequence[str]) -> Any:
-    """BYTES of shape ``[responses, 1]``. Half a letter, which UTF-8 cannot hold, becomes a question mark."""
+    """BYTES of shape ``[responses, 1]``. Lone surrogates, which UTF-8 cannot hold, become question marks."""
     tensor = triton.InferInput(name, [len(texts), 1], "BYTES")
     encoded = [text.encode("utf-8", "replace") for text in texts]
     tensor.set_data_from_numpy(np.array(encoded, dtype=np.object_).reshape(-1, 1), binary_data=False)
@@ -165,10 +153,8 @@ def _column(reply: Any, name: str, count: int) -> list[Any]:
     if tensor.dtype.kind not in "biuf":
         raise BadReply(f"output {name!r} holds {tensor.dtype}, not numbers")
     values = list(tensor.reshape(-1).tolist())
-    if tensor.dtype.kind == "b":  # of which any text would have made a True
-        said = reply.get_output(name).get("data") or ()
-        if any(value not in (0, 1) for value in said):
-            raise BadReply(
-                f"output {name!r} is BOOL and holds {next(value for value in said if value not in (0, 1))!r}"
-            )
+    if tensor.dtype.kind == "b":  # numpy has made a True of any text
+        for value in reply.get_output(name).get("data") or ():
+            if value not in (0, 1):
+                raise BadReply(f"output {name!r} is BOOL and holds {value!r}")
     return values

@@ -1,8 +1,5 @@
-"""From responses to the body of a request, and from what came back to verdicts.
-
-A body is a template (``reward.request``) whose fields are filled in; a reply is never trusted: count, type and range of
-what it holds are checked.
-"""
+"""From responses to the body of a request (the template ``reward.request``), and from its reply to verdicts. Replies
+are not trusted: number, type and range of their values are checked."""
 
 from __future__ import annotations
 
@@ -16,42 +13,29 @@ from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client.faults import BadReply, one_line
 from dapo.reward.client.scorer import Call
-from dapo.reward.contract import Doubt
+from dapo.reward.contract import Doubt, fields
 from dapo.reward.convert import to_reward
 
 _NOTHING = object()
 
 
 def fill(template: Any, calls: Sequence[Call]) -> Any:
-    """The body for ``calls``: an element of a list that holds a field is repeated for each of them.
-    Raises RewardError: a row lacks a key that the template asks for."""
+    """An element of a list that holds a field is repeated for each of ``calls``. A text that is nothing but a field
+    becomes its value, of any type. Raises RewardError: a row lacks a key of the template."""
     if isinstance(template, dict):
         return {key: fill(value, calls) for key, value in template.items()}
     if isinstance(template, list):
-        filled = []
-        for element in template:
-            has_fields = any(fields_of(element))
-            filled += [fill_one(element, call) for call in calls] if has_fields else [element]
-        return filled
-    return fill_one(template, calls[0])
-
-
-def fill_one(template: Any, call: Call) -> Any:
-    """``template`` for one response. A text that is nothing but a field becomes its value, of whatever type."""
-    if isinstance(template, dict):
-        return {key: fill_one(value, call) for key, value in template.items()}
-    if isinstance(template, list):
-        return [fill_one(element, call) for element in template]
+        repeated = ([fill(one, [call]) for call in calls] if any(fields_of(one)) else [one] for one in template)
+        return [element for elements in repeated for element in elements]
     if not isinstance(template, str):
         return template
-    whole = FIELD.fullmatch(template)
-    if whole:
-        return _value(whole, call)
-    return FIELD.sub(lambda found: as_text(_value(found, call)), template)
+    if whole := FIELD.fullmatch(template):
+        return _value(whole, calls[0])
+    return FIELD.sub(lambda found: as_text(_value(found, calls[0])), template)
 
 
 def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
-    """Rows without a key that ``template`` asks for."""
+    """Rows without a key of ``template``."""
     names = sorted({name for name, _ in fields_of(template) if name.startswith("$meta.")})
     doubts = []
     for position, prompt in enumerate(prompts):
@@ -62,16 +46,14 @@ def unfillable(template: Any, prompts: Sequence[Prompt]) -> list[Doubt]:
 
 
 def _value(found: re.Match[str], call: Call) -> Any:
-    prompt = call.prompt
-    fields = {"prompt": prompt.text, "response": call.response, "answer": prompt.answer, "meta": dict(prompt.meta)}
-    name = found[0]
+    name, known = found[0], fields(call.prompt, call.response, call.finish_reason)
     if name == "$item":
-        return fields
+        return {key: known[key] for key in ("prompt", "response", "answer", "meta")}
     if not name.startswith("$meta."):
-        return (fields | {"finish_reason": call.finish_reason, "prompt_end": prompt.end})[name[1:]]
-    value = _in_meta(prompt, name)
+        return known[name[1:]]
+    value = _in_meta(call.prompt, name)
     if value is _NOTHING:
-        raise RewardError(f"row {prompt.row + 1} has no {name}, which the reward server is sent")
+        raise RewardError(f"row {call.prompt.row + 1} has no {name}, which the reward server is sent")
     return value
 
 
@@ -86,13 +68,13 @@ def _in_meta(prompt: Prompt, name: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value inside of text: nothing for None, JSON for what is neither text nor a number."""
+    """A value inside of text: empty for None, otherwise JSON if it is no text."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def to_json(body: Any) -> bytes:
     """Raises RewardError: a row holds what is not JSON."""
-    try:  # half a letter, which UTF-8 cannot hold, becomes a question mark
+    try:  # lone surrogates, which UTF-8 cannot hold, become question marks
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     except (TypeError, ValueError) as error:
         raise RewardError(f"a reward server can only be sent what JSON can hold: {error}") from None
@@ -107,7 +89,7 @@ def from_json(body: bytes) -> Any:
 
 
 def pick(reply: Any, path: str, key: str) -> Any:
-    """What stands at ``path`` (the config's ``key``) in a reply. Raises BadReply: nothing does."""
+    """The value at ``path`` (the config's ``key``). Raises BadReply: there is none."""
     for name in path.split(".") if path else ():
         if not isinstance(reply, dict):
             raise BadReply(f"a mapping with {name!r} was expected ({key}={path}), got {_shown(reply)}")
@@ -119,8 +101,8 @@ def pick(reply: Any, path: str, key: str) -> Any:
 
 
 def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward | BadReply]:
-    """A verdict for each of ``count`` responses, or what is wrong with its result. ``value``: path of the reward in a
-    result. Raises BadReply: ``results`` is not a list of that many."""
+    """For each of ``count`` responses. ``value``: path of the reward in a result.
+    Raises BadReply: ``results`` is not a list of that many."""
     if not isinstance(results, list):
         raise BadReply(f"a list of {count} results was expected, got {_shown(results)}")
     if len(results) != count:
@@ -129,7 +111,7 @@ def to_verdicts(results: Any, count: int, value: str, name: str) -> list[Reward 
 
 
 def to_verdict(result: Any, place: int, value: str, name: str) -> Reward | BadReply:
-    """The verdict that ``result`` holds, or what is wrong with it."""
+    """The verdict, or what is wrong with ``result``."""
     try:
         if isinstance(result, dict) and result.get("error"):  # the server's own word that it has no verdict
             return Reward(None, 0.0, error=f"{name}: {one_line(as_text(result['error']))}")

@@ -1,4 +1,4 @@
-"""How long a server is left alone before it is asked again: for pauses that grow, or for as long as it says itself."""
+"""Pauses between attempts: growing ones, or as long as the server asks for."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 LONGEST_REQUESTED_S = 120.0
-"""Of what a server may ask for with Retry-After."""
+"""Limit of Retry-After."""
 
 
 class Pauses:
-    """Pauses in seconds that double from ``first_s`` to ``longest_s``, each cut by up to a half: clients that failed
-    together do not come back together."""
+    """Pauses in seconds that double from ``first_s`` to ``longest_s``, each shortened at random by up to a half, so
+    that clients that failed together do not come back together."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._next_s, self._longest_s = min(first_s, longest_s), longest_s
 
     def next(self, requested_s: float = 0.0) -> float:
-        """The next pause: not shorter than the server ``requested``."""
         own = self._next_s * random.uniform(0.5, 1.0)
         self._next_s = min(self._longest_s, 2.0 * self._next_s)
         return max(own, requested_s * random.uniform(1.0, 1.1))
 
 
 def requested_pause(retry_after: str | None) -> float:
-    """Seconds that a Retry-After header asks for, with a number or a date, up to ``LONGEST_REQUESTED_S``; 0 if there is
-    none, or if it is neither. A date without a zone is one of UTC, as all dates of HTTP are."""
+    """Seconds of a Retry-After header (a number, or a date in UTC), up to ``LONGEST_REQUESTED_S``; 0 if there is
+    none."""
     text = retry_after or "0"
     try:
         seconds = float(text)

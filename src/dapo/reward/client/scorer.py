@@ -1,16 +1,16 @@
-"""The scorer in front of any server: batches, retries, hedging. How one request is made is a subclass's affair.
+"""The scorer in front of any server: batches, retries, hedging. Subclasses make single requests.
 
-Consumes single responses, produces exactly one verdict for each. Those that wait are sent together; a verdict is handed
-on as soon as it is there, and what a broken reply lacks is asked for again. Waits for the server: while it is down,
-busy or failing, requests are repeated with growing pauses, until ``give_up_after_s`` have passed without a verdict.
+Responses that wait are sent together; a verdict is returned as soon as it arrives, and what a broken reply lacks is
+asked for again. While the server is down, busy or failing, requests are repeated with growing pauses, until
+``give_up_after_s`` have passed without a verdict.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,25 +18,23 @@ from typing import Any, TypeVar
 from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import Batcher
+from dapo.reward.batching import Batcher, begin
 from dapo.reward.client.connections import token_in
 from dapo.reward.client.faults import BadReply, Fault, Refusal
 from dapo.reward.client.pauses import Pauses
 from dapo.reward.client.secrecy import Secrets, shown
-from dapo.reward.contract import Doubt
+from dapo.reward.contract import Scorer
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _REACHED_WITHIN_S = 60.0
 _CHANCES = 2
-"""Replies that may break the agreement about one response before its score has failed."""
+"""Bad replies about one response after which its score has failed."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A response whose verdict is asked for."""
-
     prompt: Prompt
     response: str
     finish_reason: FinishReason | None
@@ -44,7 +42,7 @@ class Call:
     bad_replies: int = 0
 
 
-class RemoteScorer(abc.ABC):
+class RemoteScorer(Scorer, ABC):
     """Belongs to the event loop that it is first used in."""
 
     def __init__(self, config: RemoteReward) -> None:
@@ -60,22 +58,16 @@ class RemoteScorer(abc.ABC):
         self._told = False  # of the outage that is on
         self._silent_since: float | None = None  # the first fault since the last verdict, while scores are asked for
 
-    @abc.abstractmethod
+    @abstractmethod
     def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
-        """Make one request. Yields, by place in ``calls``, verdicts or what is wrong with them.
+        """Make one request. Yields verdicts, or what is wrong with them, by place in ``calls``.
+        Raises Fault, Refusal; BadReply: about the whole reply; RewardError: asking again would not help."""
 
-        Raises:
-            Fault: ask again later.
-            Refusal: ask for fewer.
-            BadReply: the whole reply breaks the agreement.
-            RewardError: asking again would not help.
-        """
-
-    @abc.abstractmethod
+    @abstractmethod
     async def _check_ready(self) -> None:
-        """Return if scores can be asked for. Raises Fault: not yet; RewardError: asking again would not help."""
+        """Raises Fault: the server is not ready yet; RewardError: asking again would not help."""
 
-    @abc.abstractmethod
+    @abstractmethod
     async def _close_connections(self) -> None: ...
 
     async def start(self) -> None:
@@ -87,13 +79,8 @@ class RemoteScorer(abc.ABC):
             raise self._error(f"{self._name}: {refusal}; is it the right address?") from None
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]], reached_within_s: float) -> T:
-        """The result of ``ask``, which is asked at least twice: for ``reached_within_s``, or, if the server says that
-        it is not ready, for ``give_up_after_s``.
-
-        Raises:
-            Refusal: the server does not take this request.
-            RewardError: there is no result.
-        """
+        """The result of ``ask``, called at least twice: for ``reached_within_s``, or, if the server says that it is not
+        ready, for ``give_up_after_s``. Raises Refusal; RewardError: there is no result."""
         begun, pauses, again = time.monotonic(), Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), False
         while True:
             within, requested_s = reached_within_s, 0.0
@@ -111,25 +98,18 @@ class RemoteScorer(abc.ABC):
                 raise self._error(str(error)) from None
             left = begun + within - time.monotonic()
             if left <= 0 and again:
-                text = f"{self._name}: not ready after {within:g} s: {cause}; is it the right address?"
-                raise self._error(text)
+                raise self._error(f"{self._name}: not ready after {within:g} s: {cause}; is it the right address?")
             again = True
             await asyncio.sleep(max(0.0, min(pauses.next(requested_s), left)))
 
     def _error(self, text: str) -> RewardError:
         return RewardError(self._secrets.blanked(text))
 
-    @abc.abstractmethod
-    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """See :class:`Scorer`."""
-
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         if not self._submitted:
-            self._silent_since = None  # nobody asked: that there was no answer says nothing
+            self._silent_since = None  # no answer was expected
         call = Call(prompt, response, finish_reason, asyncio.get_running_loop().create_future())
-        submitted = asyncio.create_task(self._batcher.submit(call))
-        self._submitted.add(submitted)  # the batch may go on for others after this verdict is there
-        submitted.add_done_callback(self._settle)
+        submitted = begin(self._submitted, self._batcher.submit(call))  # the batch may go on after this verdict
         try:
             either: set[asyncio.Future[Any]] = {submitted, call.verdict}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -137,17 +117,11 @@ class RemoteScorer(abc.ABC):
                 await submitted  # raises what ended the batch
             return await call.verdict
         finally:
-            if not call.verdict.done():  # the caller has gone
+            if not call.verdict.done():  # the caller was cancelled
                 call.verdict.cancel()
                 submitted.cancel()
 
-    def _settle(self, submitted: asyncio.Task[None]) -> None:
-        self._submitted.discard(submitted)
-        if not submitted.cancelled():
-            submitted.exception()  # taken note of, also if the caller has gone
-
     async def close(self) -> None:
-        """Break off what runs and close the connections."""
         await self._batcher.close()
         await self._close_connections()
 
@@ -158,12 +132,9 @@ class RemoteScorer(abc.ABC):
         while waiting := [call for call in waiting if not call.verdict.done()]:
             asked = waiting[:size]
             problem = await self._try(asked)
-            if problem is None or any(_is_answered(call) for call in asked):
-                size, pauses, since = (
-                    min(2 * size, len(calls)),
-                    Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
-                    time.monotonic(),
-                )
+            if problem is None or any(call.verdict.done() and not call.verdict.cancelled() for call in asked):
+                size, pauses = min(2 * size, len(calls)), Pauses(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+                since = time.monotonic()
             elif isinstance(problem, Refusal):
                 size, since = max(1, len(asked) // 2), time.monotonic()
                 if len(asked) == 1:
@@ -171,23 +142,17 @@ class RemoteScorer(abc.ABC):
             elif self._should_give_up(since):
                 self._fail(waiting, problem)
             else:
-                self._tell(problem)
-                waiting = waiting[size:] + asked  # one that brings the server down must not keep the others waiting
+                if not self._told:  # once per outage
+                    self._told, limit_s = True, self._config.give_up_after_s
+                    _log.warning("%s does not answer: %s; asking again for up to %g s", self._name, problem, limit_s)
+                waiting = waiting[size:] + asked  # one that crashes the server must not keep the others waiting
                 size = max(1, len(asked) // 2) if problem.smaller else size
-                await asyncio.sleep(self._pause(pauses, problem, since))
+                left = since + self._config.give_up_after_s - time.monotonic()  # the last attempt is made then
+                await asyncio.sleep(max(0.0, min(pauses.next(problem.pause_s), left)))
         return [None] * len(calls)
 
-    def _tell(self, fault: Fault) -> None:
-        """Say once that verdicts are waited for, so that nobody wonders why a run stands still."""
-        if not self._told:
-            self._told = True
-            _log.warning(
-                "%s does not answer: %s; asking again for up to %g s", self._name, fault, self._config.give_up_after_s
-            )
-
     async def _try(self, calls: Sequence[Call]) -> Fault | Refusal | None:
-        """One attempt; returns what kept the server from a reply. A reply that breaks the agreement, in however many
-        ways, is one strike against a call."""
+        """One attempt; returns why there was no reply. However much is wrong with a reply, it counts once per call."""
         struck: dict[Call, BadReply] = {}
         try:
             await self._attempt(calls, struck)
@@ -203,8 +168,7 @@ class RemoteScorer(abc.ABC):
         return None
 
     async def _attempt(self, calls: Sequence[Call], struck: dict[Call, BadReply]) -> None:
-        """One request, and a second one beside it if the first takes long. What is wrong with single results goes into
-        ``struck``."""
+        """One request, and a second one beside it if the first takes long. Bad results go into ``struck``."""
         hedge_s = self._config.hedge_after_s
         requests = {asyncio.create_task(self._request(calls, struck))}
         try:
@@ -224,7 +188,6 @@ class RemoteScorer(abc.ABC):
             await asyncio.gather(*requests, return_exceptions=True)
 
     async def _request(self, calls: Sequence[Call], struck: dict[Call, BadReply]) -> None:
-        """One request within its time."""
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 async for place, verdict in self._ask(calls):
@@ -246,23 +209,15 @@ class RemoteScorer(abc.ABC):
             self._answer(call, Reward(None, 0.0, error=f"{self._name}: {problem}"))
 
     def _answer(self, call: Call, reward: Reward) -> None:
-        if call.verdict.done():  # by a hedged request, or nobody waits any more
+        if call.verdict.done():  # by a hedged request, or cancelled
             return
         error = None if reward.error is None else self._secrets.blanked(reward.error)
         call.verdict.set_result(replace(reward, error=error))
 
     def _should_give_up(self, since: float) -> bool:
-        """When this batch has got nothing for too long; or no batch has, and then each further one is tried once."""
+        """Whether this batch, or any batch at all, has got no verdict for too long. In the second case each further
+        batch is tried once."""
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now
         return now - min(since, self._silent_since) >= self._config.give_up_after_s
-
-    def _pause(self, pauses: Pauses, fault: Fault, since: float) -> float:
-        """Never beyond the time to give up, so that there is a last attempt then."""
-        left = since + self._config.give_up_after_s - time.monotonic()
-        return max(0.0, min(pauses.next(fault.pause_s), left))
-
-
-def _is_answered(call: Call) -> bool:
-    return call.verdict.done() and not call.verdict.cancelled()

@@ -1,14 +1,14 @@
-"""Secrets that a client sends stay out of what it says: a server may repeat them in whatever it answers."""
+"""Keeps the secrets of a client out of its messages: a server may repeat them in its answers."""
 
 from __future__ import annotations
 
-from itertools import takewhile
+from os.path import commonprefix
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 _BLANK = "***"
 _TELLING = 8
-"""Characters. So much of a secret is blanked where a text was cut in the middle of one; shorter values in the query of
-an address ("v1") are no secrets."""
+"""Least characters of a secret that are blanked, as of one that was cut off. Shorter values in the query of an address
+("v1") are no secrets."""
 
 
 class Secrets:
@@ -22,7 +22,7 @@ class Secrets:
         self._secrets = sorted(values | ({token} if token else set()), key=len, reverse=True)
 
     def blanked(self, text: str) -> str:
-        """``text`` without them, nor the beginning of one."""
+        """``text`` without the secrets and the beginnings of secrets."""
         for secret in self._secrets:
             text = _without(text, secret)
         return text
@@ -38,9 +38,5 @@ def shown(url: str) -> str:
 def _without(text: str, secret: str) -> str:
     begin, rest = secret[:_TELLING], secret[_TELLING:]
     before, *after = text.split(begin)
-    return before + "".join(_BLANK + part[_shared(part, rest) :] for part in after)
-
-
-def _shared(text: str, other: str) -> int:
-    """Length of the beginning that both have."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
+    shared = (len(commonprefix([part, rest])) for part in after)  # noqa: RUF071 (of characters, not of folders)
+    return before + "".join(_BLANK + part[length:] for part, length in zip(after, shared, strict=True))

@@ -4,12 +4,11 @@ The rule, on the text outside of thinking blocks:
 
 1. Candidates are the fenced blocks (three or more backticks or tildes) marked ``python``, ``py`` or ``ipython``, with
    or without a version (``python3.11``), in pandoc's manner (``{.python}``), or not at all, case aside. A fence ends at
-   a line with at least as many of its marks and nothing else, so fences inside longer fences, or within a string that
-   is indented deeper, do not end it. A block that is never closed goes to the end of the text, as responses are cut at
-   a limit.
+   a line with at least as many of its marks and nothing else, at most three columns deeper. A block that is never
+   closed goes to the end of the text, as responses are cut at a limit.
 2. If the tests call a name, the program is the last candidate that defines it (``def``, ``class`` or an assignment at
-   the outermost level; for ``Solution().method`` a class ``Solution`` with that method). A usage example after the
-   solution is thus not taken for it. If no candidate defines it, the last one marked as Python, or else the last one.
+   the outermost level; for ``Solution().method`` a class ``Solution`` with that method), so that usage examples after
+   it do not count. If no candidate defines it, the last one marked as Python, or else the last one.
 3. If the tests run a whole program, it is the last candidate marked as Python, or else the last one.
 4. Without any fence, the whole text is the program if it parses as Python and does something: defines the name, or,
    where none is called, holds more than bare names, numbers and texts.
@@ -38,12 +37,8 @@ class _Block:
 
 
 def find_program(response: str, entry_point: str | None, called: Sequence[str] = ()) -> str | None:
-    """The program in a response; None if there is none.
-
-    Args:
-        entry_point: what the tests call, such as ``add`` or ``Solution().add``; ``__main__`` or None: not known.
-        called: names that the tests use, tried if there is no entry point.
-    """
+    """``entry_point``: what the tests call, such as ``add`` or ``Solution().add``; ``__main__`` or None: not known, and
+    the names that the tests use are ``called``."""
     text = outside_thinking(response).replace("\r\n", "\n")
     names = [entry_point] if entry_point and entry_point != "__main__" else list(called)
     blocks = _fenced(text)
@@ -59,16 +54,15 @@ def find_program(response: str, entry_point: str | None, called: Sequence[str] =
 
 
 def defines(program: str, entry_point: str) -> bool:
-    """Whether the program's outermost level defines what the tests call."""
+    """Whether the program defines what the tests call at its outermost level."""
     name = re.escape(root_name(entry_point))
     pattern = rf"^(?:(?:async[ \t]+)?def|class)[ \t]+{name}\b|^{name}[ \t]*(?::[^=\n]*)?=(?!=)"
     found = re.search(pattern, program, re.MULTILINE)
     method = re.search(r"\)\.(\w+)$", entry_point)
     if found is None or method is None:
         return found is not None
-    return (
-        re.search(rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{method[1]}\b", program[found.end() :], re.MULTILINE) is not None
-    )
+    pattern = rf"^[ \t]+(?:async[ \t]+)?def[ \t]+{method[1]}\b"
+    return re.search(pattern, program[found.end() :], re.MULTILINE) is not None
 
 
 def _fenced(text: str) -> list[_Block]:

@@ -1,9 +1,8 @@
-"""Evaluates assert tests outside of the sandbox, on plain copies of what the program returns.
+"""Evaluates assert tests (trusted data) outside of the sandbox, on plain copies of what the program returns.
 
-Consumes the snippets of a row (data that is trusted) and the socket to a loaded program, produces one JSON line for
-each test; waits for the program's replies. The program never sees what it is compared with: a test's names that are
-the program's become stand-ins (:class:`~dapo.reward.code.remote.Remote`), whose calls cross the border, and
-comparisons happen here. Runs in a process of its own, because a comparison of hostile values can take for ever.
+The program never sees what it is compared with: the names in a test that are the program's become stand-ins
+(:class:`~dapo.reward.code.remote.Remote`), whose calls cross the border, and comparisons happen here. Runs in a process
+of its own, because a comparison of hostile values may never end.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from dapo.reward.code.border import Border, ProgramGone
 from dapo.reward.code.names import Snippet, load_known
 from dapo.reward.code.remote import PLAIN, plain_of
+from dapo.reward.worker import limit_memory
 
 Outcome = Literal["pass", "fail", "timeout", "error"]
 PASSED: Outcome = "pass"
@@ -32,12 +31,8 @@ ERROR: Outcome = "error"
 
 
 class Evaluator:
-    """The process that evaluates. It serves one program after another, and is replaced when a test's time is up.
-
-    Args:
-        memory_bytes: what it may take beyond what this process holds.
-        reply_bytes: the longest reply of a program that is read.
-    """
+    """The process that evaluates one program after another. It is replaced when a test's time is up. ``memory_bytes``:
+    on top of what this process holds; ``reply_bytes``: longest reply of a program that is read."""
 
     def __init__(self, memory_bytes: int, reply_bytes: int) -> None:
         self._memory_bytes = memory_bytes
@@ -49,14 +44,14 @@ class Evaluator:
         """Start to evaluate ``tests`` in order with the program at the other end of ``channel``, which is closed here.
 
         Returns:
-            the file descriptor that the reports come from, lines of JSON: ``[outcome, detail]`` for each test, then
-            ``null``. They may break off after a test that the program or this process did not survive.
+            the file descriptor of the reports, lines of JSON: ``[outcome, detail]`` for each test, then ``null``. They
+            end early after a test that the program or this process did not survive.
 
         Raises:
             OSError: no process can be started.
         """
         job = marshal.dumps([(test.source, test.free, test.known, test.has_variables) for test in tests])
-        for _ in range(2):  # it may have died since, of what it was left with
+        for _ in range(2):  # it may have died since
             if self._link is None:
                 self._start()
             try:
@@ -112,8 +107,8 @@ def _serve(link: socket.socket, reply_bytes: int) -> bool:
 
 
 def _confine(memory_bytes: int, kept: int) -> None:
-    """Hostile values may be large; nothing that a test prints may reach the worker's pipes. What other threads have
-    open must not stay open here, or they would wait for its end. Integers may be as long as the test's time allows."""
+    """Hostile values may be large; nothing that a test prints may reach the worker's pipes. Files of other threads must
+    not stay open here, or they would wait for their end. Integers may be as long as the test's time allows."""
     sys.set_int_max_str_digits(0)
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 of names, not of paths
         if int(entry) > 2 and int(entry) != kept:
@@ -122,10 +117,8 @@ def _confine(memory_bytes: int, kept: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    limit = pages * resource.getpagesize() + memory_bytes
+    limit_memory(memory_bytes)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -1,8 +1,4 @@
-"""The verdict on one program: its tests, run in a sandbox.
-
-Consumes a program's text and a row's tests, produces a :class:`Grade`; waits for the program, within limits. It
-blocks: the scorer's workers call it, and whoever checks labelled cases (in a thread).
-"""
+"""The verdict on one program: its tests, run in a sandbox. Blocks until the program has ended, within limits."""
 
 from __future__ import annotations
 
@@ -10,18 +6,14 @@ import json
 import math
 import os
 import re
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
 
 from dapo.config import CodeReward
-from dapo.errors import RewardError
 from dapo.reward.code.doubts import guarded
 from dapo.reward.code.evaluator import ERROR, FAILED, PASSED, TIMEOUT, Evaluator, Outcome
-from dapo.reward.code.names import InOut, Snippet, Tests, read_tests, uses_solution_class
+from dapo.reward.code.names import InOut, Snippet, Tests, uses_solution_class
 from dapo.reward.code.program import Clock, OverLimit, Program, SandboxFailed, TimeUp, Usage
 from dapo.reward.code.runner import LOADED, MALFORMED, RAISED
 from dapo.reward.code.sandbox import Sandbox, SandboxLimits
@@ -32,11 +24,8 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]++(?:\.[0-9]*+)?+|\.[0-9]++)(?:[eE][+-]?[0-9
 
 @dataclass
 class Grade:
-    """What came of one program.
-
-    ``outcomes``: of each test, in order: it passes; its assert is false or its output differs; its time is up; it, or
-    the program, ended in an exception. ``detail`` is on the first that did not pass. ``usage``: of all runs together.
-    """
+    """``outcomes``: of each test, in order: pass; its assert is false or its output differs (fail); timeout; it, or the
+    program, ended in an exception (error). ``detail``: of the first that did not pass. ``usage``: of all runs."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     compiles: bool = True
@@ -50,44 +39,18 @@ class Grade:
 
     @property
     def share(self) -> float:
-        """Share of the tests that pass."""
+        """Of the tests that pass."""
         return self.outcomes.count("pass") / len(self.outcomes)
 
     def add(self, outcome: Outcome, detail: str = "", times: int = 1) -> None:
-        """The next test's outcome."""
         if outcome != PASSED and not self.detail:
             self.detail = f"test {len(self.outcomes) + 1}: {detail}" if detail else ""
         self.outcomes += [outcome] * times
 
     def used(self, usage: Usage) -> None:
-        """Another run took so much."""
+        """Add the usage of another run."""
         most = max(self.usage.memory_bytes, usage.memory_bytes)
         self.usage = Usage(usage.status, self.usage.cpu_s + usage.cpu_s, most)
-
-
-def grade(solution: str, tests: Any, entry_point: str | None = None, config: CodeReward | None = None) -> Outcome:
-    """The verdict on a program, as labelled cases have it.
-
-    Args:
-        solution: the program itself, not a response that holds it.
-        tests: as in a row of data, see :func:`~dapo.reward.code.names.read_tests`.
-        config: limits; by default those of the recipe's defaults.
-
-    Raises:
-        RewardError: the tests are not usable, or the sandbox does not work.
-    """
-    try:
-        grader = _grader((config or CodeReward(kind="code")).model_dump_json(), threading.get_ident())
-        return grader.grade(solution, read_tests(tests, entry_point), entry_point).outcome
-    except (SandboxFailed, ValueError) as error:
-        raise RewardError(f"the program cannot be graded: {error}") from None
-
-
-@cache
-def _grader(config: str, thread: int) -> Grader:
-    grader = Grader(CodeReward.model_validate_json(config))
-    grader.sandbox.check()
-    return grader
 
 
 class Grader:
@@ -104,12 +67,8 @@ class Grader:
         self._end = 0.0
 
     def grade(self, program: str, tests: Tests, entry_point: str | None = None) -> Grade:
-        """Run all tests; in the mode ``all`` up to the first whose time is up, as nothing can be won after it. When
-        ``timeout_s`` is used up, the tests that are left have timed out too.
-
-        Raises:
-            SandboxFailed: no verdict, for reasons that are not the program's.
-        """
+        """Run all tests; with ``score: all`` up to the first whose time is up. After ``timeout_s`` the remaining tests
+        have timed out, too. Raises SandboxFailed: there is no verdict, for reasons that are not the program's."""
         verdict = Grade()
         source = program.encode("utf-8", "surrogatepass")
         self._end = time.monotonic() + self._config.timeout_s
@@ -127,14 +86,14 @@ class Grader:
         return verdict
 
     def _is_over(self) -> bool:
-        """Whether the time for all tests together is used up."""
+        """Whether the time for all tests is used up."""
         return time.monotonic() >= self._end
 
     def _clock(self, program: Program) -> Clock:
         return Clock(program, (self._memory, self._processes))
 
     def _run_module(self, source: bytes, tests: Sequence[Snippet], prelude: bool, verdict: Grade) -> None:
-        """Load the program once and run as many tests as it lives through, one at least."""
+        """Load the program once and run at least one test, until the program ends."""
         with self.sandbox.start(source, script=False, prelude=prelude) as program:
             try:
                 status = program.load(self._config.test_timeout_s, (self._memory, self._processes))
@@ -153,7 +112,7 @@ class Grader:
                 verdict.used(program.measure())
 
     def _run_snippets(self, program: Program, tests: Sequence[Snippet], verdict: Grade) -> None:
-        """Take down the evaluator's reports, under a clock that starts anew with each, while there is time for all."""
+        """Read the evaluator's reports, each within its time, while there is time for all tests."""
         clock = self._clock(program)
         first, text = len(verdict.outcomes), b""
         try:
@@ -196,7 +155,7 @@ class Grader:
                     verdict.used(program.end())
 
     def _converse(self, program: Program, stdin: bytes) -> bytes:
-        """Write all of ``stdin`` and read the output, until the program has ended; at most one byte over the limit."""
+        """Write ``stdin`` and read the output, until the program has ended or its output is longer than the limit."""
         assert program.process.stdin is not None and program.process.stdout is not None
         sink, source = program.process.stdin, program.process.stdout
         os.set_blocking(sink.fileno(), False)
@@ -238,9 +197,8 @@ class Grader:
 
 
 def same_output(output: bytes, expected: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs are equal line by line, blanks around a line and empty lines at the end aside. The amount of
-    blanks between the words of a line does not count. Words are equal as text, or, with a ``tolerance``, as numbers
-    one of which has a point or an exponent."""
+    """Whether two outputs are equal line by line, blanks and empty lines at the end aside. Words are equal as text, or,
+    with a ``tolerance``, as numbers one of which has a point or an exponent."""
     ours, theirs = _words(output.decode("utf-8", "surrogateescape")), _words(expected)
     if not tolerance or [*map(len, ours)] != [*map(len, theirs)]:
         return ours == theirs

@@ -1,8 +1,4 @@
-"""The parts of the code reward beside its tests: how clean a program is, and what it takes beside the reference.
-
-Consumes a program's text, or what it and the reference solution took, produces numbers between 0 and 1; waits for the
-linter, with a limit.
-"""
+"""The parts of the code reward beside its tests, from 0 to 1: style, and efficiency relative to the reference."""
 
 from __future__ import annotations
 
@@ -17,20 +13,20 @@ from dapo.errors import RewardError, install
 from dapo.reward.code.program import Usage
 
 RULES = "E,F,W,B,C4,SIM,UP"
-"""Families of ruff's rules that count: errors of form and substance, and what can be written more simply."""
+"""Families of ruff's rules."""
 _LINE_LENGTH = 120
 _LINT_S = 20.0
 
 TIME_ALLOWANCE = 1.25
-"""Up to so many times the reference's processor time, plus ``TIME_FLOOR_S``, a program is as good as it."""
+"""A program is as good as the reference up to this multiple of its processor time, plus ``TIME_FLOOR_S``."""
 TIME_FLOOR_S = 0.05
-"""Start-up times vary by about so much."""
+"""Variation of start-up times."""
 MEMORY_ALLOWANCE = 1.1
 MEMORY_FLOOR_BYTES = 8 * 2**20
 
 
 def find_ruff() -> str:
-    """The linter's program. Raises RewardError: it is not installed."""
+    """The linter. Raises RewardError: it is not installed."""
     beside = Path(sys.executable).with_name("ruff")
     found = str(beside) if beside.exists() else shutil.which("ruff")
     if found is None:
@@ -39,27 +35,17 @@ def find_ruff() -> str:
 
 
 def style(program: str) -> float:
-    """1 - (findings / statements), at least 0; 0 for what is not Python. Comments, texts that stand alone and ``pass``
-    are no statements here, so that none of them thins out the findings. Comments that silence the linter do not count.
-
-    Raises:
-        OSError, TimeoutError: the linter fails.
-    """
+    """1 - (findings / statements), at least 0; 0 for what is not Python. Constants that stand alone and ``pass`` are no
+    statements here, so that they do not dilute the findings. Comments that silence the linter have no effect.
+    Raises OSError, TimeoutError: the linter fails."""
     statements = _statements(program)
     if not statements:
         return 0.0
     options = ["--isolated", "--no-cache", "--ignore-noqa", "--output-format", "json", "--exit-zero"]
     options += ["--select", RULES, "--line-length", str(_LINE_LENGTH), "--stdin-filename", "solution.py", "-"]
     try:
-        done = subprocess.run(
-            [find_ruff(), "check", *options],
-            input=program.encode("utf-8", "replace"),
-            capture_output=True,
-            timeout=_LINT_S,
-            cwd="/",
-            env={},
-            check=False,
-        )
+        command, text = [find_ruff(), "check", *options], program.encode("utf-8", "replace")
+        done = subprocess.run(command, input=text, capture_output=True, timeout=_LINT_S, cwd="/", env={}, check=False)
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"ruff took longer than {_LINT_S:g} s") from None
     if done.returncode != 0:
@@ -83,8 +69,8 @@ def _is_idle(node: ast.stmt) -> bool:
 
 
 def efficiency(program: Usage, reference: Usage) -> float:
-    """The mean of a time part and a memory part. Each is 1 up to an allowance, the reference's use with room for noise;
-    beyond, it is allowance / use: a program that takes twice as much gets a half."""
+    """The mean of a time part and a memory part. Each is 1 up to an allowance, the reference's use with room for noise,
+    and allowance / use beyond."""
     allowed_s = TIME_ALLOWANCE * reference.cpu_s + TIME_FLOOR_S
     allowed_bytes = MEMORY_ALLOWANCE * reference.memory_bytes + MEMORY_FLOOR_BYTES
     time_part = min(1.0, allowed_s / max(program.cpu_s, 1e-9))

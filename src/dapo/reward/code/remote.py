@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from dapo.reward.code.border import Border
+from typing import Any
 
 PLAIN = "_plain"
 """The name under which tests have :func:`plain_of`."""
@@ -35,10 +32,10 @@ class Remote:
 
     __slots__ = ("_border", "_number")
 
-    _border: Border
+    _border: Any  # the Border that made it: border.py imports this module
     _number: int
 
-    def __init__(self, border: Border, number: int) -> None:
+    def __init__(self, border: Any, number: int) -> None:
         object.__setattr__(self, "_border", border)
         object.__setattr__(self, "_number", number)
 

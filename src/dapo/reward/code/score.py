@@ -1,4 +1,4 @@
-"""The code reward, as a worker process computes it: a response and a row's tests in, a reward out.
+"""The code reward, as a worker process computes it.
 
 Each worker judges one response at a time and remembers what the reference solutions of the rows took.
 """
@@ -24,11 +24,7 @@ _REMEMBERED = 8192
 
 
 class CodeJudge:
-    """Scores responses with the ``code`` reward.
-
-    Raises:
-        RewardError: the sandbox or the linter is missing; how to install it.
-    """
+    """Raises RewardError: the sandbox or the linter is missing; how to install it."""
 
     def __init__(self, config: CodeReward) -> None:
         self._config = config
@@ -60,6 +56,18 @@ class CodeJudge:
         value = 2 * verdict.share - 1 if self._config.score == "fraction" else 1.0 if correct else -1.0
         return Reward(correct, value, parts=parts, extracted=program)
 
+    def grade(self, program: str, tests: Any, entry_point: str | None, tolerance: Any) -> dict[str, str | None]:
+        """The outcome of a program without a response around it; None: there is no verdict."""
+        try:
+            read = read_tests(tests, entry_point, tolerance)
+        except ValueError as error:
+            return {"outcome": "error", "detail": f"its tests cannot be used: {error}"}
+        try:
+            verdict = self._grader.grade(program, read, entry_point)
+        except (SandboxFailed, OSError) as error:
+            return {"outcome": None, "detail": str(error)}
+        return {"outcome": verdict.outcome, "detail": verdict.detail}
+
     def _part(
         self, name: str, program: str, verdict: Grade, tests: Tests, entry_point: str | None, solution: str | None
     ) -> float:
@@ -88,11 +96,11 @@ class CodeJudge:
 
 
 def make_handler(options: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """For the worker pool. ``options`` are the config's keys; items are ``{"response", "tests", "entry_point",
-    "solution", "tolerance"}``, results are rewards as JSON."""
+    """For the worker pool. ``options`` are the config's keys; items are the arguments of :meth:`CodeJudge.score`, with
+    a reward as the result, or of :meth:`CodeJudge.grade`."""
     judge = CodeJudge(CodeReward(**options))
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        return reward_to_json(judge.score(**item))
+        return judge.grade(**item) if "program" in item else reward_to_json(judge.score(**item))
 
     return handle

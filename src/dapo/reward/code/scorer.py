@@ -13,27 +13,26 @@ from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.code.doubts import doubts
 from dapo.reward.code.names import TOLERANCE_KEY, read_tests
 from dapo.reward.contract import Doubt
-from dapo.reward.pool import WorkerPool
+from dapo.reward.pool import ScoringFailed, WorkerPool
 from dapo.reward.pooled import PooledScorer
 from dapo.reward.thinking import behind
 
-UNSAFE = (
+_UNSAFE = (
     "reward `code` has `sandbox: none`: programs that the model writes run with your rights. They can read your files, "
     "use your network and outlive their tests; remove the line unless you would run each of them yourself"
 )
 _BUSY = 4
-"""The worker itself ends programs whose time is up; it is killed only if it does not, on a machine this busy."""
+"""The worker ends programs whose time is up; it is killed only if it does not, on a machine this busy."""
 _START_S = 120.0
 _MOST_ROWS = 200
-"""Rows that are examined in one go, between which other work gets its turn."""
+"""Rows that one thread call examines."""
 
 
 class CodeScorer(PooledScorer):
-    """Runs the program in a response against the row's tests, in a sandbox. ``warnings``: what to tell the user."""
+    """Runs the program in a response against the row's tests, in a sandbox."""
 
     def __init__(self, config: CodeReward) -> None:
         self._config = config
-        self.warnings: Sequence[str] = (UNSAFE,) if config.sandbox == "none" else ()
         runs = 3 if "efficiency" in config.parts else 1  # the program, and twice the reference
         self._pool = WorkerPool(
             "dapo.reward.code.score:make_handler",
@@ -43,22 +42,30 @@ class CodeScorer(PooledScorer):
         )
 
     async def start(self) -> None:
-        """See :class:`Scorer`. Says aloud what ``warnings`` holds."""
-        for warning in self.warnings:
-            logging.getLogger(__name__).warning(warning)
+        if self._config.sandbox == "none":
+            logging.getLogger(__name__).warning(_UNSAFE)
         await super().start()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        meta = prompt.meta
-        return await self._score(
-            {
-                "response": behind(prompt.end, response),
-                "tests": meta.get(self._config.tests_key),
-                "entry_point": _text(meta, self._config.entry_point_key),
-                "solution": _text(meta, self._config.solution_key),
-                "tolerance": meta.get(TOLERANCE_KEY),
-            }
-        )
+        solution = _text(prompt.meta, self._config.solution_key)
+        item = {"response": behind(prompt.end, response), "solution": solution, **self._tests(prompt.meta)}
+        return await self._score(item)
+
+    async def grade(self, program: str, meta: Mapping[str, Any]) -> tuple[str | None, str]:
+        """The outcome of a program without a response around it (None: there is no verdict), and the reason."""
+        try:
+            found = await self._pool.run({"program": program, **self._tests(meta)})
+        except ScoringFailed as error:
+            return None, str(error)
+        return found["outcome"], found["detail"]
+
+    def _tests(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+        entry_point = _text(meta, self._config.entry_point_key)
+        return {
+            "tests": meta.get(self._config.tests_key),
+            "entry_point": entry_point,
+            "tolerance": meta.get(TOLERANCE_KEY),
+        }
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
         """Rows whose tests are absent or cannot be run, and those without the reference that a part needs: no response

@@ -1,5 +1,1 @@
 """LLM as a judge: a language model behind an OpenAI-compatible endpoint grades responses by a rubric."""
-
-from dapo.reward.judge.scorer import JudgeScorer
-
-__all__ = ["JudgeScorer"]

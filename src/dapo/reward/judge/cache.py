@@ -1,8 +1,5 @@
-"""Replies of a judge on disk: one JSON file for each question that was answered with a grade.
-
-Consumes and produces the judge's text, never a grade: what is read is parsed again, so that a file cannot say what the
-judge did not. A file that is missing or damaged is a question that was not asked yet. Works in threads.
-"""
+"""Replies of a judge on disk: one JSON file with the judge's text for each question that was answered with a grade. A
+file that is missing or damaged counts as a question not asked yet."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 class ReplyCache:
-    """A folder of replies; with None as the folder nothing is kept."""
+    """A folder of replies; None: nothing is kept."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder)
         self._told = False
 
     async def start(self) -> None:
-        """Make the folder. Raises RewardError: it cannot be made."""
+        """Raises RewardError: the folder cannot be made."""
         if self._folder is None:
             return
         try:
@@ -34,11 +31,10 @@ class ReplyCache:
             raise RewardError(f"reward.cache: cannot make {str(self._folder)!r}: {error.strerror or error}") from None
 
     async def read(self, key: str) -> str | None:
-        """The reply to the question ``key``; None: it is not known."""
         return None if self._folder is None else await asyncio.to_thread(_read, self._folder / f"{key}.json")
 
     async def write(self, key: str, reply: str) -> None:
-        """Keep a reply. A disk that is full costs the cache, not the grade; it is said once."""
+        """Warns once if that fails, such as on a full disk."""
         if self._folder is None:
             return
         try:

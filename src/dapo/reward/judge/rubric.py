@@ -1,8 +1,5 @@
-"""The message to a judge, made from a Jinja template, and the grade in the judge's reply.
-
-Consumes a row and a response, produces text; consumes the judge's text, produces a number or None. The response is
-never read for a grade, and a template gets it as a value: braces in it are only characters.
-"""
+"""The message to a judge, made from a Jinja template, and the grade in the judge's reply. The response is a value in
+the template: it is never parsed, neither for a grade nor for braces."""
 
 from __future__ import annotations
 
@@ -14,25 +11,22 @@ from typing import Any
 
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt
+from dapo.reward.contract import fields
 
 _GRADE = re.compile(r"(?:#+ *)?[*_`]*Grade[*_`]*:[*_` ]*(-?[0-9]+(?:\.[0-9]+)?)[*_`]*")
-"""The last line of a reply; models like to set it, or a part of it, in bold, or as a heading."""
+"""The last line of a reply, or a part of it, may be in bold, or a heading."""
 
 
 class RubricError(Exception):
-    """The template cannot be filled for this row. The message says why."""
+    """The template cannot be filled for this row."""
 
 
 class Rubric:
     """A template over ``prompt``, ``response``, ``answer``, ``meta``, ``scale``, ``fence``, ``prompt_end`` and
-    ``finish_reason`` (empty: not known).
+    ``finish_reason`` (empty: not known). ``file``: None: the built-in one. ``scale``: lowest and highest grade.
 
-    ``fence`` is a line that depends on prompt and response: a response cannot hold it, since it would have to contain
-    its own hash, and the same question stays the same from run to run, which a cache needs.
-
-    Args:
-        file: the template; None: the built-in one.
-        scale: lowest and highest grade.
+    ``fence`` is a line with the hash of prompt and response: a response cannot hold it, and the same question is the
+    same in every run, as a cache needs.
 
     Raises:
         RewardError: the file cannot be read, or is no template.
@@ -53,16 +47,11 @@ class Rubric:
             raise RewardError(f"reward.rubric: {file}{f', line {line}' if line else ''}: {error}") from None
 
     def message(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> str:
-        """What the judge is asked.
-        Raises RubricError: the template needs a key that this row has not, or prints what is null."""
+        """Raises RubricError: the template needs a key that this row has not, or prints a value that is null."""
         digest = hashlib.sha256(f"{len(prompt.text)} {prompt.text}{response}".encode("utf-8", "surrogatepass"))
-        values: dict[str, Any] = {
-            "prompt": prompt.text,
-            "response": response,
+        values = {
+            **fields(prompt, response, finish_reason),
             "finish_reason": finish_reason or "",
-            "prompt_end": prompt.end,
-            "answer": prompt.answer,
-            "meta": dict(prompt.meta),
             "scale": [int(end) if end.is_integer() else end for end in self._scale],
             "fence": f"-----{digest.hexdigest()[:32]}-----",
         }
@@ -72,7 +61,7 @@ class Rubric:
             raise RubricError(f"the rubric cannot be filled for row {prompt.row + 1}: {error}") from None
 
     def grade(self, reply: str) -> float | None:
-        """The number in the last line of the judge's reply, which must be ``Grade: N`` with N on the scale."""
+        """N of the last line, ``Grade: N``, if it is on the scale."""
         lines = reply.split("\n")
         while lines and not lines[-1].strip():
             lines.pop()

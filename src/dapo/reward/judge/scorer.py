@@ -1,8 +1,5 @@
-"""The scorer around a judge: a row and a response in, the judge's grade out, on the reward's scale.
-
-Consumes (prompt, response); waits for one of ``concurrency`` slots and for the endpoint, with its retries. The same
-question that is asked twice at the same time is one question; with a cache also at different times.
-"""
+"""The scorer around a judge. The same question asked twice at the same time is sent once; with a cache also at
+different times."""
 
 from __future__ import annotations
 
@@ -13,18 +10,17 @@ from collections.abc import Sequence
 
 from dapo.config import JudgeReward
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.contract import Doubt
+from dapo.reward.batching import retrieve
+from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.judge.cache import ReplyCache
 from dapo.reward.judge.endpoint import Endpoint, NoReply
 from dapo.reward.judge.rubric import Rubric, RubricError
 
 
-class JudgeScorer:
-    """The grade of a language model (:class:`~dapo.config.JudgeReward`). Belongs to one event loop.
-
-    The value is the grade mapped from the scale to -1..1: lowest grade -1, middle 0, highest +1. ``parts`` holds the
-    ``grade`` itself. A question that gets no grade is a failed score, never a low one.
-    """
+class JudgeScorer(Scorer):
+    """The grade of a language model (:class:`~dapo.config.JudgeReward`), mapped from the scale to -1..1; ``parts``
+    holds the ``grade`` itself. A question without a grade is a failed score, never a low one. Belongs to one event
+    loop."""
 
     def __init__(self, config: JudgeReward) -> None:
         self._config = config
@@ -36,8 +32,7 @@ class JudgeScorer:
         self._asked: dict[str, asyncio.Task[Reward]] = {}
 
     async def start(self) -> None:
-        """Read the rubric and look for the endpoint.
-        Raises RewardError: the rubric cannot be read, the key is missing, or there is no server at the address."""
+        """Raises RewardError: the rubric cannot be read, the key is missing, or there is no server at the address."""
         await self._ready()
 
     async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
@@ -56,8 +51,7 @@ class JudgeScorer:
         return await asyncio.to_thread(doubts)
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
-        """See :class:`Scorer`.
-        Raises RewardError: the endpoint refuses all questions: key, address or model are wrong."""
+        """See :class:`Scorer`. Raises RewardError: the endpoint refuses all questions (key, address, model)."""
         rubric, endpoint = await self._ready()
         try:
             message = rubric.message(prompt, response, finish_reason)
@@ -68,12 +62,12 @@ class JudgeScorer:
         task = self._asked.get(key)
         if task is None:
             task = self._asked[key] = asyncio.create_task(self._grade(key, question, rubric, endpoint))
-            task.add_done_callback(lambda done: self._settle(key, done))
-        # who is cancelled leaves the question to the others who wait for it
+            task.add_done_callback(lambda _: self._asked.pop(key))
+            task.add_done_callback(retrieve)
+        # others may wait for the same question if this caller is cancelled
         return await asyncio.shield(task)
 
     async def close(self) -> None:
-        """Drop the calls that run."""
         tasks = list(self._asked.values())
         for task in tasks:
             task.cancel()
@@ -108,7 +102,7 @@ class JudgeScorer:
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
-        return json.dumps(body, sort_keys=True).encode()  # ASCII, so that half a letter in a response does no harm
+        return json.dumps(body, sort_keys=True).encode()  # ASCII: lone surrogates are escaped
 
     async def _grade(self, key: str, question: bytes, rubric: Rubric, endpoint: Endpoint) -> Reward:
         kept = await self._cache.read(key)
@@ -116,7 +110,7 @@ class JudgeScorer:
         if known is not None:
             return self._verdict(known)
         try:
-            async with self._slots:  # in the pauses too: an endpoint in trouble gets no more calls than before
+            async with self._slots:  # in the pauses too: a failing endpoint gets no more calls than before
                 reply, grade = await endpoint.ask(question, rubric.grade)
         except NoReply as error:
             return Reward(None, 0.0, error=str(error))
@@ -128,8 +122,3 @@ class JudgeScorer:
         bar = self._config.correct_at
         value = 2.0 * (grade - low) / (high - low) - 1.0
         return Reward(None if bar is None else grade >= bar, value, {"grade": grade})
-
-    def _settle(self, key: str, task: asyncio.Task[Reward]) -> None:
-        del self._asked[key]
-        if not task.cancelled():
-            task.exception()  # taken note of, also if all callers have gone

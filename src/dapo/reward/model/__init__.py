@@ -1,5 +1,1 @@
-"""Reward models: a trained network scores (prompt, response). The only part of the rewards that knows tensors."""
-
-from dapo.reward.model.scorer import ModelScorer
-
-__all__ = ["ModelScorer"]
+"""Reward models: a trained network scores (prompt, response). The only rewards that know tensors."""

@@ -1,8 +1,7 @@
 """The network of a reward model: loading, refusing what would score wrongly, and scores for a batch.
 
-Consumes token ids of different lengths, produces one float for each. Sequences are padded on the right. Where a
-network reads its score off a token, that token is found from the sequence itself, so that neither padding nor the other
-sequences of a batch can move it.
+Sequences are padded on the right. The token that a score is read from is found in the sequence itself, so that it does
+not depend on padding and batch.
 """
 
 from __future__ import annotations
@@ -21,25 +20,22 @@ from dapo.errors import ModelError, RewardError, first_line
 from dapo.model.hub import from_where
 from dapo.model.loading import context_limit, load_tokenizer
 from dapo.reward.model.text import Encoded, PairText
-from dapo.reward.model.value_head import FILE, load_value_head
 
+VALUE_HEAD = "value_head.safetensors"
+"""This file beside those of a causal language model makes it a reward model. It holds ``weight`` ``[1, hidden]`` and
+``bias`` ``[1]`` of a linear layer over the last hidden state (after the final normalisation) of the last token."""
 _HARMLESS = ("lm_head.", "cls.")
-"""Weights of language model heads, which reward models are made from and need no more."""
+"""Weights of language model heads, which reward models do not use."""
 _PROBES = (("2+2=", "4"), ("Name three primes.", "2, 3 and 5 are the three smallest ones; 1 is none."))
-"""Texts of two lengths that a network is tried with."""
+"""Texts of two lengths that a network is tested with."""
 
 Batch = dict[str, torch.Tensor]
 Forward = Callable[[Batch, Sequence[Encoded]], torch.Tensor]
 
 
 class RewardNetwork:
-    """A network and its tokenizer. Not thread-safe: tokenizing and scoring may go on in two threads, but one each.
-
-    Args:
-        text: how prompt and response are written.
-        forward: the padded batch and its sequences to scores ``[B]``, float32.
-        pad_id: what the batch is filled up with.
-    """
+    """A network and its tokenizer. One thread may tokenize while another one scores. ``forward``: from the padded batch
+    and its sequences to scores ``[B]``, float32."""
 
     def __init__(self, text: PairText, forward: Forward, device: torch.device, pad_id: int) -> None:
         self.text = text
@@ -58,14 +54,14 @@ class RewardNetwork:
             ids[row, : item.length] = item.token_ids
             mask[row, : item.length] = 1
             types[row, : len(item.token_types)] = item.token_types
-        arrays = {"input_ids": ids, "attention_mask": mask} | (
-            {"token_type_ids": types} if items[0].token_types else {}
-        )
+        arrays = {"input_ids": ids, "attention_mask": mask}
+        if items[0].token_types:
+            arrays["token_type_ids"] = types
         return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
 
 
 def load_network(config: ModelReward) -> RewardNetwork:
-    """The reward model that a recipe names, tried with two texts.
+    """The reward model of a recipe, tested with two texts.
     Raises RewardError: not found, not readable, not a reward model, or one whose scores would be wrong here."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise RewardError("reward.device: is cuda, but there is none here; use reward.device=cpu")
@@ -88,13 +84,11 @@ def load_network(config: ModelReward) -> RewardNetwork:
 
 
 def _forward(config: ModelReward, model: Any, head_file: str | None) -> Forward:
-    """How this model gets from a batch to scores."""
     if head_file is None and not isinstance(getattr(model, "score", None), torch.nn.Linear):
         return _whole(model)
     if config.template == "pair":
-        raise RewardError(
-            f"reward.template: is pair, but the reward model {config.path} reads one text; use chat, or plain"
-        )
+        text = f"is pair, but the reward model {config.path} reads one text; use chat, or plain"
+        raise RewardError(f"reward.template: {text}")
     settings = model.config.get_text_config()
     if head_file is None:
         head = copy.deepcopy(model.score).float()
@@ -104,11 +98,8 @@ def _forward(config: ModelReward, model: Any, head_file: str | None) -> Forward:
 
 
 def _last_token(backbone: Any, weight: torch.Tensor, bias: torch.Tensor | None, skipped: int | None) -> Forward:
-    """The head, in float32, at the last token of each sequence.
-
-    ``skipped`` is the padding token that a classifier of Transformers looks for: it takes the last token that is
-    another one, also where a text ends with that token (padding = end of sequence), and was trained so.
-    """
+    """The head, in float32, at the last token of each sequence that is not ``skipped``: classifiers of Transformers are
+    trained to skip the padding token, also where a text ends with it (padding = end of sequence)."""
 
     def forward(batch: Batch, items: Sequence[Encoded]) -> torch.Tensor:
         ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -128,7 +119,7 @@ def _last_place(token_ids: Sequence[int], skipped: int | None) -> int:
 
 
 def _whole(model: Any) -> Forward:
-    """For encoders, which make the score out of all tokens, by their own rule."""
+    """For encoders, which compute the score from all tokens."""
 
     def forward(batch: Batch, items: Sequence[Encoded]) -> torch.Tensor:
         return torch.as_tensor(model(**batch).logits).float().reshape(len(items))
@@ -137,20 +128,14 @@ def _whole(model: Any) -> Forward:
 
 
 def _try(network: RewardNetwork, model: Any | None, config: ModelReward) -> None:
-    """Compare scores made in a batch with those that the model gives by itself, one text at a time.
-
-    The rules for padding and for the token that is scored hold for the architectures that are known. Of one that goes
-    other ways this finds out before it has scored anything.
-    """
+    """Compare scores in a batch with those of the model itself, one text at a time: padding and the scored token may be
+    other ones in an architecture that is not known here."""
     items = [network.text.encode(*probe) for probe in _PROBES]
     items = [Encoded(i.token_ids[: config.max_length], i.token_types[: config.max_length]) for i in items]
     try:
         together = network.score(items)
-        if model is None:
-            alone = [network.score([item])[0] for item in items]
-        else:
-            own = RewardNetwork(network.text, _whole(model), torch.device(config.device), 0)
-            alone = [own.score([item])[0] for item in items]
+        own = RewardNetwork(network.text, _whole(model), torch.device(config.device), 0) if model else network
+        alone = [own.score([item])[0] for item in items]
     except Exception as error:  # whatever the architecture's code raises
         raise RewardError(f"reward model {config.path}: cannot score: {type(error).__name__}: {error}") from None
     tolerance = 1e-3 if config.compute_dtype == "float32" else 0.1  # bfloat16 has 8 bits
@@ -168,7 +153,7 @@ def _settings(name: str, trust_remote_code: bool) -> Any:
     try:
         settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **from_where(name))
     except (OSError, ValueError, KeyError) as error:
-        raise RewardError(_explain("model", name, error)) from None
+        raise RewardError(_explain(name, error)) from None
     if getattr(settings, "is_encoder_decoder", False):
         raise RewardError(f"reward model {name}: encoders with a decoder ({settings.model_type}) are not supported")
     return settings
@@ -182,33 +167,51 @@ def _tokenizer(config: ModelReward) -> Any:
 
 
 def _value_head(name: str) -> str | None:
-    """The file with the head, in a folder or on the hub; None: there is none."""
+    """The file with the head, in a folder or on the hub, or None."""
     from transformers.utils import cached_file
 
-    if Path(name).is_dir():
-        file = Path(name) / FILE
-        return str(file) if file.is_file() else None
     try:
-        found: str | None = cached_file(name, FILE)
+        found: str | None = cached_file(name, VALUE_HEAD)
         return found
     except OSError:
         return None
 
 
+def load_value_head(file: str | Path, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(weight [1, hidden], bias [1])``, float32.
+    Raises RewardError: the file cannot be read, or holds another head than this model needs."""
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(str(file))
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise RewardError(f"value head {file}: cannot be read: {error}") from None
+    if set(tensors) != {"weight", "bias"}:
+        names = ", ".join(sorted(tensors)) or "nothing"
+        raise RewardError(f"value head {file}: must hold weight and bias, and holds {names}")
+    weight, bias = tensors["weight"].float(), tensors["bias"].float()
+    if weight.shape != (1, hidden) or bias.shape != (1,):
+        shapes = f"got {list(weight.shape)} and {list(bias.shape)}"
+        raise RewardError(f"value head {file}: weight must be [1, {hidden}] and bias [1], {shapes}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if not bool(torch.isfinite(tensor).all()):
+            raise RewardError(f"value head {file}: {name} holds NaN or infinity")
+    return weight, bias
+
+
 def _check_classifier(name: str, settings: Any) -> None:
-    """Refuse what is no reward model before its weights are loaded."""
     written = list(getattr(settings, "architectures", None) or ())
     if written and all(architecture.endswith(("ForCausalLM", "LMHeadModel")) for architecture in written):
         raise RewardError(
-            f"reward model {name}: is a language model ({written[0]}) without {FILE}, not a reward model; a sequence "
-            "classifier with one output is one, or a causal model with a value head"
+            f"reward model {name}: is a language model ({written[0]}) without {VALUE_HEAD}, not a reward model; a "
+            "sequence classifier with one output is one, or a causal model with a value head"
         )
     if settings.num_labels != 1:
         raise RewardError(f"reward model {name}: has {settings.num_labels} outputs, where a reward model has one")
 
 
 def _positions(model: Any) -> int | None:
-    """How many positions an encoder has where they start after that of the padding, as in RoBERTa; None: another."""
+    """Positions of an encoder that counts them from behind the padding's, as RoBERTa does; None: it does not."""
     table: Any = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
     return None if padding is None else int(table.num_embeddings - padding - 1)
@@ -223,7 +226,7 @@ def _check_length(config: ModelReward, limit: int | None) -> None:
 
 
 def _check_vocabulary(config: ModelReward, model: Any, tokenizer: Any) -> None:
-    """On a GPU a token that the model does not know would end every computation of the process."""
+    """On a GPU a token that the model does not know would break every computation of the process."""
     known, largest = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values())
     if largest >= known:
         raise RewardError(
@@ -245,7 +248,7 @@ def _from_pretrained(config: ModelReward, kind: str) -> Any:
                 **from_where(config.path),
             )
     except Exception as error:  # a damaged weight file raises whatever its reader raises
-        raise RewardError(_explain("model", config.path, error)) from None
+        raise RewardError(_explain(config.path, error)) from None
     for key in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         names = sorted(map(str, report.get(key) or ()))
         if key == "unexpected_keys":
@@ -263,7 +266,7 @@ def _from_pretrained(config: ModelReward, kind: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Transformers' own report and progress bar: what matters in it is raised here."""
+    """Without Transformers' own report and progress bar: errors in it are raised here."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -275,11 +278,9 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _explain(what: str, name: str, error: Exception) -> str:
-    reason = first_line(error)
-    local = Path(name).expanduser()
-    if local.exists():
-        return f"reward {what} {name}: exists but cannot be loaded: {reason}"
+def _explain(name: str, error: Exception) -> str:
+    if Path(name).expanduser().exists():
+        return f"reward model {name}: exists but cannot be loaded: {first_line(error)}"
     if name.startswith((".", "/", "~")):
-        return f"reward {what} {name}: no such folder"
-    return f"reward {what} {name}: neither a local folder nor found on the hub: {reason}"
+        return f"reward model {name}: no such folder"
+    return f"reward model {name}: neither a local folder nor found on the hub: {first_line(error)}"

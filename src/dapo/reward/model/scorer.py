@@ -1,43 +1,28 @@
-"""The scorer around a reward model: texts in, one score for each response out.
-
-Consumes (prompt, response); waits for a free network and, at most ``timeout_s``, for its batch. Two threads do the
-work, one that tokenizes and one that runs the network, so that the event loop is never blocked and the next batch is
-read while the last one is scored.
-"""
+"""The scorer around a reward model. One thread tokenizes and one runs the network, so that the event loop is not
+blocked and the next batch is read while the last one is scored."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from dapo.config import ModelReward
 from dapo.records import FinishReason, Prompt, Reward
-from dapo.reward.batching import Batcher
-from dapo.reward.contract import Doubt
+from dapo.reward.batching import Batcher, retrieve
+from dapo.reward.contract import Scorer
 from dapo.reward.convert import LARGEST
 
 if TYPE_CHECKING:
     from dapo.reward.model.network import RewardNetwork
     from dapo.reward.model.text import Encoded
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 def pick_alike(lengths: Sequence[int], budget: int) -> list[int]:
-    """The oldest item and those nearest to it in length, as long as the padded batch is within ``budget``.
-
-    The oldest always goes, so that none waits for ever, and goes alone if it is longer than the budget.
-
-    Args:
-        lengths: of the waiting items in tokens, the oldest first.
-        budget: most tokens of the batch: its longest item times the number of items.
-
-    Returns:
-        Positions in ``lengths``.
-    """
+    """Positions of the oldest item and of those nearest to it in length, as long as the padded batch (longest item
+    times number of items) has at most ``budget`` tokens. The oldest is always among them, so that none waits for ever.
+    ``lengths``: of the waiting items in tokens, the oldest first."""
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
     low = order.index(0)
     high = low + 1
@@ -54,12 +39,9 @@ def pick_alike(lengths: Sequence[int], budget: int) -> list[int]:
     return order[low:high]
 
 
-class ModelScorer:
-    """The score of a reward model, as it is (:class:`~dapo.config.ModelReward`). Belongs to one event loop.
-
-    A text that is longer than ``max_length``, a batch that takes longer than ``timeout_s`` and a score that is not
-    finite are failed scores.
-    """
+class ModelScorer(Scorer):
+    """The raw score of a reward model (:class:`~dapo.config.ModelReward`). Belongs to one event loop. Too long a text,
+    too slow a batch and a score that is not finite are failed scores."""
 
     def __init__(self, config: ModelReward) -> None:
         self._config = config
@@ -74,18 +56,14 @@ class ModelScorer:
         )
 
     async def start(self) -> None:
-        """Load model and tokenizer, and try them.
-        Raises RewardError: they cannot be loaded, or this is not a reward model."""
+        """Raises RewardError: model or tokenizer cannot be loaded, or this is not a reward model."""
         await self._loaded()
-
-    async def examine(self, prompts: Sequence[Prompt]) -> Sequence[Doubt]:
-        """Any row will do."""
-        return ()
 
     async def score(self, prompt: Prompt, response: str, finish_reason: FinishReason | None = None) -> Reward:
         """See :class:`Scorer`. ``parts`` holds ``score``; ``correct`` is whether it is above ``correct_above``."""
         network = await self._loaded()
-        item = await self._call(self._reader, network.text.encode, prompt.text, response)
+        loop = asyncio.get_running_loop()
+        item = await loop.run_in_executor(self._reader, network.text.encode, prompt.text, response)
         limit = self._config.max_length
         if item.length > limit:
             return _failed(f"prompt and response are {item.length} tokens, more than reward.max_length={limit}")
@@ -94,7 +72,7 @@ class ModelScorer:
         return await self._batches.submit(item)
 
     async def close(self) -> None:
-        """Drop what waits. A batch that is in the network cannot be stopped; nobody waits for it here."""
+        """A batch that is being scored cannot be stopped, and is not waited for."""
         await self._batches.close()
         for thread in (self._reader, self._runner):
             thread.shutdown(wait=False, cancel_futures=True)
@@ -103,7 +81,7 @@ class ModelScorer:
     async def _loaded(self) -> RewardNetwork:
         async with self._loading:
             if self._network is None:
-                self._network = await self._call(self._runner, _load, self._config)
+                self._network = await asyncio.get_running_loop().run_in_executor(self._runner, _load, self._config)
             return self._network
 
     async def _score_batch(self, items: Sequence[Encoded]) -> Sequence[Reward]:
@@ -111,16 +89,12 @@ class ModelScorer:
         if not await _done(self._running, limit):  # left behind by a time-out: a thread cannot be stopped
             return [_failed(f"the model was busy for another {limit:g} s with a batch that had timed out")] * len(items)
         network = await self._loaded()
-        self._running = self._call(self._runner, network.score, items)
-        self._running.add_done_callback(_take_note)
+        self._running = asyncio.get_running_loop().run_in_executor(self._runner, network.score, items)
+        self._running.add_done_callback(retrieve)
         if not await _done(self._running, limit):
             size = len(items) * max(item.length for item in items)
-            return [
-                _failed(
-                    f"timed out after {limit:g} s in a batch of {size} tokens; raise reward.timeout_s or lower "
-                    f"reward.tokens_per_batch={self._config.tokens_per_batch}"
-                )
-            ] * len(items)
+            text = f"timed out after {limit:g} s in a batch of {size} tokens; raise reward.timeout_s or lower "
+            return [_failed(f"{text}reward.tokens_per_batch={self._config.tokens_per_batch}")] * len(items)
         error = self._running.exception()
         if error is not None:
             return [_failed(self._explain(error))] * len(items)
@@ -137,20 +111,9 @@ class ModelScorer:
             return f"out of memory; lower reward.tokens_per_batch={self._config.tokens_per_batch}"
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
-    def _call(
-        self, thread: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(thread, lambda: function(*args, **kwargs))
-
-
-def _take_note(call: asyncio.Future[Any]) -> None:
-    """Of an error that came after the time-out, when nobody asks any more."""
-    if not call.cancelled():
-        call.exception()
-
 
 async def _done(call: asyncio.Future[list[float]] | None, limit_s: float) -> bool:
-    """Whether ``call`` has ended, if need be within ``limit_s``. It goes on otherwise."""
+    """Whether ``call`` ends within ``limit_s``. It goes on otherwise."""
     if call is None:
         return True
     await asyncio.wait({call}, timeout=limit_s)

@@ -1,7 +1,4 @@
-"""From prompt and response to the token ids that a reward model reads.
-
-Consumes two texts, produces :class:`Encoded`. Needs a Hugging Face tokenizer, given as an object.
-"""
+"""From prompt and response to the token ids that a reward model reads."""
 
 from __future__ import annotations
 
@@ -15,23 +12,21 @@ Template = Literal["chat", "plain", "pair"]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """``token_ids`` and, of a pair of texts, ``token_types`` of the same length where the model tells them apart."""
+    """``token_types``: of a pair of texts, of the same length, where the model tells the two apart."""
 
     token_ids: tuple[int, ...]
     token_types: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
-        """In tokens."""
         return len(self.token_ids)
 
 
 class PairText:
-    """Writes prompt and response as the recipe says.
+    """Writes prompt and response as the recipe says. ``tokenizer``: as of Transformers.
 
-    A response cannot write the tokenizer's control tokens (end of turn, start of another role): a policy that spells
-    them out in ordinary letters would otherwise put a conversation of its own before the reward model.
-    ``tokenizer``: with ``__call__`` and ``apply_chat_template`` as Transformers has them.
+    A response cannot contain the tokenizer's control tokens (end of turn, start of another role): a policy that writes
+    them as ordinary text could otherwise show the reward model another conversation.
 
     Raises:
         RewardError: the tokenizer has no chat template, or one that refuses a prompt and a response.
@@ -57,7 +52,6 @@ class PairText:
             ) from None
 
     def encode(self, prompt: str, response: str) -> Encoded:
-        """The token ids; ``response`` may be empty."""
         response = self._without_control(response)
         if self._template == "chat":
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
@@ -73,13 +67,13 @@ class PairText:
         return Encoded(tuple(found["input_ids"]), tuple(found.get("token_type_ids", ())))
 
     def _without_control(self, text: str) -> str:
-        """``text`` with a space inside whatever would become a control token."""
+        """``text`` with a space inside of each control token."""
         for token in self._control:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
     def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
-        """A template that writes the BOS itself and a tokenizer that adds one must not add up to two."""
+        """One BOS, where both the template and the tokenizer add one."""
         bos = self._tokenizer.bos_token_id
         while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             ids = ids[1:]
