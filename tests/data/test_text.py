@@ -12,7 +12,7 @@ import zstandard
 from data_cases import read, source, write
 
 import dapo.data.text
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.cache import cache_folder, cached
 from dapo.data.files import open_table
 from dapo.errors import DataError

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dapo.checks.finding import Finding
 from dapo.config import CodeReward, Config, ExactReward
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.parts import keys_of
 from dapo.records import Prompt
 from dapo.util.terminal import visible

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dapo.checks.context import CheckContext, NotAtHand
 from dapo.checks.finding import Area, Finding, area_of
-from dapo.checks.patient import CheckContext, NotAtHand
 from dapo.config.plan import remedy
 from dapo.config.recipes import demo_of, existing_recipe
 from dapo.errors import ConfigError, UserError
@@ -87,19 +87,19 @@ def examine(
         return
     yield Finding("recipe", "recipe", "pass", f"{recipe} can be read, and its keys go together")
     tell("loading the libraries")
-    patient = CheckContext(config, demo=demo_of(recipe), remedy=remedy(recipe), probe=probe)
-    yield from run_checks(patient, entries(), tell)
+    context = CheckContext(config, demo=demo_of(recipe), remedy=remedy(recipe), probe=probe)
+    yield from run_checks(context, entries(), tell)
 
 
 def run_checks(
-    patient: CheckContext, checks: Sequence[Entry], tell: Callable[[str], None] = lambda name: None
+    context: CheckContext, checks: Sequence[Entry], tell: Callable[[str], None] = lambda name: None
 ) -> Iterator[Finding]:
     """The findings of each check. What a check could not look at, because something that it needs is missing, is told
     of in one line for each thing, and not as a mistake: that the thing is missing has been told."""
     waiting: dict[str, list[str]] = {}
     for entry in checks:
         tell(entry.name)
-        findings, missing = run_check(patient, entry)
+        findings, missing = run_check(context, entry)
         yield from findings
         if missing is not None:
             waiting.setdefault(missing, []).append(entry.name)
@@ -108,7 +108,7 @@ def run_checks(
         yield Finding("recipe", "not-checked", "skip", f"{', '.join(names)}: the {thing} {lacks}")
 
 
-def run_check(patient: CheckContext, entry: Entry) -> tuple[list[Finding], str | None]:
+def run_check(context: CheckContext, entry: Entry) -> tuple[list[Finding], str | None]:
     """Findings of one check, and the thing that it needed and that is not there (or None).
 
     Whatever it raises becomes a finding: no check hides the others.
@@ -118,7 +118,7 @@ def run_check(patient: CheckContext, entry: Entry) -> tuple[list[Finding], str |
 
     def work() -> None:
         try:
-            for finding in entry.check(patient):
+            for finding in entry.check(context):
                 findings.append(finding)
         except NotAtHand as absent:
             missing.append(absent.what)
@@ -133,7 +133,7 @@ def run_check(patient: CheckContext, entry: Entry) -> tuple[list[Finding], str |
     thread = threading.Thread(target=work, name=f"dapo-doctor-{entry.name}", daemon=True)
     thread.start()
     thread.join(entry.seconds)
-    patient.seconds[entry.name] = time.perf_counter() - started
+    context.seconds[entry.name] = time.perf_counter() - started
     found = list(findings)  # the thread may still be at work
     if thread.is_alive():
         text = f"not done after {entry.seconds:g} s, so it was left"
@@ -163,7 +163,7 @@ async def brief(
     from dapo.checks import model as models
     from dapo.checks.answers import spread
 
-    patient = CheckContext(
+    context = CheckContext(
         config,
         files=True,
         tokenizer=tokenizer,
@@ -186,7 +186,7 @@ async def brief(
     if device.type != "cuda":  # there the engine has taken what is free by now
         checks.append(Entry("memory", "machine", memory.check_memory, 5.0))
     checks.append(Entry("snapshot", "machine", host.check_snapshot, 5.0))
-    found = await asyncio.to_thread(lambda: list(run_checks(patient, checks)))
+    found = await asyncio.to_thread(lambda: list(run_checks(context, checks)))
     if scorer is not None and config.reward.kind in ("math", "exact", "code", "function"):
         prompts = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
         found += await rewards.verify_within(config, scorer, spread(source.prompts, prompts), seconds=20.0)

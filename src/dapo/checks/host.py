@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
 from dapo.checks.memory import checkpoint_bytes, free_memory, gib, predict_memory, trained_of
-from dapo.checks.patient import CheckContext
 
 
-def check_snapshot(patient: CheckContext) -> Iterator[Finding]:
+def check_snapshot(context: CheckContext) -> Iterator[Finding]:
     """Whether there is room for it. Nothing is said where the run itself does not fit, which has been told."""
-    shape, config = patient.need(patient.shape, "model"), patient.config
-    on_gpu = patient.need(patient.device, "device").type == "cuda"
+    shape, config = context.need(context.shape, "model"), context.config
+    on_gpu = context.need(context.device, "device").type == "cuda"
     snapshot = checkpoint_bytes(trained_of(shape))
     memory, free = predict_memory(config, shape, on_gpu), free_memory()
     needed = snapshot + memory.host
     if not on_gpu:
-        patient.need(patient.fits, "memory")
+        context.need(context.fits, "memory")
         needed += memory.total(on_gpu=False)
-        if free is not None and patient.model is not None:
+        if free is not None and context.model is not None:
             free += memory.weights  # they are loaded already
     text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
     text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"

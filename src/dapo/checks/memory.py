@@ -43,8 +43,8 @@ from typing import Any
 
 import torch
 
+from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext
 from dapo.config import Config
 from dapo.config.changeable import may_change
 from dapo.errors import UserError, first_line
@@ -267,11 +267,11 @@ def _left_in_containers() -> Iterator[int]:
             continue
 
 
-def check_memory(patient: CheckContext) -> Iterator[Finding]:
+def check_memory(context: CheckContext) -> Iterator[Finding]:
     """What the run will take of the device it runs on, and whether that is free."""
-    shape, config = patient.need(patient.shape, "model"), patient.config
-    elsewhere = patient.device is None and config.runtime.device == "cuda"  # a recipe for another machine
-    on_gpu = elsewhere or patient.need(patient.device, "device").type == "cuda"
+    shape, config = context.need(context.shape, "model"), context.config
+    elsewhere = context.device is None and config.runtime.device == "cuda"  # a recipe for another machine
+    on_gpu = elsewhere or context.need(context.device, "device").type == "cuda"
     memory = predict_memory(config, shape, on_gpu)
     needed = memory.total(on_gpu)
     text = f"about {gib(needed)} predicted"
@@ -280,10 +280,10 @@ def check_memory(patient: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
         return
     free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
-    if free is not None and patient.model is not None:
+    if free is not None and context.model is not None:
         free += memory.weights  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
-    patient.fits = True if free is None or needed <= free else None
+    context.fits = True if free is None or needed <= free else None
     if free is None:
         yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
         return

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from dapo.checks.answers import spread
+from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext
 from dapo.checks.rewards import forms_of
 from dapo.model.placement import set_threads
 from dapo.records import Group, Prompt, Reward, Sample
@@ -37,17 +37,17 @@ Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids that are given, and those that are read behind them."""
 
 
-def check_reading(patient: CheckContext) -> Iterator[Finding]:
+def check_reading(context: CheckContext) -> Iterator[Finding]:
     """Compare the log-loss of prompts, and of answers behind them, with that of a guess."""
-    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "tokenized data")
-    patient.need(patient.words_known, "vocabulary")
-    config = patient.config
+    model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
+    context.need(context.words_known, "vocabulary")
+    config = context.config
     set_threads(config, model)  # of the thread that works here
     prompts = spread(source.prompts, _PROMPTS)
     room = max(config.training.tokens_per_micro_batch, config.data.max_prompt_length + _TOKENS)
     policy = Policy(model, 1.0, room, torch.float32)
     guess = math.log(model.get_input_embeddings().weight.shape[0])
-    texts = list(_texts(patient, prompts))
+    texts = list(_texts(context, prompts))
     losses = [log_loss(policy, pairs) for pairs in texts]
     if not losses:
         yield Finding("model", "reading", "pass", "the prompts are too short to tell whether the model can read them")
@@ -57,7 +57,7 @@ def check_reading(patient: CheckContext) -> Iterator[Finding]:
     if best <= guess + _MARGIN:
         yield Finding("model", "reading", "pass", text)
         return
-    special = set(patient.tokenizer.all_special_ids)
+    special = set(context.tokenizer.all_special_ids)
     shuffled = [min(log_loss(policy, pairs) for pairs in _shuffles(pairs, special)) for pairs in texts]
     gain, loss, other = max((other - loss, loss, other) for loss, other in zip(losses, shuffled, strict=True))
     if gain >= _KNOWN:
@@ -76,16 +76,16 @@ def check_reading(patient: CheckContext) -> Iterator[Finding]:
     )
 
 
-def _texts(patient: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Sequence[Pair]]:
+def _texts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Sequence[Pair]]:
     """The rows' prompts as text, then what may stand behind them: worked solutions, and answers in each form."""
 
     def ids_of(text: str) -> list[int]:
-        return list(patient.tokenizer(text, add_special_tokens=False)["input_ids"])[:_TOKENS]
+        return list(context.tokenizer(text, add_special_tokens=False)["input_ids"])[:_TOKENS]
 
     rows = [ids for p in prompts if len(ids := ids_of(p.text)) > 1]
     if sum(map(len, rows)) >= _ENOUGH:
         yield [(ids[:1], ids[1:]) for ids in rows]
-    for write in (_solution, *(write for _, write in forms_of(patient.config.reward))):
+    for write in (_solution, *(write for _, write in forms_of(context.config.reward))):
         pairs = [(p.token_ids, ids) for p in prompts if (text := write(p)) is not None and (ids := ids_of(text))]
         if pairs:
             yield pairs

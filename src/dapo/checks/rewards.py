@@ -17,10 +17,11 @@ from dataclasses import replace
 from typing import Any
 
 from dapo.checks.answers import marker_of, spread, strip_marker
+from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
-from dapo.config.reward import RemoteReward, plain_rewards
+from dapo.config.compose import plain_rewards
+from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer
@@ -91,11 +92,11 @@ def impatient(reward: RewardConfig) -> RewardConfig:
     return reward
 
 
-def check_sandbox(patient: CheckContext) -> Iterator[Finding]:
+def check_sandbox(context: CheckContext) -> Iterator[Finding]:
     """Really start one, where the recipe's reward (or its check) runs programs."""
-    rewards = [*plain_rewards(patient.config.reward)]
-    if patient.config.monitor.check is not None:
-        rewards += plain_rewards(patient.config.monitor.check)
+    rewards = [*plain_rewards(context.config.reward)]
+    if context.config.monitor.check is not None:
+        rewards += plain_rewards(context.config.monitor.check)
     wanted = [reward for reward in rewards if isinstance(reward, CodeReward) and reward.sandbox != "none"]
     if not wanted:
         return
@@ -106,20 +107,20 @@ def check_sandbox(patient: CheckContext) -> Iterator[Finding]:
     try:
         Sandbox(limits, code.sandbox, code.packages).check()
     except RewardError as error:
-        patient.reward_works = False
+        context.reward_works = False
         yield Finding("reward", "sandbox", "fail", str(error), "apt-get install bubblewrap")
         return
     yield Finding("reward", "sandbox", "pass", "bubblewrap starts")
 
 
-def check_reward(patient: CheckContext) -> Iterator[Finding]:
+def check_reward(context: CheckContext) -> Iterator[Finding]:
     """Start the reward as training does, and score what is known to be right and wrong."""
-    config = patient.config
-    if patient.reward_works is False:  # the sandbox has told why
+    config = context.config
+    if context.reward_works is False:  # the sandbox has told why
         return
     reward = impatient(config.reward)
     with _quiet():
-        yield from asyncio.run(_within(SECONDS, _started(patient, reward)))
+        yield from asyncio.run(_within(SECONDS, _started(context, reward)))
 
 
 async def _within(seconds: float, found: AsyncIterator[Finding]) -> list[Finding]:
@@ -135,19 +136,19 @@ async def _within(seconds: float, found: AsyncIterator[Finding]) -> list[Finding
     return findings
 
 
-async def _started(patient: CheckContext, reward: RewardConfig) -> AsyncIterator[Finding]:
+async def _started(context: CheckContext, reward: RewardConfig) -> AsyncIterator[Finding]:
     remote = any(map(_is_costly, plain_rewards(reward)))
     name = "reward-server" if remote else "reward"
     try:
         async with running(make_scorer(reward)) as scorer:
-            patient.reward_works = True
+            context.reward_works = True
             yield Finding("reward", name, "pass", f"{reward.kind} {'answers' if remote else 'starts'}")
-            if patient.source is None:
+            if context.source is None:
                 return
-            for finding in await verify(patient.config, scorer, list(patient.source.untokenized())):
+            for finding in await verify(context.config, scorer, list(context.source.untokenized())):
                 yield finding
     except RewardError as error:
-        patient.reward_works = patient.reward_works or False
+        context.reward_works = context.reward_works or False
         yield Finding("reward", name, "fail", str(error), _mended(reward))
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dapo.checks.answers import LOOKED_AT, check_content, check_given_away, check_room, check_stops, spread, with_keys
+from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext
 from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
 from dapo.data.rows import EATEN, NO_ANSWER
@@ -49,10 +49,10 @@ def _warning(name: str, found: str, fix: str) -> Finding:
     return Finding("data", name, "warn", found, fix)
 
 
-def check_rows(patient: CheckContext) -> Iterator[Finding]:
+def check_rows(context: CheckContext) -> Iterator[Finding]:
     """Every row of every file, as ``dapo data check`` reads them; then the prompts that training draws from."""
-    patient.need(patient.files, "files")
-    config, template = patient.config, patient.template
+    context.need(context.files, "files")
+    config, template = context.config, context.template
     data = config.data
     needed = needs_answer(config.reward) or (config.monitor.check is not None and needs_answer(config.monitor.check))
     measure = (
@@ -78,7 +78,7 @@ def check_rows(patient: CheckContext) -> Iterator[Finding]:
         also = f"; {near:,} share 13 words in a row with one (dapo data check shows them)" if near else ""
         yield Finding("data", "overlap", "pass", f"no row to train on holds a prompt that is evaluated on{also}")
     if template is not None:
-        yield from _load(patient, template, needed, already=any(one.fails for one in troubles))
+        yield from _load(context, template, needed, already=any(one.fails for one in troubles))
 
 
 def _lengths(found: CheckReport) -> str:
@@ -182,13 +182,13 @@ def _first_fault(reports: Sequence[FileReport]) -> str:
 # --- the prompts that are drawn from ------------------------------------------------------------------------------
 
 
-def _load(patient: CheckContext, template: PromptTemplate, needed: bool, already: bool) -> Iterator[Finding]:
+def _load(context: CheckContext, template: PromptTemplate, needed: bool, already: bool) -> Iterator[Finding]:
     """Make what later checks draw from. Bad rows have been told of, and hide nothing else: they are skipped here."""
-    config = patient.config
+    config = context.config
     lenient = config.data.model_copy(update={"on_bad_row": "skip", "max_bad_rows": 1.0})
     try:
         source = load_prompts(lenient, config.data.train, template, seed=config.seed, answer_required=needed)
-        patient.heldout = (
+        context.heldout = (
             read_prompts(
                 config.data, config.evaluation.data, template, answer_required=needed, limit=config.evaluation.rows
             )
@@ -199,7 +199,7 @@ def _load(patient: CheckContext, template: PromptTemplate, needed: bool, already
         if not already:
             yield Finding("data", "rows", "fail", str(error))
         return
-    patient.source = source
+    context.source = source
     report, wanted = source.report, config.rollout.prompts_per_step
     if report.whole and report.usable < wanted and not already:
         whole = report.usable // config.training.groups_per_update * config.training.groups_per_update
@@ -221,11 +221,11 @@ def _epochs(config: Config, rows: int) -> Iterator[Finding]:
         )
 
 
-def check_sample(patient: CheckContext) -> Iterator[Finding]:
+def check_sample(context: CheckContext) -> Iterator[Finding]:
     """A prompt as the model will see it, and what is odd about its tokens."""
-    source = patient.need(patient.source, "tokenized data")
-    template = patient.need(patient.template, "template")
-    tokenizer = patient.tokenizer
+    source = context.need(context.source, "tokenized data")
+    template = context.need(context.template, "template")
+    tokenizer = context.tokenizer
     prompts = spread(source.prompts, LOOKED_AT)
     first = prompts[0]
     special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
@@ -233,16 +233,16 @@ def check_sample(patient: CheckContext) -> Iterator[Finding]:
     answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
     text = f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})"
     yield Finding("data", "prompt", "pass", text)
-    yield from _odd_prompts(patient, prompts)
+    yield from _odd_prompts(context, prompts)
 
 
-def check_odd(patient: CheckContext) -> Iterator[Finding]:
+def check_odd(context: CheckContext) -> Iterator[Finding]:
     """The same without the prompt itself, which a training shows anyway."""
-    yield from _odd_prompts(patient, spread(patient.need(patient.source, "tokenized data").prompts, LOOKED_AT))
+    yield from _odd_prompts(context, spread(context.need(context.source, "tokenized data").prompts, LOOKED_AT))
 
 
-def _odd_prompts(patient: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    tokenizer, config = patient.tokenizer, patient.config
+def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    tokenizer, config = context.tokenizer, context.config
     markers = [text for text in tokenizer.all_special_tokens if len(text) > 2]
     marked = [(p, text) for p in prompts for text in markers if text in p.text]
     if marked:
@@ -274,15 +274,15 @@ def _odd_prompts(patient: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
         )
     yield from _written_before(config, prompts)
     yield from check_content(with_keys(config, config.data.train), prompts)
-    if not patient.own_reward:  # of which is not known what it compares with
-        for finding in check_content(with_keys(config, config.evaluation.data), spread(patient.heldout, LOOKED_AT)):
+    if not context.own_reward:  # of which is not known what it compares with
+        for finding in check_content(with_keys(config, config.evaluation.data), spread(context.heldout, LOOKED_AT)):
             yield replace(finding, found=f"evaluation.data: {finding.found}")
     yield from check_stops(config, prompts)
-    positions = None if patient.shape is None else context_limit(patient.shape.config)
+    positions = None if context.shape is None else context_limit(context.shape.config)
     yield from check_room(config, prompts, tokenizer, positions)
-    everything = list(patient.need(patient.source, "tokenized data").untokenized())
+    everything = list(context.need(context.source, "tokenized data").untokenized())
     yield from check_given_away(config, spread(everything, READ))
-    yield from _answer_format(patient, prompts)
+    yield from _answer_format(context, prompts)
 
 
 def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -306,15 +306,15 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
         )
 
 
-def _answer_format(patient: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def _answer_format(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Whether anything asks for the form that the math reward reads, or for one that the exact reward does not."""
-    reward = patient.config.reward
+    reward = context.config.reward
     if isinstance(reward, ExactReward):
-        yield from _unread_box(patient.config, reward, prompts)
-    if reward.kind != "math" or patient.own_reward:
+        yield from _unread_box(context.config, reward, prompts)
+    if reward.kind != "math" or context.own_reward:
         return
     words = {"boxed": "boxed", "answer_line": "answer:"}
-    seen = [patient.tokenizer.decode(list(p.token_ids)).lower() for p in prompts[:20]]
+    seen = [context.tokenizer.decode(list(p.token_ids)).lower() for p in prompts[:20]]
     asked = [text for text in seen if any(words[rule] in text for rule in reward.extract)]
     if not asked:
         works = "data.template=dapo" if "answer_line" in reward.extract else "data.instruction=' Put it in \\boxed{}.'"

@@ -13,8 +13,8 @@ import torch
 
 from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.checks.answers import spread
+from dapo.checks.context import CheckContext, NotAtHand
 from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext, NotAtHand
 from dapo.checks.rewards import impatient, scores
 from dapo.config import Config
 from dapo.evaluation.statistics import estimate_share
@@ -41,17 +41,17 @@ _SHIFTED_PROMPTS = 5
 """So many prompts have to be answered as a neighbouring row wants it, and so many times more than as their own does."""
 
 
-def check_agreement(patient: CheckContext) -> Iterator[Finding]:
+def check_agreement(context: CheckContext) -> Iterator[Finding]:
     """Sample some tokens with the engine, and compute their log-probabilities again as the trainer does."""
-    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "tokenized data")
-    patient.need(patient.words_known, "vocabulary")
-    config = patient.config
+    model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
+    context.need(context.words_known, "vocabulary")
+    config = context.config
     set_threads(config, model)  # of the thread that works here
     prompts = spread(source.prompts, _PROMPTS)
     tokens = min(_TOKENS, config.rollout.max_response_length)
-    groups = asyncio.run(_sample(patient, prompts, _SAMPLES, tokens))
+    groups = asyncio.run(_sample(context, prompts, _SAMPLES, tokens))
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
-    batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)], patient.device)
+    batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)], context.device)
     dtype = getattr(torch, config.model.compute_dtype)
     policy = Policy(model, config.rollout.temperature, config.training.tokens_per_micro_batch, dtype)
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)
@@ -67,10 +67,10 @@ def check_agreement(patient: CheckContext) -> Iterator[Finding]:
         yield Finding("model", "agreement", "pass", text)
 
 
-async def _sample(patient: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Group]:
+async def _sample(context: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Group]:
     """Groups in the order of ``prompts``, their samples without text or reward."""
-    async with _engine(patient, prompts, samples, tokens) as engine:
-        config = patient.config
+    async with _engine(context, prompts, samples, tokens) as engine:
+        config = context.config
         sampling = Sampling(config.rollout.temperature, tokens, stop=tuple(config.rollout.stop))
         requests = [
             Request(
@@ -86,10 +86,10 @@ async def _sample(patient: CheckContext, prompts: Sequence[Prompt], samples: int
 
 @asynccontextmanager
 async def _engine(
-    patient: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int
+    context: CheckContext, prompts: Sequence[Prompt], samples: int, tokens: int
 ) -> AsyncIterator[NativeEngine]:
-    config, model, template = patient.config, patient.model, patient.need(patient.template, "template")
-    stop_ids = stop_token_ids(model, patient.tokenizer, config.rollout.stop_token_ids)
+    config, model, template = context.config, context.model, context.need(context.template, "template")
+    stop_ids = stop_token_ids(model, context.tokenizer, config.rollout.stop_token_ids)
     template.ends_with(stop_ids)
     engine = NativeEngine(
         copy_model(model, getattr(torch, config.model.compute_dtype)),
@@ -106,20 +106,20 @@ async def _engine(
         await engine.close()
 
 
-def check_probe(patient: CheckContext) -> Iterator[Finding]:
+def check_probe(context: CheckContext) -> Iterator[Finding]:
     """Sample and score whole groups: how many hold something to learn from."""
-    if not patient.probe:
+    if not context.probe:
         return
-    model, source = patient.need(patient.model, "model"), patient.need(patient.source, "tokenized data")
-    patient.need(patient.reward_works or None, "reward")
-    config = patient.config
+    model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
+    context.need(context.reward_works or None, "reward")
+    config = context.config
     set_threads(config, model)
-    prompts = [source.draw() for _ in range(patient.probe)]
+    prompts = [source.draw() for _ in range(context.probe)]
     try:
-        groups = asyncio.run(asyncio.wait_for(_scored(patient, prompts), PROBE_SECONDS))
+        groups = asyncio.run(asyncio.wait_for(_scored(context, prompts), PROBE_SECONDS))
     except TimeoutError:
         text = f"{len(prompts)} prompts were not sampled and scored within {PROBE_SECONDS:g} s"
-        yield Finding("data", "probe", "warn", text, f"--probe {max(1, patient.probe // 4)}")
+        yield Finding("data", "probe", "warn", text, f"--probe {max(1, context.probe // 4)}")
         return
     filters = config.algorithm.filter_groups
     if filters.enable and filters.metric == "acc" and _is_open(groups):
@@ -163,9 +163,9 @@ def _is_open(groups: Sequence[Group]) -> bool:
     return any(s.verdict.correct is None for g in groups for s in g.scored)
 
 
-async def _scored(patient: CheckContext, prompts: Sequence[Prompt]) -> list[Group]:
-    config, template = patient.config, patient.need(patient.template, "template")
-    groups = await _sample(patient, prompts, config.rollout.samples_per_prompt, config.rollout.max_response_length)
+async def _scored(context: CheckContext, prompts: Sequence[Prompt]) -> list[Group]:
+    config, template = context.config, context.need(context.template, "template")
+    groups = await _sample(context, prompts, config.rollout.samples_per_prompt, config.rollout.max_response_length)
     samples = [(g.prompt, s) for g in groups for s in g.samples]
     texts = [(prompt, template.decode(s.token_ids.tolist())) for prompt, s in samples]
     async with running(make_scorer(impatient(config.reward))) as scorer:

@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
 from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
-from dapo.checks.patient import CheckContext
 from dapo.config import CodeReward, Config, ExactReward, RewardConfig, warnings_for
+from dapo.config.compose import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
-from dapo.config.reward import plain_rewards
 from dapo.errors import UserError
 from dapo.observe.trackers import check_trackers
 
@@ -26,9 +26,9 @@ _LARGEST_PENALTY = {True: 2.0, False: 10.0}
 """What a response may lose by its length, for rewards from -1 to +1, whose range that is, and for others."""
 
 
-def check_settings(patient: CheckContext) -> Iterator[Finding]:
+def check_settings(context: CheckContext) -> Iterator[Finding]:
     """Combinations of keys that run but probably are not what was meant."""
-    config = patient.config
+    config = context.config
     found = [(text, "") for text in warnings_for(config)] + list(_doubtful(config))
     for text, fix in found:
         yield Finding("recipe", "settings", "warn", text, fix)
@@ -188,20 +188,20 @@ def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def check_files(patient: CheckContext) -> Iterator[Finding]:
+def check_files(context: CheckContext) -> Iterator[Finding]:
     """Whether the files that the recipe names are there."""
-    config = patient.config
+    config = context.config
     missing = missing_files(config)
     if not config.data.train:
         yield Finding("data", "files", "fail", "data.train: no files to train on are named", "data.train=FILE.jsonl")
     for text in missing:
-        if patient.demo:
-            yield Finding("data", "files", "skip", f"{text}; made by `{patient.demo}`")
+        if context.demo:
+            yield Finding("data", "files", "skip", f"{text}; made by `{context.demo}`")
         else:
             fix = "mend the name; paths count from the recipe or from here"
-            yield Finding("data", "files", "fail", text, f"{patient.remedy}; or {fix}" if patient.remedy else fix)
+            yield Finding("data", "files", "fail", text, f"{context.remedy}; or {fix}" if context.remedy else fix)
     if config.data.train and not missing:
-        patient.files = True
+        context.files = True
         items = [*config.data.train, *config.evaluation.data]
         yield Finding("data", "files", "pass", f"{len(items)} named, all there")
 
@@ -209,9 +209,9 @@ def check_files(patient: CheckContext) -> Iterator[Finding]:
 # --- the run folder -----------------------------------------------------------------------------------------------
 
 
-def check_run_folder(patient: CheckContext) -> Iterator[Finding]:
+def check_run_folder(context: CheckContext) -> Iterator[Finding]:
     """Whether the run folder can be made and written to. Leaves nothing behind."""
-    run = patient.config.run
+    run = context.config.run
     folder = Path(run.dir or "runs/run")
     taken = folder.is_dir() and any(folder.iterdir())
     if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
@@ -244,7 +244,7 @@ def _nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
-def check_disk(patient: CheckContext) -> Iterator[Finding]:
+def check_disk(context: CheckContext) -> Iterator[Finding]:
     """Whether checkpoints and samples fit into the file system of the run folder.
 
     Checkpoints: 12 bytes a parameter that is trained (float32 weights and Adam's two moments), as many as are kept
@@ -252,8 +252,8 @@ def check_disk(patient: CheckContext) -> Iterator[Finding]:
     training at 4.
     Samples: at most 4 bytes of text for each token that can be drawn.
     """
-    config = patient.config
-    trained = trained_of(patient.need(patient.shape, "model"))
+    config = context.config
+    trained = trained_of(context.need(context.shape, "model"))
     free = shutil.disk_usage(_nearest(Path(config.run.dir or "runs/run"))).free
     kept = _checkpoints_kept(config)
     one = checkpoint_bytes(trained)

@@ -20,7 +20,7 @@ from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
     from dapo.config import Config
-    from dapo.config.sections import DataItem
+    from dapo.config.data import DataItem
     from dapo.data.check import CheckReport, FileReport, Measure, Shared
     from dapo.data.lengths import Lengths
 
@@ -131,7 +131,7 @@ def _files(
     config: Config, recipe: Path | None, words: Sequence[str], against: Sequence[str]
 ) -> tuple[list[DataItem], list[DataItem]]:
     """Raises ConfigError: there is nothing to check."""
-    from dapo.config.sections import DataItem
+    from dapo.config.data import DataItem
 
     named = [DataItem(path=word) for word in words if not is_setting(word)]
     compared = [DataItem(path=file) for file in against]

@@ -14,15 +14,12 @@ from rich.text import Text
 from dapo.commands.shared.completion import complete_recipe, complete_run
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
 from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
-from dapo.config.recipes import existing_recipe
-from dapo.config.secrets import blanks, redact, require_secrets
 from dapo.errors import ConfigError, UserError
-from dapo.observe.run_folder import RunFolder
-from dapo.util.process import Shutdown, Stopped
 from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.config import Config
+    from dapo.util.process import Shutdown
 
 
 def train(
@@ -50,6 +47,10 @@ def train(
 ) -> None:
     """Train a model as RECIPE says."""
     with errors_for_people(debug, output_is_result=dry_run):
+        from dapo.config.recipes import existing_recipe
+        from dapo.config.secrets import require_secrets
+        from dapo.observe.run_folder import RunFolder
+
         changes = list(overrides or ())
         if resume is not None and recipe is not None and is_setting(recipe):
             changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
@@ -88,16 +89,18 @@ def _page(folder: Path) -> AbstractContextManager[None]:
 
 
 def _train(config: Config, resume: Path | None, quiet: bool) -> None:
+    from dapo.config.secrets import blanks, redact
     from dapo.observe.progress import make_listener
+    from dapo.observe.run_folder import RunFolder
 
     with closing(make_listener(quiet)) as listener:
-        with stopped_by_signals(config.run.stop_within_s, resume) as stopping:
+        with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
             listener.phase("loading")
             from dapo.orchestrator.inputs import RunOverrides
             from dapo.orchestrator.launch import run_experiment
 
             folder = RunFolder(resume) if resume else None
-            summary = run_experiment(config, listener, RunOverrides(resume=folder), stopping)
+            summary = run_experiment(config, listener, RunOverrides(resume=folder), shutdown)
         listener.finished(summary)
     if not quiet:
         secrets = list(blanks(redact(config.model_dump(mode="json"))))
@@ -112,20 +115,21 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
     ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
     run that goes on, if it is none that begins.
     """
+    from dapo.util.process import Shutdown, Stopped
 
     def code_of(error: BaseException) -> int:
         return exit_code(error) if isinstance(error, UserError) else 70
 
-    with Shutdown(within_s, code_of) as stopping:
-        stopping.run = stopping.saved = resume
+    with Shutdown(within_s, code_of) as shutdown:
+        shutdown.run = shutdown.saved = resume
         try:
-            yield stopping
+            yield shutdown
         except (Stopped, KeyboardInterrupt):
-            if stopping.signal is None:
+            if shutdown.signal is None:
                 raise
-            code = stopping.exit_code
-            can = f"to go on: dapo train --resume {stopping.run}" if stopping.run else "before the run had begun"
-            complain(f"stopped by {stopping.signal.name}, {can} (exit code {code})")
+            code = shutdown.exit_code
+            can = f"to go on: dapo train --resume {shutdown.run}" if shutdown.run else "before the run had begun"
+            complain(f"stopped by {shutdown.signal.name}, {can} (exit code {code})")
             raise typer.Exit(code) from None
 
 
@@ -212,6 +216,7 @@ def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
     """The checkpoint that a resumed run would begin with (all of its files are read, as they will be then), and what
     is changed from which step on."""
     from dapo.observe.checkpoints import CheckpointId, Checkpoints
+    from dapo.observe.run_folder import RunFolder
     from dapo.orchestrator.resume import changes_at
 
     intact, damaged = Checkpoints(RunFolder(run).checkpoints).find_intact()
@@ -223,7 +228,7 @@ def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
 
 
 def _predicted_memory(config: Config) -> str:
-    from dapo.checks.patient import config_at_hand
+    from dapo.checks.context import config_at_hand
 
     if not config_at_hand(config.model.path):  # for which torch is not loaded
         return "not predicted, as the model is not on this machine"

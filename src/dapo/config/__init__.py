@@ -6,11 +6,12 @@ Names of sizes say what they count: prompts, samples, groups or tokens.
 """
 
 from dapo.config.checks import warnings_for
+from dapo.config.compose import ComposeReward, MonitorConfig, RewardConfig
+from dapo.config.data import DataConfig
 from dapo.config.messages import all_keys
 from dapo.config.reading import build_config, flat, load_config, load_reward, load_yaml, nested
 from dapo.config.reward import (
     CodeReward,
-    ComposeReward,
     ExactReward,
     FunctionReward,
     HttpReward,
@@ -18,16 +19,9 @@ from dapo.config.reward import (
     KServeReward,
     MathReward,
     ModelReward,
-    MonitorConfig,
-    RewardConfig,
     ServerReward,
 )
-from dapo.config.section import _section_types
-from dapo.config.sections import (
-    DataConfig,
-    EvaluationConfig,
-    TrainingConfig,
-)
+from dapo.config.sections import EvaluationConfig, TrainingConfig
 from dapo.config.tree import Config
 
 __all__ = [
@@ -47,7 +41,6 @@ __all__ = [
     "RewardConfig",
     "ServerReward",
     "TrainingConfig",
-    "_section_types",
     "all_keys",
     "build_config",
     "flat",

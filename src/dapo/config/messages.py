@@ -9,9 +9,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from dapo.config.compose import REWARD_KINDS
 from dapo.config.processors import PROCESSORS, TRUNCATIONS
-from dapo.config.reward import REWARD_KINDS
-from dapo.config.section import Problems, _section_types
+from dapo.config.section import Problems, section_types
 from dapo.config.tree import Config
 from dapo.errors import shortened
 
@@ -23,7 +23,7 @@ _SWITCHED_BY = {
 """Sections without ``enable`` for which true or false may be given: the key that does it, with its value for each."""
 
 
-def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
+def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     """One pydantic error as lines for a person."""
     path, kind = _without_tags([str(p) for p in item["loc"]])
     key = ".".join(path)
@@ -140,7 +140,7 @@ def nearest_key(key: str) -> str:
     if last in ELSEWHERE and key not in known:
         return f"did you mean {ELSEWHERE[last]}?"
     if any(name not in known for name in (".".join(parents[: k + 1]) for k in range(len(parents)))):
-        return _nearest_in(_fields_at(parents), key.split("."))  # below a name that the user gave
+        return _nearest_in(fields_at(parents), key.split("."))  # below a name that the user gave
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"
@@ -162,7 +162,7 @@ def _nearest_in(names: Sequence[str], path: Sequence[str]) -> str:
     return f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"valid here: {', '.join(names)}"
 
 
-def _fields_at(path: Sequence[str]) -> list[str]:
+def fields_at(path: Sequence[str]) -> list[str]:
     """The keys of the section (of any of its kinds) at ``path``, in which users' own names stand for mappings' keys."""
     sections: list[type[BaseModel]] = [Config]
     named = False
@@ -173,7 +173,7 @@ def _fields_at(path: Sequence[str]) -> list[str]:
         found = [s.model_fields[name].annotation for s in sections if name in s.model_fields]
         named = any(get_origin(annotation) is dict for annotation in found)
         inner = [get_args(a)[1] if get_origin(a) is dict else a for a in found]
-        sections = [kind for annotation in inner for kind in _section_types(annotation)]
+        sections = [kind for annotation in inner for kind in section_types(annotation)]
     return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
@@ -185,5 +185,5 @@ def all_keys() -> list[str]:
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in section.model_fields.items():
         yield prefix + name
-        for kind in _section_types(info.annotation):
+        for kind in section_types(info.annotation):
             yield from _keys(kind, f"{prefix}{name}.")

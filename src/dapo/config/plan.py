@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dapo.config import Config
-from dapo.config.data_sets import names_a_data_set
+from dapo.config.data import DataItem, names_a_data_set
 from dapo.config.recipes import demo_of
-from dapo.config.sections import DataItem
 from dapo.errors import DataError
 from dapo.util.terminal import counted
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from dapo.config.messages import _explain, _fields_at
+from dapo.config.compose import REWARD_KINDS, ComposeReward, RewardConfig
+from dapo.config.data import DataItem
+from dapo.config.messages import explain, fields_at
 from dapo.config.recipes import existing_recipe, shipped_recipes
-from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.secrets import require_secrets
-from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
 from dapo.util.files import read_text
@@ -56,7 +56,7 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
     if name in REWARD_KINDS and not os.path.isfile(path):  # noqa: PTH113
         tree: dict[str, Any] = {"reward": {"kind": name}}
         source, where = f"reward {name}", dict[str, str]()
-        _override(tree, overrides, where)
+        apply_overrides(tree, overrides, where)
     elif os.path.exists(path):  # noqa: PTH110
         found, where = _read_recipe(path, overrides)
         source = name
@@ -77,7 +77,7 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     Raises ConfigError: with every problem found."""
     tree: dict[str, Any] = {}
     where: dict[str, str] = {}
-    _override(tree, overrides, where)
+    apply_overrides(tree, overrides, where)
     missing = []
     for section, key in (("model", "path"), ("reward", "function")):
         values = tree.setdefault(section, {}) or {}
@@ -87,6 +87,43 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
             tree[section] = values | {key: "(required)"}
             missing.append(f"{section}.{key}")
     return build_config(tree, "config", where), missing
+
+
+def layered_config(
+    layers: Iterable[Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+    source: str = "settings",
+    where: Mapping[str, str] | None = None,
+) -> Config:
+    """The tree that ``layers`` (nested mappings, the last one counts most) and then ``overrides`` make.
+    ``where``: for dotted keys, the place to name in messages, such as an option of the command line.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    places = dict(where or {})
+    last: dict[str, Any] = {}
+    apply_overrides(last, overrides, places)
+    tree: dict[str, Any] = {}
+    for layer in (*layers, last):
+        tree = merged(tree, layer)
+    return build_config(tree, source, places)
+
+
+def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` with the keys of ``layer`` in place of its own, section by section.
+
+    A layer that names another ``kind`` replaces the section: the keys of one kind mean nothing to another.
+    """
+    found = dict(tree)
+    for key, value in layer.items():
+        present = found.get(key)
+        if isinstance(present, Mapping) and isinstance(value, Mapping):
+            other_kind = "kind" in value and "kind" in present and value["kind"] != present["kind"]
+            found[key] = dict(value) if other_kind else merged(present, value)
+        else:
+            found[key] = value
+    return found
 
 
 def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None) -> Config:
@@ -102,7 +139,7 @@ def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = [line for item in error.errors() for line in _explain(item, source, where or {})]
+        problems = [line for item in error.errors() for line in explain(item, source, where or {})]
         raise ConfigError("\n".join(problems)) from None
 
 
@@ -121,7 +158,7 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         raise ConfigError(f"{str(path)!r}: cannot read the recipe: {error}") from None
     tree, lines = _parse_yaml(text, str(path))
     where = {key: f"{path}:{line}" for key, line in lines.items()}
-    _override(tree, overrides, where)
+    apply_overrides(tree, overrides, where)
     return tree, where
 
 
@@ -321,7 +358,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "", leaves: Container[str] = ())
             yield f"{prefix}{key}", value
 
 
-def _override(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
     """Put every override into ``tree``, and into ``where`` that its key comes from there."""
     for override in overrides:
         key, value = _parse_override(override)
@@ -341,12 +378,12 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
     *parents, last = path = key.split(".")
-    if isinstance(value, bool) and "enable" in _fields_at(path):  # the other keys of the section stay as they are
+    if isinstance(value, bool) and "enable" in fields_at(path):  # the other keys of the section stay as they are
         parents, last = path, "enable"
     for place, parent in enumerate(parents):
         if tree.get(parent) is None:
             tree[parent] = {}
-        elif isinstance(tree[parent], bool) and "enable" in _fields_at(parents[: place + 1]):
+        elif isinstance(tree[parent], bool) and "enable" in fields_at(parents[: place + 1]):
             tree[parent] = {"enable": tree[parent]}
         tree = tree[parent]
         if not isinstance(tree, dict):

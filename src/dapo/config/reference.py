@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dapo.config.reward import RewardBase
-from dapo.config.section import _leaves, _section_types
+from dapo.config.section import leaf_types, section_types
 from dapo.config.tree import Config
 
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", date: "date"}
@@ -52,7 +52,7 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
         prefix: what to put before each name, final dot included.
     """
     for name, info in section.model_fields.items():
-        kinds = _section_types(info.annotation)
+        kinds = section_types(info.annotation)
         for kind in kinds:
             yield from keys_of(kind, f"{prefix}{name}.")
         if not kinds:
@@ -92,7 +92,7 @@ def all_values() -> dict[str, list[Key]]:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    leaves = _leaves(annotation)
+    leaves = leaf_types(annotation)
     if get_origin(annotation) is Literal:
         return tuple(leaves)
     return (True, False) if leaves == [bool] else ()
@@ -101,7 +101,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 def _type_in_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         return _type_in_words(get_args(annotation)[0], metadata)
-    leaves = _leaves(annotation)
+    leaves = leaf_types(annotation)
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, leaves))}" if len(leaves) > 1 else str(leaves[0])
     if any(isinstance(leaf, type) and issubclass(leaf, RewardBase) for leaf in leaves):
@@ -120,7 +120,7 @@ def _leaf_in_words(leaf: Any) -> str:
         return f"list of {_type_in_words(inner[0], []).removeprefix('one of ').replace(', ', ' or ')}"
     if get_origin(leaf) is tuple:
         return f"list: {', '.join(_type_in_words(kind, []) for kind in inner)}"
-    if _section_types(leaf):
+    if section_types(leaf):
         return "items"
     if leaf is dict or get_origin(leaf) is dict:
         return "mapping"

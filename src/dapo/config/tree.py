@@ -1,17 +1,19 @@
-"""The whole tree: its sections together, and what follows from several of them."""
+"""The whole tree: its sections together, what follows from several of them, and which combinations are impossible."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dapo.config.checks import _conflicts
-from dapo.config.reward import MathReward, MonitorConfig, RewardConfig
+from dapo.config.compose import MonitorConfig, RewardConfig
+from dapo.config.data import DataConfig
+from dapo.config.reward import MathReward
 from dapo.config.section import Problems, Section
 from dapo.config.sections import (
     AlgorithmConfig,
-    DataConfig,
     EvaluationConfig,
     ModelConfig,
     RolloutConfig,
@@ -44,7 +46,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        problems = list(_conflicts(self))
+        problems = list(conflicts(self))
         if problems:
             raise Problems(problems)
         return self
@@ -67,3 +69,90 @@ class Config(Section):
         """Optimizer steps in one rollout step, all epochs counted."""
         per_epoch = self.rollout.prompts_per_step // self.training.groups_per_update
         return per_epoch * self.training.epochs_per_rollout
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    """Every impossible combination, as `key: what is wrong, with the numbers; what would work`."""
+    rollout, algorithm, training = config.rollout, config.algorithm, config.training
+
+    if config.data.prompt_key == config.data.answer_key:
+        yield (
+            f"data.prompt_key: is the same key as data.answer_key ({config.data.answer_key!r}), which would show the "
+            "model the answer; the defaults are prompt and answer"
+        )
+    if rollout.samples_per_prompt < 2:
+        yield (
+            f"rollout.samples_per_prompt: is {rollout.samples_per_prompt}, but {algorithm.advantage.kind} compares the "
+            "samples of one prompt and needs at least 2; the paper uses 16"
+        )
+    n, per_update = rollout.prompts_per_step, training.groups_per_update
+    if n % per_update:
+        works = " or ".join(map(str, _divisors_near(n, per_update)))
+        yield (
+            f"training.groups_per_update: {n} groups (rollout.prompts_per_step) cannot be cut into mini-batches of "
+            f"{per_update}; use {works}, or prompts_per_step={max(1, n // per_update) * per_update}"
+        )
+    buffer = algorithm.overlong_buffer
+    if buffer.enable and buffer.len > rollout.max_response_length:
+        yield (
+            f"algorithm.overlong_buffer.len: is {buffer.len}, longer than rollout.max_response_length="
+            f"{rollout.max_response_length}; use {max(1, rollout.max_response_length // 5)} (the paper: a fifth), or "
+            "algorithm.overlong_buffer.enable=false"
+        )
+    if buffer.enable and algorithm.overlong_hard_punishment:
+        yield (
+            "algorithm.overlong_hard_punishment: the hard and the soft punishment (algorithm.overlong_buffer) exclude "
+            "each other; set one of them to false"
+        )
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    if training.tokens_per_micro_batch < longest:
+        yield (
+            f"training.tokens_per_micro_batch: is {training.tokens_per_micro_batch}, but one sample may have "
+            f"{config.data.max_prompt_length} (data.max_prompt_length) + {rollout.max_response_length} "
+            f"(rollout.max_response_length) = {longest} tokens; use at least {longest}"
+        )
+    if algorithm.correction.kind != "none" and algorithm.proximal == "engine":
+        yield (
+            f"algorithm.correction.kind: {algorithm.correction.kind} weighs pi_prox against pi_engine, which are the "
+            "same with proximal=engine; use algorithm.proximal=recompute"
+        )
+    if algorithm.correction.low >= algorithm.correction.high:
+        yield (
+            f"algorithm.correction.low: {algorithm.correction.low} must be below algorithm.correction.high="
+            f"{algorithm.correction.high}; such as 0.5 and 2.0"
+        )
+    if algorithm.kl.target is not None and algorithm.kl.mode not in ("loss", "reward"):
+        yield (
+            f"algorithm.kl.target: adapts the coefficient of the KL term, but algorithm.kl.mode is "
+            f"{algorithm.kl.mode}; use mode=loss or mode=reward, or target=null"
+        )
+    samples = n * rollout.samples_per_prompt
+    if algorithm.kl.target is not None and samples >= 5 * algorithm.kl.horizon:
+        yield (
+            f"algorithm.kl.horizon: is {algorithm.kl.horizon}, but one step has {n} x {rollout.samples_per_prompt} = "
+            f"{samples} samples, on which the coefficient would fall below zero; use at least {samples}"
+        )
+    key = _leaves_right_open(config.reward)
+    if key is not None and algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc":
+        yield (
+            f"reward.{key}: is null, so that right and wrong are left open, but algorithm.filter_groups.metric=acc "
+            "decides by them; give it, or use algorithm.filter_groups.metric=score"
+        )
+    if algorithm.loss_constant is not None and algorithm.loss_agg_mode != "constant":
+        yield (
+            f"algorithm.loss_constant: is used by loss_agg_mode=constant only, which is "
+            f"{algorithm.loss_agg_mode}; use loss_agg_mode=constant or loss_constant=null"
+        )
+
+
+def _leaves_right_open(reward: RewardConfig) -> str | None:
+    """The key that would say what is right, in a reward of which it is known here that it says nothing of it."""
+    keys = {"compose": "correct", "model": "correct_above", "judge": "correct_at", "kserve": "correct"}
+    key = keys.get(reward.kind)
+    return key if key is not None and getattr(reward, key) is None else None
+
+
+def _divisors_near(total: int, wanted: int) -> list[int]:
+    small = [d for d in range(1, min(math.isqrt(total), 100_000) + 1) if total % d == 0]
+    divisors = {*small, *(total // d for d in small)}
+    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo.config import DataConfig
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.cache import cached, key_of
 from dapo.data.files import open_table
 from dapo.data.lengths import Lengths

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dapo.config.data_sets import names_a_data_set
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem, names_a_data_set
 from dapo.data.tables import Table
 
 

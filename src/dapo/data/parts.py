@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.files import open_table, short_name
 from dapo.data.rows import BadRow, Keys, Row, check_row, listed
 from dapo.data.tables import PythonRows, Table

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.config.sections import NO_VARIABLES
+from dapo.config.data import NO_VARIABLES
 from dapo.data.control import control_ids, conversations
 from dapo.data.rows import Messages
 from dapo.errors import ConfigError, DataError, shortened

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from dapo.checks.answers import doubts_about
 from dapo.checks.start import examine_rows
 from dapo.config import Config
+from dapo.config.data import DataItem
 from dapo.config.secrets import redact
-from dapo.config.sections import DataItem
 from dapo.data.files import open_table
 from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config, load_config, nested
-from dapo.config.layers import layered_config
+from dapo.config.data import DataConfig, DataItem
+from dapo.config.reading import layered_config
 from dapo.config.secrets import require_secrets
-from dapo.config.sections import DataConfig, DataItem
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.evaluation.evaluate import stop_texts
 from dapo.observe.checkpoints import Checkpoints

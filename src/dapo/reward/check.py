@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from dapo.config import CodeReward, RewardConfig
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.files import open_table
 from dapo.data.rows import BadRow, Keys, check_row, listed, plain_value
 from dapo.data.tables import Table

@@ -42,8 +42,8 @@ def demo(arguments: Arguments = None, quiet: Quiet = False, debug: Debug = False
         with closing(make_listener(quiet, console)) as listener:
             listener.phase("loading")
             run, overrides = _chosen(arguments or [])
-            with stopped_by_signals() as stopping:
-                run(overrides, listener, None if quiet else console, stopping)
+            with stopped_by_signals() as shutdown:
+                run(overrides, listener, None if quiet else console, shutdown)
 
 
 def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:

@@ -33,7 +33,7 @@ def run_word_problems(
     overrides: Sequence[str],
     listener: Listener,
     console: Console | None = None,
-    stopping: Shutdown | None = None,
+    shutdown: Shutdown | None = None,
 ) -> dict[str, Any]:
     """Make the word problems of the run's seed, train on them, and show before and after.
 
@@ -57,7 +57,7 @@ def run_word_problems(
     from dapo.orchestrator.launch import run_to_end
 
     experiment = Experiment(config, listener, RunOverrides())
-    summary = run_to_end(experiment, stopping)
+    summary = run_to_end(experiment, shutdown)
     assert experiment.before is not None and experiment.after is not None  # there are held-out rows
     for name, evaluation in (("before", experiment.before), ("after", experiment.after)):
         summary |= {f"{share}_{name}": value for share, value in shares(evaluation).items()}

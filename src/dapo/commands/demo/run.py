@@ -33,7 +33,7 @@ def run_demo(
     overrides: Sequence[str],
     listener: Listener,
     console: Console | None = None,
-    stopping: Shutdown | None = None,
+    shutdown: Shutdown | None = None,
 ) -> dict[str, Any]:
     """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
 
@@ -55,7 +55,7 @@ def run_demo(
         from dapo.orchestrator.launch import run_to_end
 
         experiment = Experiment(config, listener, RunOverrides(folder=folder, lock=lock))
-        summary = run_to_end(experiment, stopping)
+        summary = run_to_end(experiment, shutdown)
     summary |= {
         "greedy_before": summary["accuracy_before"],
         "greedy_after": summary["accuracy_after"],

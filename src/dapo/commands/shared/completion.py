@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from dapo.config.recipes import shipped_recipes
-
 if TYPE_CHECKING:
     from dapo.config.reference import Key
 
@@ -28,6 +26,8 @@ Completions = list[tuple[str, str]]
 
 def complete_recipe(incomplete: str) -> Completions:
     """YAML files near what was typed, and the recipes that come with the package."""
+    from dapo.config.recipes import shipped_recipes
+
     shipped = [(path.stem, "") for path in shipped_recipes() if incomplete and path.stem.startswith(incomplete)]
     return shipped + [(path, "") for path in _below(incomplete, "*.yaml", "*.yml") if "/checkpoints/" not in path]
 
