@@ -17,7 +17,7 @@ import torch
 from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
 from typer.testing import CliRunner
 
-from dapo.checks import host, memory, model, rewards, sampling, settings
+from dapo.checks import memory, model, rewards, sampling, settings
 from dapo.checks import rows as prompt_rows
 from dapo.checks.context import CheckContext, NotAtHand
 from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
@@ -281,10 +281,11 @@ def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: py
     shape = load_model("./model")
     parameters = sum(p.numel() for p in shape.parameters())
     run = memory.predict_memory(load_config("recipe.yaml", ["model.path=./model"]), shape).total(on_gpu=False)
-    monkeypatch.setattr(host, "free_memory", lambda: run + 11 * parameters)
+    monkeypatch.setattr(memory, "_TIGHT", 1.0)
+    monkeypatch.setattr(memory, "free_memory", lambda: run + 11 * parameters)
     found = complaints(doctor(code=1))
     assert set(found) == {"snapshot"}
-    monkeypatch.setattr(host, "free_memory", lambda: run + 12 * parameters)
+    monkeypatch.setattr(memory, "free_memory", lambda: run + 12 * parameters)
     assert not complaints(doctor(code=0))
 
 
@@ -293,8 +294,8 @@ def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pyte
     parameters = sum(p.numel() for p in shape.parameters())
     context = CheckContext(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
     for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
-        monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
-        assert [one.status for one in host.check_snapshot(context)] == [status]
+        monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
+        assert [one.status for one in memory.check_snapshot(context)] == [status]
 
 
 def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
@@ -307,8 +308,8 @@ def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
     def statuses(*free: int) -> list[str]:
         found = []
         for bytes_ in free:
-            monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
-            found += [one.status for one in host.check_snapshot(context)]
+            monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
+            found += [one.status for one in memory.check_snapshot(context)]
         return found
 
     assert statuses(20 * every, 20 * every - 1) == ["pass", "fail"]
@@ -445,8 +446,8 @@ def test_a_reward_from_python_is_not_taken_for_the_recipes(case: Path) -> None:
     source = load_prompts(config.data, config.data.train, PromptTemplate(config.data, tokenizer))
     names = {}
     for own in (False, True):
-        context = CheckContext(config, files=True, tokenizer=tokenizer, source=source, own_reward=own)
-        names[own] = {one.name for one in prompt_rows.check_odd(context)}
+        context = CheckContext(config, files=True, tokenizer=tokenizer, source=source, own_reward=own, at_start=True)
+        names[own] = {one.name for one in prompt_rows.check_sample(context)}
     assert names[False] - names[True] == {"answer-format"}
 
 

@@ -55,7 +55,6 @@ def files_or_rows(data: Any, name: str, tell: Callable[[str], None]) -> tuple[li
 
 
 def _kind(data: Any) -> str:
-    """The name of its type; of a data frame with repeated columns these, too."""
     columns = getattr(data, "columns", None)
     twice = [] if columns is None else sorted({str(name) for name in columns[columns.duplicated()]})
     return type(data).__name__ + (f" with two columns {', '.join(twice)}" if twice else "")

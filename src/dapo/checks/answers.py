@@ -42,7 +42,6 @@ def marker_of(answer: str | None) -> str | None:
 
 
 def strip_marker(config: Config, marker: str) -> str:
-    """What to do about it."""
     key = config.data.answer_key
     end = '.removesuffix("</answer>")' if marker.startswith("<") else ""
     does = f'take it off the rows (no key does): row["{key}"] = row["{key}"].removeprefix("{marker}"){end}'
@@ -52,7 +51,6 @@ def strip_marker(config: Config, marker: str) -> str:
 
 
 def named(prompts: Sequence[Prompt]) -> str:
-    """Which rows they are, the first of them by number."""
     shown = ", ".join(str(prompt.row + 1) for prompt in prompts[:5])
     more = f" and {len(prompts) - 5:,} more" if len(prompts) > 5 else ""
     return f"{'row' if len(prompts) == 1 else 'rows'} {shown}{more}"
@@ -167,7 +165,6 @@ def _solution_key(config: Config) -> str:
 
 
 def _holds(text: str, solution: Any) -> bool:
-    """Whether the worked solution is part of the prompt, line breaks apart."""
     if not isinstance(solution, str) or len(solution) < 20:
         return False
     return " ".join(solution.split()) in " ".join(text.split())

@@ -33,7 +33,7 @@ class CheckContext:
 
     ``demo``: how ``dapo demo`` is called to make the files of a shipped recipe; ``remedy``: where a recipe says how.
     ``reward_works``: a scorer starts. ``own_reward``: a function was passed from Python, and the recipe's reward is not
-    what scores.
+    what scores. ``at_start``: of a training, which has loaded everything.
     """
 
     config: Config
@@ -55,6 +55,7 @@ class CheckContext:
     model: Any = None
     reward_works: bool | None = None
     own_reward: bool = False
+    at_start: bool = False
     probe: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """What each check took."""

@@ -1,4 +1,4 @@
-"""All checks in their order, and the two ways to run them: on a recipe, and in brief before a training.
+"""All checks in their order, and the two ways to run them: on a recipe, and the quick ones before a training.
 
 Consumes a recipe. Produces findings, one by one. Waits for each check no longer than its deadline; one that takes
 longer is left behind in its thread (a daemon) and told of.
@@ -6,11 +6,12 @@ longer is left behind in its thread (a daemon) and told of.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,6 @@ from dapo.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from dapo.config import Config
-    from dapo.data.source import PromptSource
-    from dapo.data.template import PromptTemplate
-    from dapo.records import Prompt
     from dapo.reward.contract import Scorer
 
 Check = Callable[[CheckContext], Iterator[Finding]]
@@ -32,17 +30,19 @@ Check = Callable[[CheckContext], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A check: its name for those who wait, what it is about, and how long it may take, in seconds."""
+    """A check: its name for those who wait, what it is about, and how long it may take, in seconds. ``at_start``: it is
+    made before each training, too."""
 
     name: str
     area: Area
     check: Check
     seconds: float = 30.0
+    at_start: bool = False
 
 
 def entries() -> list[Entry]:
     """All checks, what others need first. Loads torch."""
-    from dapo.checks import host, memory, model, reading, rewards, rows, sampling, settings
+    from dapo.checks import memory, model, reading, rewards, rows, sampling, settings
 
     return [
         Entry("settings", "recipe", settings.check_settings),
@@ -51,15 +51,15 @@ def entries() -> list[Entry]:
         Entry("device", "machine", model.check_device),
         Entry("tokenizer", "model", model.check_tokenizer),
         Entry("architecture", "model", model.check_architecture),
-        Entry("tokens", "model", model.check_tokens),
+        Entry("tokens", "model", model.check_tokens, at_start=True),
         Entry("rows", "data", rows.check_rows, 120.0),
-        Entry("prompt", "data", rows.check_sample),
-        Entry("chat", "model", model.check_chat),
-        Entry("bos", "model", model.check_bos),
+        Entry("prompt", "data", rows.check_sample, at_start=True),
+        Entry("chat", "model", model.check_chat, at_start=True),
+        Entry("bos", "model", model.check_bos, at_start=True),
         Entry("context", "model", model.check_context),
-        Entry("disk", "machine", settings.check_disk),
-        Entry("memory", "machine", memory.check_memory),
-        Entry("snapshot", "machine", host.check_snapshot),
+        Entry("disk", "machine", settings.check_disk, at_start=True),
+        Entry("memory", "machine", memory.check_memory, at_start=True),
+        Entry("snapshot", "machine", memory.check_snapshot, at_start=True),
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
         Entry("weights", "model", model.check_weights, 300.0),
@@ -141,53 +141,21 @@ def run_check(context: CheckContext, entry: Entry) -> tuple[list[Finding], str |
     return found, missing[0] if missing else None
 
 
-async def brief(
-    config: Config,
-    *,
-    model: Any,
-    tokenizer: Any,
-    template: PromptTemplate,
-    source: PromptSource,
-    heldout: Sequence[Prompt],
-    device: Any,
-    scorer: Scorer | None,
-) -> list[Finding]:
-    """The short form, for a training that has loaded everything already: what takes no second, and nothing that loading
-    has said already. Raises nothing: what it finds is for the user to judge.
+async def brief(config: Config, *, model: Any, scorer: Scorer | None, **loaded: Any) -> list[Finding]:
+    """The checks at the start of a training, which has loaded everything already: what takes no second, and nothing
+    that loading has said already. Raises nothing: what it finds is for the user to judge.
 
     ``scorer`` is started; None: a function from Python scores, which is left out, as what it costs is not known.
+    ``loaded``: ``tokenizer``, ``template``, ``source``, ``heldout`` and ``device``, as in :class:`CheckContext`.
     """
-    import asyncio
-
-    from dapo.checks import host, memory, rewards, rows, settings
-    from dapo.checks import model as models
     from dapo.checks.answers import spread
+    from dapo.checks.rewards import verify_within
 
-    context = CheckContext(
-        config,
-        files=True,
-        tokenizer=tokenizer,
-        template=template,
-        source=source,
-        heldout=heldout,
-        model_config=model.config,
-        shape=model,
-        device=device,
-        model=model,
-        own_reward=scorer is None,
-    )
-    checks = [
-        Entry("tokens", "model", models.check_tokens, 5.0),
-        Entry("prompt", "data", rows.check_odd, 5.0),
-        Entry("chat", "model", models.check_chat, 5.0),
-        Entry("bos", "model", models.check_bos, 5.0),
-        Entry("disk", "machine", settings.check_disk, 5.0),
-    ]
-    if device.type != "cuda":  # there the engine has taken what is free by now
-        checks.append(Entry("memory", "machine", memory.check_memory, 5.0))
-    checks.append(Entry("snapshot", "machine", host.check_snapshot, 5.0))
+    own = {"model": model, "shape": model, "model_config": model.config, "own_reward": scorer is None}
+    context = CheckContext(config, files=True, at_start=True, **own, **loaded)
+    checks = [replace(entry, seconds=5.0) for entry in entries() if entry.at_start]
     found = await asyncio.to_thread(lambda: list(run_checks(context, checks)))
     if scorer is not None and config.reward.kind in ("math", "exact", "code", "function"):
-        prompts = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
-        found += await rewards.verify_within(config, scorer, spread(source.prompts, prompts), seconds=20.0)
+        count = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
+        found += await verify_within(config, scorer, spread(loaded["source"].prompts, count), seconds=20.0)
     return found

@@ -29,12 +29,10 @@ class Finding:
     fix: str = ""
 
     def line(self) -> str:
-        """For people, without colours."""
         return visible(f"{self.status:<4}  {self.name}: {self.found}" + (f"; to do: {self.fix}" if self.fix else ""))
 
 
 def area_of(error: UserError, otherwise: Area) -> Area:
-    """What an error is about, so that the exit code is that of the command that would have met it."""
     kinds: tuple[tuple[type[UserError], Area], ...] = (
         *((ConfigError, "recipe"), (DataError, "data"), (ModelError, "model"), (RewardError, "reward")),
     )
@@ -50,7 +48,6 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def as_json(findings: Iterable[Finding]) -> dict[str, Any]:
-    """For programs: all lines and how many there are of each status."""
     listed = list(findings)
     counts = {status: sum(one.status == status for one in listed) for status in ("pass", "warn", "fail", "skip")}
     return {"counts": counts, "exit_code": exit_code(listed), "findings": [asdict(one) for one in listed]}
@@ -67,7 +64,6 @@ def not_checked(findings: Iterable[Finding]) -> str:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """The last line."""
     counts = as_json(findings)["counts"]
     said = [f"{counts['pass']} pass", f"{counts['warn']} warn", f"{counts['fail']} fail"]
     return ", ".join(said + ([f"{counts['skip']} not checked"] if counts["skip"] else []))

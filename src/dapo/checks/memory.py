@@ -69,8 +69,6 @@ _SHORT = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Predicted bytes by use."""
-
     weights: int
     gradients: int
     adam: int
@@ -90,7 +88,6 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        """What is there all the time."""
         return self.weights + self.adam + self.engine + self.reference
 
     def total(self, on_gpu: bool) -> int:
@@ -103,7 +100,6 @@ class Memory:
         return int(_HOLES * (parts + max(self.logits, self.decoding)))
 
     def told(self, on_gpu: bool) -> str:
-        """The parts in GiB, those below a hundredth left out."""
         parts = {part.name.replace("_", " "): getattr(self, part.name) for part in fields(self) if part.name != "host"}
         text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
         text = f"{text} GiB" if text else "each part less than 0.01 GiB"
@@ -117,7 +113,6 @@ def parameters_of(shape: Any) -> int:
 
 
 def trained_of(shape: Any) -> int:
-    """How many of them are trained: those of an adapter, or else all."""
     return sum(parameter.numel() for parameter in changing_parameters(shape).values())
 
 
@@ -181,7 +176,6 @@ def _head_dim(text: Any) -> int:
 
 
 def _pairs(text: Any) -> int:
-    """Numbers of keys and values for a token in a layer."""
     return 2 * int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * _head_dim(text)
 
 
@@ -192,7 +186,6 @@ def _casts(config: Config, shape: Any) -> int:
 
 
 def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
-    """Bytes for a token that the layers keep for the backward pass."""
     text, layer = shape.config.get_text_config(), _layer(config, shape, on_gpu)
     if not config.training.activation_checkpointing:
         return float(text.num_hidden_layers * layer)
@@ -200,7 +193,6 @@ def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
 
 
 def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
-    """Bytes for a token of one layer."""
     text, width = shape.config.get_text_config(), _width(config)
     hidden, heads = text.hidden_size, text.num_attention_heads
     mlp = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -212,18 +204,15 @@ def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
 
 
 def _residual(config: Config, shape: Any) -> int:
-    """Bytes of a number of the residual stream."""
     return _width(config) if has_adapter(shape) else 4
 
 
 def _trained_in(part: Any, shape: Any) -> int:
-    """How many of the parameters of a part of the model are trained."""
     trained = {id(parameter) for parameter in changing_parameters(shape).values()}
     return sum(p.numel() for p in part.parameters() if id(p) in trained)
 
 
 def predicted_from(config: Config) -> str:
-    """The prediction in words, from the config of a model and without its weights; or why there is none."""
     name = config.model.path
     try:
         adapter = find_adapter(name)
@@ -240,7 +229,6 @@ def predicted_from(config: Config) -> str:
 
 
 def gib(size: float) -> str:
-    """In GiB, or MiB where that says more."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 
@@ -256,7 +244,6 @@ def free_memory() -> int | None:
 
 
 def _left_in_containers() -> Iterator[int]:
-    """What control groups of both versions still allow."""
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -268,10 +255,11 @@ def _left_in_containers() -> Iterator[int]:
 
 
 def check_memory(context: CheckContext) -> Iterator[Finding]:
-    """What the run will take of the device it runs on, and whether that is free."""
     shape, config = context.need(context.shape, "model"), context.config
     elsewhere = context.device is None and config.runtime.device == "cuda"  # a recipe for another machine
     on_gpu = elsewhere or context.need(context.device, "device").type == "cuda"
+    if on_gpu and context.at_start:  # the engine has taken what is free by now
+        return
     memory = predict_memory(config, shape, on_gpu)
     needed = memory.total(on_gpu)
     text = f"about {gib(needed)} predicted"
@@ -292,6 +280,29 @@ def check_memory(context: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "memory", "pass", text)
         return
     yield Finding("machine", "memory", "fail" if needed > free else "warn", text, smaller(config, shape, free, on_gpu))
+
+
+def check_snapshot(context: CheckContext) -> Iterator[Finding]:
+    """Whether there is main memory for the copy of a checkpoint's state, which is written while the training goes on.
+    Nothing is said where the run itself does not fit, which has been told."""
+    shape, config = context.need(context.shape, "model"), context.config
+    on_gpu = context.need(context.device, "device").type == "cuda"
+    snapshot = checkpoint_bytes(trained_of(shape))
+    memory, free = predict_memory(config, shape, on_gpu), free_memory()
+    needed = snapshot + memory.host
+    if not on_gpu:
+        context.need(context.fits, "memory")
+        needed += memory.total(on_gpu=False)
+        if free is not None and context.model is not None:
+            free += memory.weights  # they are loaded already
+    text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
+    text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"
+    if free is None:
+        yield Finding("machine", "snapshot", "pass", f"{text}; how much RAM is free cannot be told here")
+        return
+    fits = needed <= free
+    fix = "" if fits else f"a machine with {gib(1.2 * (needed - free))} more of RAM, or a smaller model"
+    yield Finding("machine", "snapshot", "pass" if fits else "fail", f"{text}; {gib(free)} are free", fix)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ def _warning(name: str, found: str, fix: str) -> Finding:
 
 
 def check_device(context: CheckContext) -> Iterator[Finding]:
-    """Whether the device that the recipe names is there."""
     try:
         context.device = device_of(context.config)
     except ConfigError as error:
@@ -42,7 +41,6 @@ def check_device(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_tokenizer(context: CheckContext) -> Iterator[Finding]:
-    """Whether there is one, and whether it can write prompts as the recipe says."""
     config = context.config
     name = config.model.tokenizer or config.model.path
     absent = _absent(context, "tokenizer", name, "tokenizer_config.json")
@@ -108,7 +106,6 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
 
 
 def _absent(context: CheckContext, what: str, name: str, file: str) -> Finding | None:
-    """Said of what is not on this machine and is not looked for elsewhere."""
     if context.demo and "/" in name and not Path(name).exists() and name.startswith("runs/"):
         return Finding("model", what, "skip", f"{name} is made by `{context.demo}`")
     if not on_this_machine(name, file):
@@ -120,7 +117,6 @@ def _absent(context: CheckContext, what: str, name: str, file: str) -> Finding |
 
 
 def check_context(context: CheckContext) -> Iterator[Finding]:
-    """Whether prompts and responses fit into the positions that the model was made for."""
     found = context.need(context.model_config, "model")
     try:
         check_lengths(context.config, found, context.heldout)
@@ -134,7 +130,6 @@ def check_context(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_tokens(context: CheckContext) -> Iterator[Finding]:
-    """Whether model and tokenizer speak of the same tokens: vocabulary, padding, and what ends a response."""
     tokenizer, shape = context.need(context.tokenizer, "tokenizer"), context.need(context.shape, "model")
     config = context.config
     if context.template is not None:
@@ -270,7 +265,6 @@ def _padding(context: CheckContext, rows: int) -> Iterator[Finding]:
 
 
 def check_bos(context: CheckContext) -> Iterator[Finding]:
-    """Whether a prompt begins with one BOS token, where the model knows one."""
     source = context.need(context.source, "tokenized data")
     tokenizer, template = context.tokenizer, context.need(context.template, "template")
     bos = tokenizer.bos_token_id
@@ -298,7 +292,6 @@ def check_bos(context: CheckContext) -> Iterator[Finding]:
 
 
 def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> bool:
-    """Whether the chat template itself writes more than one BOS at the start."""
     if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
         return False
     turn = [{"role": "user", "content": "2+2="}]
@@ -339,7 +332,6 @@ def check_chat(context: CheckContext) -> Iterator[Finding]:
 
 
 def check_weights(context: CheckContext) -> Iterator[Finding]:
-    """Whether the weights can be loaded, fit the architecture and are numbers."""
     config = context.config
     context.need(context.shape, "model")
     device = context.need(context.device, "device")

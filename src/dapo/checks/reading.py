@@ -38,7 +38,6 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 
 def check_reading(context: CheckContext) -> Iterator[Finding]:
-    """Compare the log-loss of prompts, and of answers behind them, with that of a guess."""
     model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
     context.need(context.words_known, "vocabulary")
     config = context.config
@@ -110,12 +109,10 @@ def _solution(prompt: Prompt) -> str | None:
 
 
 def log_loss(policy: Policy, pairs: Sequence[Pair]) -> float:
-    """Mean of -log p over all tokens that are read, in nats."""
     return -float(policy.logprobs(as_batch(pairs, policy.device)).mean())
 
 
 def as_batch(pairs: Sequence[Pair], device: torch.device) -> PackedBatch:
-    """Texts in place of samples."""
     groups = []
     for place, (given, read) in enumerate(pairs):
         zeros = np.zeros(len(read), dtype=np.float32)

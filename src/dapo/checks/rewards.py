@@ -52,7 +52,6 @@ _COMMON = (_BARE, _LINE, _BOXED, _written("####", "#### "), _written("<answer>",
 
 
 def forms_of(reward: RewardConfig) -> tuple[Form, ...]:
-    """The ways to write an answer that this reward may read."""
     match reward:
         case MathReward():
             return (_BOXED,) if "boxed" in reward.extract else (_LINE,)
@@ -93,7 +92,6 @@ def impatient(reward: RewardConfig) -> RewardConfig:
 
 
 def check_sandbox(context: CheckContext) -> Iterator[Finding]:
-    """Really start one, where the recipe's reward (or its check) runs programs."""
     rewards = [*plain_rewards(context.config.reward)]
     if context.config.monitor.check is not None:
         rewards += plain_rewards(context.config.monitor.check)
@@ -161,7 +159,6 @@ def _mended(reward: RewardConfig) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings that scorers log are findings of their own here."""
     log = logging.getLogger("dapo")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -333,7 +330,6 @@ async def _as_a_model_writes(config: Config, scorer: Scorer, form: str, prompts:
 
 
 async def _right_in_a_list(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
-    """What is wrong with a function of the user's that takes a list of many answers, the right one among them."""
     answers = list(dict.fromkeys(p.answer.strip() for p in prompts if p.answer is not None and p.answer.strip()))
     if config.reward.kind != "function" or len(answers) < 3:
         return None

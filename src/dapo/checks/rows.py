@@ -210,7 +210,6 @@ def _load(context: CheckContext, template: PromptTemplate, needed: bool, already
 
 
 def _epochs(config: Config, rows: int) -> Iterator[Finding]:
-    """Whether so many steps draw the same few rows again and again; a run that its minutes end is not judged."""
     drawn = config.training.steps * config.rollout.prompts_per_step
     if rows and drawn > MANY_EPOCHS * rows and config.training.minutes is None:
         yield _warning(
@@ -222,23 +221,17 @@ def _epochs(config: Config, rows: int) -> Iterator[Finding]:
 
 
 def check_sample(context: CheckContext) -> Iterator[Finding]:
-    """A prompt as the model will see it, and what is odd about its tokens."""
-    source = context.need(context.source, "tokenized data")
-    template = context.need(context.template, "template")
-    tokenizer = context.tokenizer
+    """A prompt as the model will see it, unless a training shows it anyway, and what is odd about the prompts."""
+    source, tokenizer = context.need(context.source, "tokenized data"), context.tokenizer
     prompts = spread(source.prompts, LOOKED_AT)
-    first = prompts[0]
-    special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
-    said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
-    answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
-    text = f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})"
-    yield Finding("data", "prompt", "pass", text)
+    if not context.at_start:
+        first = prompts[0]
+        special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
+        said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
+        answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
+        text = f"{context.need(context.template, 'template').show(first)} ({len(first.token_ids)} tokens, "
+        yield Finding("data", "prompt", "pass", f"{text}special ones: {said}{answer})")
     yield from _odd_prompts(context, prompts)
-
-
-def check_odd(context: CheckContext) -> Iterator[Finding]:
-    """The same without the prompt itself, which a training shows anyway."""
-    yield from _odd_prompts(context, spread(context.need(context.source, "tokenized data").prompts, LOOKED_AT))
 
 
 def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -286,7 +279,6 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
 
 
 def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """What the recipe adds to a prompt, or what the model is to write, and most rows hold already."""
     instruction = config.data.instruction.strip()
     twice = [p for p in prompts if instruction and instruction in p.text]
     if len(twice) > len(prompts) / 2:
@@ -307,7 +299,6 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
 
 
 def _answer_format(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Whether anything asks for the form that the math reward reads, or for one that the exact reward does not."""
     reward = context.config.reward
     if isinstance(reward, ExactReward):
         yield from _unread_box(context.config, reward, prompts)

@@ -42,7 +42,6 @@ _SHIFTED_PROMPTS = 5
 
 
 def check_agreement(context: CheckContext) -> Iterator[Finding]:
-    """Sample some tokens with the engine, and compute their log-probabilities again as the trainer does."""
     model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
     context.need(context.words_known, "vocabulary")
     config = context.config
@@ -107,7 +106,6 @@ async def _engine(
 
 
 def check_probe(context: CheckContext) -> Iterator[Finding]:
-    """Sample and score whole groups: how many hold something to learn from."""
     if not context.probe:
         return
     model, source = context.need(context.model, "model"), context.need(context.source, "tokenized data")
@@ -159,7 +157,6 @@ def _most(verdicts: Sequence[Reward]) -> bool:
 
 
 def _is_open(groups: Sequence[Group]) -> bool:
-    """Whether the reward leaves right and wrong open."""
     return any(s.verdict.correct is None for g in groups for s in g.scored)
 
 
@@ -223,7 +220,6 @@ def _cut(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
 
 
 def _answers(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
-    """How many responses hold an answer that the reward can read (where it tells that), are right, were cut."""
     samples = [s for g in groups for s in g.scored]
     if not samples:
         return
@@ -240,7 +236,6 @@ def _answers(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
 
 
 def _ask_for_format(config: Config, cut: float) -> str:
-    """What makes a model write its answer where the reward looks for it."""
     if cut > 0.5:
         return f"rollout.max_response_length={2 * config.rollout.max_response_length}: most are cut before they answer"
     reward = config.reward

@@ -27,7 +27,6 @@ _LARGEST_PENALTY = {True: 2.0, False: 10.0}
 
 
 def check_settings(context: CheckContext) -> Iterator[Finding]:
-    """Combinations of keys that run but probably are not what was meant."""
     config = context.config
     found = [(text, "") for text in warnings_for(config)] + list(_doubtful(config))
     for text, fix in found:
@@ -41,7 +40,6 @@ def check_settings(context: CheckContext) -> Iterator[Finding]:
 
 
 def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
-    """What is wrong, and a value that works."""
     yield from _doubtful_schedule(config)
     yield from _doubtful_sampling(config)
     yield from _doubtful_optimizer(config)
@@ -189,7 +187,6 @@ def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_files(context: CheckContext) -> Iterator[Finding]:
-    """Whether the files that the recipe names are there."""
     config = context.config
     missing = missing_files(config)
     if not config.data.train:
@@ -240,7 +237,6 @@ def check_run_folder(context: CheckContext) -> Iterator[Finding]:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 

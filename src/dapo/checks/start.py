@@ -120,7 +120,6 @@ def notice_generation_config(model: Any, listener: Listener) -> None:
 
 
 def longest_response(config: Config) -> int:
-    """In tokens, over training and evaluation."""
     return max(config.rollout.max_response_length, config.evaluation.max_response_length or 0)
 
 

@@ -56,7 +56,6 @@ def config(
 
 
 def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    """The checked tree, and the required keys that nothing was given for."""
     from dapo.config import load_config
     from dapo.config.reading import config_of_overrides
 
@@ -66,7 +65,6 @@ def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list
 
 
 def _values(config: Config, open_keys: Sequence[str]) -> dict[str, Any]:
-    """The tree as plain values, without secrets; null where a required key is still open."""
     from dapo.config.secrets import redact
 
     values: dict[str, Any] = redact(config.model_dump(mode="json"))
@@ -129,7 +127,6 @@ def _remark(value: Any, key: Key, docs: bool) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as YAML in one line."""
     import yaml
 
     class OneLine(yaml.SafeDumper):

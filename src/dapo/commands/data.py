@@ -186,7 +186,6 @@ def _answers(config: Config, item: DataItem) -> list[str]:
 
 
 def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ()) -> Iterator[str]:
-    """The report, line by line; ``doubts``: about the answers."""
     short = _short(found)
     for title, reports in (("Files to train on", found.train), ("Files to evaluate on", found.evaluation)):
         if reports:

@@ -160,7 +160,6 @@ class _Output:
 
 
 def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:
-    """One table for each file."""
     for result, found in zip(results, report["files"], strict=True):
         title = f"{result.name}: {counted(found['prompts'], 'prompt')}"
         table = Table("", "", "95% interval", title=title, title_justify="left")

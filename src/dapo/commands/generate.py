@@ -131,7 +131,6 @@ def _print_json(response: Response) -> None:
 
 
 def _is_setting(text: str) -> bool:
-    """Whether ``text`` is ``section.key=value`` with a key that there is."""
     from dapo.config.messages import all_keys
 
     return text.partition("=")[0] in all_keys() and "=" in text

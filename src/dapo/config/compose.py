@@ -68,7 +68,6 @@ class ComposeReward(RewardBase):
 
     @property
     def rewards(self) -> dict[str, PlainReward]:
-        """The rewards of those parts that have one of their own."""
         return {name: part.reward for name, part in self.parts.items() if part.reward is not None}
 
     @model_validator(mode="after")
@@ -106,7 +105,6 @@ REWARD_KINDS: dict[str, type[RewardBase]] = {
 
 
 def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
-    """The rewards that ``reward`` is put together from, or itself."""
     if isinstance(reward, ComposeReward):
         yield from reward.rewards.values()
     else:
@@ -155,7 +153,6 @@ def _broken_links(reward: ComposeReward) -> Iterator[str]:
 
 
 def waits_for(part: Part) -> list[str]:
-    """The parts that must be known before ``part`` can be."""
     return [name for name in (part.only_if, part.of and part.of.partition("/")[0]) if name]
 
 

@@ -138,7 +138,6 @@ class DataConfig(Section):
 
 
 def names_a_data_set(item: DataItem) -> bool:
-    """Whether ``item`` is a folder or a name on the hub, and not a file."""
     if os.path.isdir(item.path):  # noqa: PTH112  (Path.is_dir raises for a name that is too long)
         return True
     if os.path.exists(item.path):  # noqa: PTH110

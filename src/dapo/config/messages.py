@@ -24,7 +24,6 @@ _SWITCHED_BY = {
 
 
 def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
-    """One pydantic error as lines for a person."""
     path, kind = _without_tags([str(p) for p in item["loc"]])
     key = ".".join(path)
     if item["type"] == "value_error" and isinstance(item["ctx"]["error"], Problems):
@@ -157,7 +156,6 @@ def nearest_key(key: str) -> str:
 
 
 def _nearest_in(names: Sequence[str], path: Sequence[str]) -> str:
-    """What to say of the last key of ``path``, in whose section there are ``names``."""
     near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.6)
     return f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"valid here: {', '.join(names)}"
 

@@ -19,7 +19,6 @@ MINUTES = "minutes of steps, at most"
 
 
 def plan_of(config: Config) -> dict[str, int | str]:
-    """Derived numbers by name, in the order in which they are shown."""
     rollout, training, filters = config.rollout, config.training, config.algorithm.filter_groups
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = config.data.max_prompt_length + rollout.max_response_length
@@ -57,7 +56,6 @@ def plan_of(config: Config) -> dict[str, int | str]:
 
 
 def plan_line(plan: Mapping[str, object]) -> str:
-    """The plan in one line: how prompts become samples become updates."""
     return (
         f"{counted(plan['steps'], 'step')}, each {counted(plan['prompts per step'], 'prompt')} x "
         f"{counted(plan['samples per prompt'], 'sample')} = {counted(plan['samples per step'], 'sample')}, "
@@ -128,5 +126,4 @@ def _rows(items: list[DataItem], limit: int | None) -> int | None:
 
 
 def steps_that_fit(minutes: float, used: float, seconds: float) -> int:
-    """How many more steps of so many seconds fit into the minutes, of which ``used`` seconds are over."""
     return max(0, int((60 * minutes - used) // seconds))

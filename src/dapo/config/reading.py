@@ -223,7 +223,6 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
             raise yaml.constructor.ConstructorError(None, None, _reason(error), node.start_mark) from None
 
     def whole_number(self, node: yaml.ScalarNode) -> int | str:
-        """The number, or its text if it has more digits than Python prints."""
         try:
             value = int(self.construct_yaml_int(node))
             str(value)
@@ -286,7 +285,6 @@ def _check_size(text: str) -> None:
 
 
 def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in ``text`` and, for each dotted key, its line."""
     try:
         tree = load_yaml(text)
         node = yaml.compose(text, Loader=_Loader)
@@ -359,7 +357,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "", leaves: Container[str] = ())
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
-    """Put every override into ``tree``, and into ``where`` that its key comes from there."""
     for override in overrides:
         key, value = _parse_override(override)
         _assign(tree, key, value, override)

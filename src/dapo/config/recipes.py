@@ -12,7 +12,6 @@ _CHECKOUT = Path(__file__).parents[3] / "recipes"
 
 
 def shipped_recipes() -> list[Path]:
-    """Their files, by name."""
     return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
 
 

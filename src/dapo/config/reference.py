@@ -40,7 +40,6 @@ class Key:
 
     @property
     def last(self) -> str:
-        """The name without its sections."""
         return self.name.rpartition(".")[2]
 
 
@@ -60,7 +59,6 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 
 def key_of(name: str, info: FieldInfo) -> Key:
-    """What is to be known of one field, called ``name``."""
     return Key(
         name=name,
         type=_type_in_words(info.annotation, list(info.metadata)),
@@ -84,7 +82,6 @@ def keys_in(section: BaseModel, prefix: str = "") -> dict[str, Key]:
 
 
 def all_values() -> dict[str, list[Key]]:
-    """Every key that holds a value, by name; several where kinds of a section share a name."""
     found: dict[str, list[Key]] = {}
     for key in keys_of(Config):
         found.setdefault(key.name, []).append(key)

@@ -80,7 +80,6 @@ def _flag(word: Any) -> str:
 
 
 def _hides(key: str, value: Any) -> bool:
-    """Whether ``value`` is blanked under ``key``."""
     if not is_secret(key) or value is None or isinstance(value, bool | float) or _MARK.fullmatch(str(value)):
         return False
     return not (_MAYBE_KEY.match(_words(key)) and _WORDS.fullmatch(str(value)))
@@ -113,7 +112,6 @@ def redact_command(command: Sequence[str]) -> list[str]:
 
 
 def blanks(value: Any, key: str = "") -> Iterator[str]:
-    """The keys whose values were blanked."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from blanks(item, f"{key}.{name}" if key else str(name))

@@ -48,7 +48,6 @@ class ModelConfig(Section):
 
 
 def _stop_texts(value: Any) -> Any:
-    """One text alone may be written without brackets."""
     texts = [value] if isinstance(value, str) else value
     for text in texts if isinstance(texts, list) else ():
         if text == "":

@@ -61,7 +61,6 @@ class Config(Section):
 
     @property
     def evaluated_length(self) -> int:
-        """Longest response of an evaluation, in tokens."""
         return self.evaluation.max_response_length or self.rollout.max_response_length
 
     @property

@@ -18,8 +18,6 @@ from dapo.util.files import file_hash
 
 
 class ArrowTable(Table):
-    """Rows of an Arrow table on disk."""
-
     def __init__(self, name: str, rows: Any, content: str) -> None:
         """``rows``: a ``datasets.Dataset``; ``content``: hash of what it holds."""
         self.name = name

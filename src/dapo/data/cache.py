@@ -34,7 +34,6 @@ def cache_folder(kind: str) -> Path:
 
 
 def can_be_written_to(folder: Path) -> bool:
-    """Whether files can be made in this folder, which is made if it is not there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -113,7 +112,6 @@ def _write_meta(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _read(entry: Path) -> dict[str, Any] | None:
-    """The facts of an entry, if it is there and whole."""
     try:
         meta = json.loads((entry / _META).read_text(encoding="utf-8"))
         for name, (size, checksum) in meta["files"].items():

@@ -46,7 +46,6 @@ class Measure:
 
     @property
     def unit(self) -> str:
-        """What a length counts."""
         return "tokens" if self.load else "words"
 
 
@@ -107,12 +106,10 @@ class CheckReport:
 
     @property
     def doubts(self) -> bool:
-        """Whether there is overlap with evaluation files, or one prompt with two answers."""
         inside = any(report.conflicts for report in self.train)
         return inside or bool(self.overlap) or any(pair.conflicts for pair in self.between)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
         found = asdict(self)
         written = (*found["train"], *found["evaluation"])
         for report, source in zip(written, (*self.train, *self.evaluation), strict=True):
@@ -161,8 +158,6 @@ def check_data(
 
 
 class _Once:
-    """Makes something when it is first asked for."""
-
     def __init__(self, load: Callable[[], PromptTemplate] | None) -> None:
         self._load = load
         self._made: PromptTemplate | None = None
@@ -332,7 +327,6 @@ def prompt_identity(data: DataConfig, tokenizer: str, unnamed: bool = False) -> 
 
 
 def _file_identity(path: Path) -> Mapping[str, Any]:
-    """What tells the files of a folder (a tokenizer's) from others, without reading them."""
     found = {}
     for file in sorted(path.glob("*")):
         if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):

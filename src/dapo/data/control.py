@@ -71,7 +71,6 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
 
 
 def _partners(token_id: int, names: Mapping[int, str]) -> list[int]:
-    """The tokens of the same name."""
     return [other for other, name in names.items() if other != token_id and name == names.get(token_id)]
 
 

@@ -16,12 +16,10 @@ class Lengths:
 
     @classmethod
     def from_json(cls, value: Mapping[str, int], unit: str) -> Lengths:
-        """From counts whose keys became text."""
         return cls(unit, Counter({int(length): count for length, count in value.items()}))
 
     @classmethod
     def together(cls, several: Iterable[Lengths], unit: str) -> Lengths:
-        """All of them as one."""
         total: Counter[int] = Counter()
         for lengths in several:
             total += lengths.counts
@@ -29,7 +27,6 @@ class Lengths:
 
     @property
     def total(self) -> int:
-        """Prompts."""
         return self.counts.total()
 
     def at(self, share: float) -> int:

@@ -37,7 +37,6 @@ class Permutation:
         return number
 
     def place_of(self, number: int) -> int:
-        """Where ``number`` stands."""
         place = self._decipher(number)
         while place >= self._size:
             place = self._decipher(place)
@@ -80,7 +79,6 @@ class Choice:
 
 
 def _word(*seed: int | str) -> int:
-    """64 bits that follow from ``seed``."""
     return int.from_bytes(blake2b(repr(seed).encode(), digest_size=8).digest(), "little")
 
 

@@ -99,8 +99,6 @@ def _batches(texts: Texts) -> Iterator[_Batch]:
 
 
 class _Batch:
-    """Prompts, with the hashes of their words one after the other."""
-
     known: dict[str, int] = {}  # noqa: RUF012  (word -> hash, shared so that each word is hashed once)
 
     def __init__(self, rows: Sequence[tuple[int, str]]) -> None:
@@ -137,8 +135,6 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Matches:
-    """Runs of a training file that evaluation prompts hold too."""
-
     file: int
     runs: Numbers
     """Their numbers in the index."""
@@ -150,8 +146,6 @@ class _Matches:
 
 
 class _Index:
-    """All evaluation prompts."""
-
     def __init__(self, files: Sequence[Texts]) -> None:
         self._exact: defaultdict[int, dict[int, int]] = defaultdict(dict)  # key -> file -> first row
         found: dict[int, list[tuple[Hashes, Hashes, Numbers]]] = defaultdict(list)

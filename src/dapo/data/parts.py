@@ -33,7 +33,6 @@ class Part:
     weight: float | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this part from others, in JSON types."""
         found = self.table.fingerprint()
         found.pop("name")
         return found if self.weight is None else {**found, "weight": self.weight}
@@ -98,7 +97,6 @@ class Rows:
         return check_row(part.table.raw(inside), part.keys, part.table.place(inside))
 
     def keys(self, number: int) -> Keys:
-        """Which keys of a row hold what."""
         return self._find(number)[0].keys
 
     def place(self, number: int) -> str:
@@ -128,7 +126,6 @@ def spread(streams: Sequence[Rows]) -> Iterator[tuple[int, int]]:
 
 
 def names_of(rows: Rows) -> str:
-    """The files that the rows are from."""
     return ", ".join(part.table.name for part in rows.parts)
 
 

@@ -40,18 +40,14 @@ class DataReport:
 
     @property
     def usable(self) -> int:
-        """Checked rows that prompts are drawn from."""
         return self.checked - self.too_long - self.bad
 
     @property
     def whole(self) -> bool:
-        """Whether every row was checked."""
         return self.checked == self.rows
 
 
 class Head:
-    """The first rows, read one by one: which are good, and what is wrong with the others."""
-
     def __init__(self, streams: Sequence[Stream], template: PromptTemplate, data: DataConfig) -> None:
         """Raises DataError: as the recipe's policy says, or if no row is left."""
         self._streams, self._template, self._data = streams, template, data
@@ -112,7 +108,6 @@ class Head:
                 raise DataError(f"{names_of(stream.rows)}: none of its {len(stream.rows)} rows can be used")
 
     def _look_at(self, stream: int, number: int, limit: int) -> int:
-        """Length of the prompt in tokens."""
         row = self._streams[stream].rows[number]
         length = len(encode(row, self._template))
         for what, said in row.doubts(self._streams[stream].rows.keys(number)):

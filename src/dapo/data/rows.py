@@ -80,7 +80,6 @@ class BadRow(Exception):
 
 
 def listed(faults: list[str]) -> str:
-    """The first faults, one a line, and how many there are."""
     shown = faults[:SHOWN_FAULTS]
     if len(faults) > len(shown):
         shown.append(f"... and {len(faults) - len(shown)} more; {len(faults)} errors in all")
@@ -125,7 +124,6 @@ def check_row(row: Any, keys: Keys, place: str) -> Row:
 
 
 def _look_up(row: Mapping[Any, Any], key: str) -> tuple[bool, Any]:
-    """Whether there is such a key, and its value."""
     if key in row:
         return True, row[key]
     found: Any = row
@@ -209,7 +207,6 @@ def _text_of(value: str | int | float | Decimal, key: str) -> str:
 
 
 def _names(row: Mapping[Any, Any]) -> str:
-    """The keys of a row, on one line and not too long."""
     shown = [key if isinstance(key, str) and key.isprintable() else repr(key) for key in row]
     return shortened(", ".join(shown) or "none", 200, " ...")
 
@@ -254,7 +251,6 @@ def _number(written: str) -> int | float | str | None:
 
 
 def _kind(value: Any) -> str:
-    """What came, for a person who knows JSON."""
     if value is None:
         return "null"
     names = {_Number: "a number", str: "text", bool: "true or false", int: "a number", float: "a number"}

@@ -125,7 +125,6 @@ class PromptSource:
 
     @property
     def rows(self) -> int:
-        """In all the data, whether they can be used or not."""
         return self._starts[-1]
 
     def draw(self) -> Prompt:
@@ -196,7 +195,6 @@ class PromptSource:
         return {part.label: part.fingerprint() for stream in self._streams for part in stream.rows.parts}
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON."""
         return {
             "draws": self._draws,
             "positions": [[stream.epoch, stream.position] for stream in self._streams],
@@ -218,8 +216,6 @@ class PromptSource:
 
 
 class _Prompts(Sequence[Prompt]):
-    """Prompts of rows that are known to be good."""
-
     def __init__(self, source: PromptSource, rows: Sequence[tuple[int, int]]) -> None:
         self._source, self._rows = source, rows
 

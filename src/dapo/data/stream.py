@@ -9,8 +9,6 @@ from dapo.data.rows import BadRow, Row
 
 
 class Stream:
-    """A position in rows that are passed through again and again, in an order that follows from seed and epoch."""
-
     def __init__(self, rows: Rows, number: int, data: DataConfig, seed: int) -> None:
         self.rows = rows
         self._seed, self._number, self._shuffle = seed, number, data.shuffle
@@ -22,7 +20,6 @@ class Stream:
         self._order = Permutation(len(self.rows), self._seed, "rows", self._number, epoch) if self._shuffle else None
 
     def next(self) -> int:
-        """Number of the next row."""
         if self.position == len(self.rows):
             self.go_to(self.epoch + 1, 0)
         number = self.position if self._order is None else self._order[self.position]

@@ -108,7 +108,6 @@ class PromptTemplate:
 
     @cached_property
     def control(self) -> frozenset[int]:
-        """Ids of the control tokens."""
         rendered: list[str] = []
         for messages in conversations() if getattr(self._tokenizer, "chat_template", None) else ():
             with suppress(Exception):  # templates raise their own kinds, such as for roles that they do not know
@@ -160,7 +159,6 @@ class PromptTemplate:
                 raise ConfigError(f"data.chat_template_kwargs.{name}: the chat template has no such variable; {hint}")
 
     def _take(self, file: str) -> None:
-        """Give the tokenizer the chat template in ``file``, and try it."""
         try:
             self._tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
         except OSError as error:
@@ -173,7 +171,6 @@ class PromptTemplate:
             raise ConfigError(f"data.chat_template: {file}: {error}") from None
 
     def _messages(self, prompt: str | Messages) -> list[Mapping[str, str]]:
-        """The prompt as chat messages, instruction and system message included."""
         config = self._config
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         last = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
@@ -227,7 +224,6 @@ def _with_date(template: str, today: date) -> str:
 
 
 def _variables(template: str) -> set[str]:
-    """What a chat template can be given beside what every one is."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

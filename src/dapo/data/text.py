@@ -39,8 +39,6 @@ _INDEX, _CONTENT = "index.bin", "content"
 
 
 class TextTable(Table):
-    """Rows of a JSON lines file or a JSON array."""
-
     def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
         """``index``: 16 bytes for each row. ``facts``: ``rows``, ``sha256`` and ``array``."""
         self.name = name
@@ -188,8 +186,6 @@ class _Memory:
 
 
 class _OnDisk:
-    """An open file, which must stay as it was when it was opened."""
-
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
         self._stat = self._now()
@@ -291,7 +287,6 @@ _OPENERS = {".gz": _gzip_chunks, ".zst": _zstd_chunks}
 
 
 def _index_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Offset and line number of every line that is not blank."""
     offset, number = 0, 1
     pieces: list[bytes] = []
     for chunk in chunks:

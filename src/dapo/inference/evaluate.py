@@ -50,7 +50,6 @@ class FileResult:
 
     @property
     def tokens(self) -> int:
-        """Response tokens."""
         return sum(s.length for g in self.evaluation.groups for s in g.samples)
 
     def as_json(self) -> dict[str, Any]:
@@ -242,7 +241,6 @@ def short_names(files: Sequence[str]) -> list[str]:
 
 
 def _fingerprint(file: Path) -> str | None:
-    """Of the bytes; None for what is not a local file."""
     if not file.is_file():
         return None
     with file.open("rb") as content:

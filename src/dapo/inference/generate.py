@@ -37,7 +37,6 @@ class Response:
     token_logprobs: list[dict[str, Any]] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """By the names that users of JSON see."""
         found = {"response" if name == "text" else name: value for name, value in asdict(self).items()}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -64,7 +64,6 @@ def find_model(name: str) -> FoundModel:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Models of a run's checkpoints, the furthest one first."""
     folder = run / "checkpoints"
     places = Checkpoints(folder).places() if folder.is_dir() else []
     return [folder / place.name / "model" for place in reversed(places)]

@@ -47,7 +47,6 @@ def demo(arguments: Arguments = None, quiet: Quiet = False, debug: Debug = False
 
 
 def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:
-    """The demo to run, and the overrides for it."""
     named = arguments[:1] if arguments and "=" not in arguments[0] else []
     name = named[0] if named else DEMOS[0]
     if name not in DEMOS:

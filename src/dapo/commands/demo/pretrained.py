@@ -99,7 +99,6 @@ def shares(evaluation: Evaluation) -> dict[str, float]:
 
 
 def show(console: Console, summary: dict[str, Any], before: Evaluation, after: Evaluation) -> None:
-    """The table and some responses, before and after."""
     table = Table(f"on {summary['heldout_rows']:,} held-out problems", "before RL", "after RL", title="What changed")
     for name, key in (
         ("right, in the format asked for (the reward)", "accuracy"),

@@ -72,7 +72,6 @@ def run_demo(
 
 
 def _places(recipe: Path, overrides: Sequence[str]) -> dict[str, str]:
-    """Model and data of the seed's world."""
     world = _world(load_config(recipe, overrides))
     return {
         "model.path": str(world / "model"),
@@ -129,7 +128,6 @@ def _row(expression: Expression) -> str:
 def show(
     console: Console, summary: dict[str, Any], before: Sequence[Group], after: Sequence[Group], shuffled: bool
 ) -> None:
-    """The table and some responses, before and after."""
     table = Table(f"on {summary['heldout_rows']:,} held-out expressions", "before RL", "after RL", title="What changed")
     table.add_row("right answers", f"{summary['greedy_before']:.1%}", f"{summary['greedy_after']:.1%}")
     table.add_row(

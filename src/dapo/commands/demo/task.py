@@ -20,8 +20,6 @@ PAD, END = "<pad>", "<end>"
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Operands and the operators between them."""
-
     operands: tuple[int, ...]
     operators: tuple[str, ...]
 
@@ -45,7 +43,6 @@ class Expression:
         return self.steps[-1][-2]
 
     def response(self, think: bool) -> str:
-        """A demonstration, with the steps or without."""
         return ("".join(self.steps) if think else "") + ANSWER_MARK + self.answer
 
 

@@ -41,8 +41,6 @@ class WarmUp:
 
 
 class Tutor:
-    """Draws demonstrations from a pool of expressions, in a seeded order."""
-
     def __init__(self, pool: list[Expression], tokenizer: Any, rng: np.random.Generator) -> None:
         self._ids = [
             (
@@ -54,7 +52,6 @@ class Tutor:
         self._rng = rng
 
     def batch(self, think_share: float) -> list[Demonstration]:
-        """``BATCH`` demonstrations; each shows the steps with probability ``think_share``."""
         rows = self._rng.integers(0, len(self._ids), BATCH)
         thinks = self._rng.random(BATCH) < think_share
         return [(self._ids[row][0], self._ids[row][1 + think]) for row, think in zip(rows, thinks, strict=True)]

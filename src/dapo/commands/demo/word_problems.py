@@ -60,8 +60,6 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class WordProblem:
-    """A story with a question, and the number that answers it."""
-
     text: str
     operation: str
     numbers: Pair
@@ -69,7 +67,6 @@ class WordProblem:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The problem as a chat: the examples, each with its reply, and then the question."""
         turns = [("system", SYSTEM)]
         for question, reply in EXAMPLES:
             turns += [("user", question), ("assistant", reply)]

@@ -13,8 +13,6 @@ from dapo.observe.samples import STATUSES
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a value must be: in words, and whether one is."""
-
     words: str
     holds: Callable[[Any], bool]
 

@@ -79,7 +79,6 @@ def _sample(text: str | None) -> tuple[int, int] | None:
 
 
 def report(found: Replay) -> Iterator[str]:
-    """Everything but the tokens, as lines."""
     from dapo.commands.inspect.tables import columns
     from dapo.util.terminal import visible
 
@@ -171,7 +170,6 @@ def _cause(one: Difference, first: int | None) -> str:
 
 
 def difference(one: Difference) -> str:
-    """One line."""
     from dapo.util.terminal import visible
 
     place = f"sample {one.draw}:{one.index}: " if one.index is not None else ""
@@ -190,7 +188,6 @@ def _changed(was: Any, now: Any) -> str:
 
 
 def verdict(found: Replay) -> str:
-    """The last line."""
     if found.differences:
         return f"{len(found.differences)} differences"
     compared = "to the bit" if not found.tolerance else f"losses and gradients to {found.tolerance:g}"
@@ -207,7 +204,6 @@ def _made_again(found: Replay) -> bool:
 
 
 def _print_tokens(sample: Mapping[str, Any]) -> None:
-    """The table of a sample's tokens."""
     from rich.table import Table
     from rich.text import Text
 

@@ -33,7 +33,6 @@ class Difference:
     update: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """What is given."""
         place = {"draw": self.draw, "index": self.index, "update": self.update}
         known = {name: value for name, value in place.items() if value is not None}
         return {"what": self.what, **known, "recorded": self.recorded, "recomputed": self.recomputed}
@@ -79,7 +78,6 @@ def compare_versions(stored: StoredStep, version: int, max_staleness: int) -> It
 
 
 def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
-    """Numbers of a sample that was trained on, from its reward to its advantage."""
     return {
         "draw": draw,
         "index": sample.index,
@@ -93,7 +91,6 @@ def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
 
 
 def _penalty(sample: Sample, config: Config) -> float:
-    """What the length took off the raw reward."""
     algorithm = config.algorithm
     buffer = algorithm.overlong_buffer
     if algorithm.overlong_hard_punishment:
@@ -153,7 +150,6 @@ def _is_none(value: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """As JSON keeps it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -198,7 +198,6 @@ def _batch(stored: StoredStep) -> dict[str, Any]:
 
 
 def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Config) -> Callable[[int], str]:
-    """Compare tokens with texts; the answer gives the text of one token."""
     if stored.no_tokens is not None:
         found.missing.append(f"tokens: {stored.no_tokens}")
     folder = view.folder.model_before
@@ -261,8 +260,6 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
 
 @dataclass(slots=True)
 class _Trace:
-    """What is looked at in the updates of the step as they are made."""
-
     stored: StoredStep
     wanted: tuple[Group, str, Sample] | None
     gradients: int
@@ -275,7 +272,6 @@ class _Trace:
     traced_in: int | None = None
 
     def visit(self, number: int, update: Update, objective: Any) -> None:
-        """Before update ``number`` is made."""
         assert self.rerun is not None
         policy = self.rerun.trainer.policy
         if self.update not in (None, number):
@@ -377,7 +373,6 @@ _MEANS = {
 
 
 def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports: Sequence[UpdateReport]) -> None:
-    """The means over all updates of the step with its line in metrics.jsonl."""
     recorded = next((entry for entry in view.metrics if entry["step"] == found.step), None)
     done = [report for report in reports if report.skipped is None]
     if recorded is None:

@@ -37,7 +37,6 @@ class StoredStep:
 
     @property
     def trained(self) -> list[Group]:
-        """The groups that were trained on, in the order of training."""
         return [group for group, status in self.groups if status == "kept"]
 
 

@@ -59,13 +59,11 @@ def _alone(update: Update, number: int) -> tuple[PackedBatch, TokenInputs]:
 
 
 def place_in(update: Update, draw: int, index: int) -> int | None:
-    """Number of a sample in an update's batch; None: it is not in there."""
     found = np.flatnonzero((update.batch.draws == draw) & (update.batch.indices == index))
     return int(found[0]) if len(found) else None
 
 
 def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str, Any]]:
-    """What is known of a sample's tokens without weights."""
     return [
         {"token": int(token), "text": decode(int(token)), "version": int(version), "engine_logprob": float(logprob)}
         for token, logprob, version in zip(sample.token_ids, sample.logprobs, sample.versions, strict=True)

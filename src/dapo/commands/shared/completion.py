@@ -25,7 +25,6 @@ Completions = list[tuple[str, str]]
 
 
 def complete_recipe(incomplete: str) -> Completions:
-    """YAML files near what was typed, and the recipes that come with the package."""
     from dapo.config.recipes import shipped_recipes
 
     shipped = [(path.stem, "") for path in shipped_recipes() if incomplete and path.stem.startswith(incomplete)]
@@ -33,7 +32,6 @@ def complete_recipe(incomplete: str) -> Completions:
 
 
 def complete_run(incomplete: str) -> Completions:
-    """Run folders near what was typed."""
     return [(str(Path(path).parent), "") for path in _below(incomplete, "config.yaml") if _is_run(Path(path).parent)]
 
 

@@ -30,7 +30,6 @@ _NO_FAULTS = {
 
 
 def exit_code(error: UserError) -> int:
-    """The exit code for an error of the user's."""
     if isinstance(error, ConfigError | DataError):
         return 2
     return 3 if isinstance(error, StarvedError | NumericalError) else 1

@@ -44,7 +44,6 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 
 
 def is_setting(word: str) -> bool:
-    """Whether an argument is ``section.key=value`` and not the name of a file."""
     return "=" in word and not Path(word).exists()
 
 
