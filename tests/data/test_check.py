@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 import dapo.data.check
 from dapo.commands import app
 from dapo.config import DataConfig
-from dapo.data.check import Measure, check_data
-from dapo.data.lengths import Lengths
+from dapo.data.check import Lengths, Measure, check_data
 from dapo.errors import DataError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "math"

@@ -20,10 +20,7 @@ MOST_ROWS = 1_000_000
 
 def files_or_rows(data: Any, name: str, tell: Callable[[str], None]) -> tuple[list[str], Table | None]:
     """``(files, None)`` or ``([], rows)``. ``name``: of the argument. ``tell``: hears of rows that take long to come.
-
-    Raises:
-        DataError: it is neither, or both (one kind would be lost), or a generator gives no rows or does not end.
-    """
+    Raises DataError: it is neither, or both (one kind would be lost), or a generator gives no rows or does not end."""
     if isinstance(data, str | Path):
         return [str(data)], None
     if hasattr(data, "num_rows") and isinstance(data, Mapping):  # a DatasetDict

@@ -33,8 +33,7 @@ class CheckContext:
 
     ``demo``: how ``dapo demo`` is called to make the files of a shipped recipe; ``remedy``: where a recipe says how.
     ``reward_works``: a scorer starts. ``own_reward``: a function was passed from Python, and the recipe's reward is not
-    what scores. ``at_start``: of a training, which has loaded everything.
-    """
+    what scores. ``at_start``: of a training, which has loaded everything."""
 
     config: Config
     demo: str | None = None
@@ -76,8 +75,7 @@ def config_at_hand(name: str) -> bool:
 def on_this_machine(name: str, file: str) -> bool:
     """Whether ``name``, a folder or a name on the hub, can be loaded without a download, or is a path for sure.
 
-    ``file``: one that belongs to it.
-    """
+    ``file``: one that belongs to it."""
     if Path(name).expanduser().exists() or not is_name(name):
         return True
     from huggingface_hub import try_to_load_from_cache

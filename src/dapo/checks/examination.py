@@ -74,8 +74,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Look at a recipe and all that it names. Nothing is written, nothing is downloaded.
 
-    ``probe``: how many prompts to sample from and score. ``tell`` hears the name of each check before it begins.
-    """
+    ``probe``: how many prompts to sample from and score. ``tell`` hears the name of each check before it begins."""
     from dapo.config import load_config
 
     recipe = existing_recipe(recipe)
@@ -111,8 +110,7 @@ def run_checks(
 def run_check(context: CheckContext, entry: Entry) -> tuple[list[Finding], str | None]:
     """Findings of one check, and the thing that it needed and that is not there (or None).
 
-    Whatever it raises becomes a finding: no check hides the others.
-    """
+    Whatever it raises becomes a finding: no check hides the others."""
     findings: list[Finding] = []
     missing: list[str] = []
 
@@ -146,8 +144,7 @@ async def brief(config: Config, *, model: Any, scorer: Scorer | None, **loaded: 
     that loading has said already. Raises nothing: what it finds is for the user to judge.
 
     ``scorer`` is started; None: a function from Python scores, which is left out, as what it costs is not known.
-    ``loaded``: ``tokenizer``, ``template``, ``source``, ``heldout`` and ``device``, as in :class:`CheckContext`.
-    """
+    ``loaded``: ``tokenizer``, ``template``, ``source``, ``heldout`` and ``device``, as in :class:`CheckContext`."""
     from dapo.checks.answers import spread
     from dapo.checks.rewards import verify_within
 

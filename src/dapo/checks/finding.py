@@ -19,8 +19,7 @@ class Finding:
 
     ``name``: of what was looked at, the same on every machine. ``found``: what was found there. ``fix``: what to do, a
     command or a key with a value that works; empty where there is nothing to do. ``status`` skip: it could not be
-    looked at, which is neither good nor bad.
-    """
+    looked at, which is neither good nor bad."""
 
     area: Area
     name: str

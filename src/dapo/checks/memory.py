@@ -47,6 +47,7 @@ from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
 from dapo.config import Config
 from dapo.config.changeable import may_change
+from dapo.config.reading import with_values
 from dapo.errors import UserError, first_line
 from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
@@ -332,8 +333,7 @@ def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
     found: dict[str, Any] = {}
     least = total(config)
     for key, value in 2 * list(_cheaper(config, on_gpu)):  # twice, as what is second largest at first counts later
-        section, name = key.split(".")
-        other = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        other = with_values(config, {key: value})
         if (size := total(other)) < least:
             config, least = other, size
             found[key] = value

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dapo.checks.context import CheckContext, on_this_machine
 from dapo.checks.finding import Finding
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
-from dapo.config import Config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, first_line
 from dapo.model.adapters import adapter_parameters, find_adapter
@@ -230,20 +229,28 @@ def _stop_tokens(context: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -
     yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
 
 
+_USER, _ASSISTANT = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
+
+
+def _rendered(context: CheckContext, *turns: Mapping[str, str], **how: Any) -> Any:
+    """Turns by the chat template; None: there is none, or it refuses them, which is told elsewhere."""
+    if context.config.data.template == "plain" or not getattr(context.tokenizer, "chat_template", None):
+        return None
+    template = context.need(context.template, "template")
+    try:
+        return template.apply(turns, **how)
+    except Exception:  # templates raise their own kinds
+        return None
+
+
 def _end_of_turn(context: CheckContext) -> int | None:
     """The special token that the chat template puts behind what an assistant says; None: there is none to be seen."""
-    tokenizer, config = context.tokenizer, context.config
-    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+    tokenizer = context.tokenizer
+    ids = _rendered(context, _USER, _ASSISTANT, tokenize=True) if context.template is not None else None
+    said = tokenizer(_ASSISTANT["content"], add_special_tokens=False)["input_ids"][-1:]
+    if not ids or not said or said[0] not in ids:
         return None
-    turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
-    try:
-        ids = context.need(context.template, "template").apply(turns, tokenize=True)
-        said = tokenizer("4", add_special_tokens=False)["input_ids"][-1]
-    except Exception:  # templates raise their own kinds; prompts are tried elsewhere
-        return None
-    if said not in ids:
-        return None
-    after = ids[len(ids) - 1 - ids[::-1].index(said) + 1 :]
+    after = ids[len(ids) - ids[::-1].index(said[0]) :]
     return next((i for i in after if i in tokenizer.all_special_ids), None)
 
 
@@ -266,7 +273,7 @@ def _padding(context: CheckContext, rows: int) -> Iterator[Finding]:
 
 def check_bos(context: CheckContext) -> Iterator[Finding]:
     source = context.need(context.source, "tokenized data")
-    tokenizer, template = context.tokenizer, context.need(context.template, "template")
+    tokenizer = context.tokenizer
     bos = tokenizer.bos_token_id
     if bos is None:
         yield Finding("model", "bos", "pass", "the tokenizer has none")
@@ -281,7 +288,7 @@ def check_bos(context: CheckContext) -> Iterator[Finding]:
             f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}",
             "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)",
         )
-    elif _written_twice(tokenizer, template, context.config) or (ids.count(bos) > 1 and opens):
+    elif _written_twice(context) or (ids.count(bos) > 1 and opens):
         yield _warning(
             "bos",
             f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be",
@@ -291,29 +298,18 @@ def check_bos(context: CheckContext) -> Iterator[Finding]:
         yield Finding("model", "bos", "pass", f"{name}, {'once at the start' if ids[:1] == [bos] else 'not used'}")
 
 
-def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> bool:
-    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
-        return False
-    turn = [{"role": "user", "content": "2+2="}]
-    try:
-        text = template.apply(turn, tokenize=False, add_generation_prompt=True)
-    except Exception:  # prompts are tried elsewhere
-        return False
-    return str(text).startswith(tokenizer.bos_token * 2)
+def _written_twice(context: CheckContext) -> bool:
+    text = _rendered(context, _USER, tokenize=False, add_generation_prompt=True)
+    return text is not None and str(text).startswith(context.tokenizer.bos_token * 2)
 
 
 def check_chat(context: CheckContext) -> Iterator[Finding]:
     """Whether the chat template writes all that it is given, and the head of the turn that the model is to fill."""
-    tokenizer, data = context.tokenizer, context.config.data
-    if data.template == "plain" or not getattr(tokenizer, "chat_template", None):
-        return
-    turns = [{"role": "user", "content": "2+2="}]
-    write = context.need(context.template, "template").apply
-    try:
-        asked, bare = (write(turns, tokenize=False, add_generation_prompt=begin) for begin in (True, False))
-        answered = write([*turns, {"role": "assistant", "content": "4"}], tokenize=False)
-        system = data.system and write([{"role": "system", "content": data.system}, *turns], tokenize=False)
-    except Exception:  # prompts are tried elsewhere
+    data = context.config.data
+    asked, bare = (_rendered(context, _USER, tokenize=False, add_generation_prompt=begin) for begin in (True, False))
+    answered = _rendered(context, _USER, _ASSISTANT, tokenize=False)
+    system = data.system and _rendered(context, {"role": "system", "content": data.system}, _USER, tokenize=False)
+    if None in (asked, bare, answered) or (data.system and system is None):
         return
     head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
     if asked == bare and head:

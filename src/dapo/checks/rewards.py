@@ -39,6 +39,8 @@ _WHOLE = re.compile(r"^(-?[0-9]+)\.0+$")
 
 Form = tuple[str, Callable[[Prompt], str | None]]
 """How an answer is written: what it is called, and the response made from a row (None: the row has no answer)."""
+Scored = Sequence[tuple[Prompt, str, Reward]]
+"""Rows, responses and what these got."""
 
 
 def _written(name: str, before: str, after: str = "") -> Form:
@@ -204,7 +206,7 @@ async def verify_within(config: Config, scorer: Scorer, prompts: Sequence[Prompt
 
 
 async def _on_answers(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> list[Finding]:
-    best: tuple[str, list[tuple[Prompt, str, Reward]]] | None = None
+    best: tuple[str, Scored] | None = None
     for name, write in forms_of(config.reward):
         written = [(prompt, text) for prompt in prompts if (text := write(prompt)) is not None]
         if not written:
@@ -234,7 +236,7 @@ async def _on_answers(config: Config, scorer: Scorer, prompts: Sequence[Prompt])
     return await _with_verdicts(config, scorer, name, scored)
 
 
-def _right(scored: Sequence[tuple[Prompt, str, Reward]]) -> int:
+def _right(scored: Scored) -> int:
     return sum(reward.correct is True for _, _, reward in scored)
 
 
@@ -253,7 +255,7 @@ async def scores(
         raise group.exceptions[0] from None
 
 
-def shuffled(scored: Sequence[tuple[Prompt, str, Reward]]) -> list[tuple[Prompt, str]]:
+def shuffled(scored: Scored) -> list[tuple[Prompt, str]]:
     """Each row with the response of the next one whose response differs; rows that have none are left out."""
     texts = [text for _, text, _ in scored]
     pairs = []
@@ -265,9 +267,7 @@ def shuffled(scored: Sequence[tuple[Prompt, str, Reward]]) -> list[tuple[Prompt,
     return pairs
 
 
-async def _with_verdicts(
-    config: Config, scorer: Scorer, form: str, scored: Sequence[tuple[Prompt, str, Reward]]
-) -> list[Finding]:
+async def _with_verdicts(config: Config, scorer: Scorer, form: str, scored: Scored) -> list[Finding]:
     known = config.reward.kind in ("math", "exact", "code")
     right, count = _right(scored), len(scored)
     if right < count:
@@ -360,9 +360,7 @@ def _mend_gold(config: Config, prompt: Prompt) -> str:
     return f"data.answer_key, now {config.data.answer_key!r}: is it the bare final answer? Otherwise mend the reward"
 
 
-async def _without_verdicts(
-    config: Config, scorer: Scorer, scored: Sequence[tuple[Prompt, str, Reward]]
-) -> list[Finding]:
+async def _without_verdicts(config: Config, scorer: Scorer, scored: Scored) -> list[Finding]:
     filters = config.algorithm.filter_groups
     if filters.enable and filters.metric == "acc":
         text = "the reward does not say whether a response is right, which dynamic sampling decides by"

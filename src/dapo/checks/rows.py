@@ -7,7 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dapo.checks.answers import LOOKED_AT, check_content, check_given_away, check_room, check_stops, spread, with_keys
+from dapo.checks.answers import (
+    LOOKED_AT,
+    check_content,
+    check_given_away,
+    check_room,
+    check_stops,
+    data_warning,
+    spread,
+    with_keys,
+)
 from dapo.checks.context import CheckContext
 from dapo.checks.finding import Finding
 from dapo.config import Config, ExactReward
@@ -43,10 +52,6 @@ class _Trouble:
     text: str
     fix: str
     fails: bool = False
-
-
-def _warning(name: str, found: str, fix: str) -> Finding:
-    return Finding("data", name, "warn", found, fix)
 
 
 def check_rows(context: CheckContext) -> Iterator[Finding]:
@@ -212,7 +217,7 @@ def _load(context: CheckContext, template: PromptTemplate, needed: bool, already
 def _epochs(config: Config, rows: int) -> Iterator[Finding]:
     drawn = config.training.steps * config.rollout.prompts_per_step
     if rows and drawn > MANY_EPOCHS * rows and config.training.minutes is None:
-        yield _warning(
+        yield data_warning(
             "epochs",
             f"{config.training.steps:,} steps of {config.rollout.prompts_per_step} prompts draw each of {rows:,} rows "
             f"{drawn / rows:.0f} times or more: the model may learn their answers by heart",
@@ -241,7 +246,7 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
     if marked:
         prompt, text = marked[0]
         rows, plain = len({p.row for p, _ in marked}), config.data.template == "plain"
-        yield _warning(
+        yield data_warning(
             "special-tokens",
             f"{rows} of {len(prompts)} rows hold special tokens as text, such as {text!r} in row {prompt.row + 1}: "
             + ("the model reads them as marks, not as text" if plain else "they were put through a template before"),
@@ -249,7 +254,7 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
         )
     blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
     if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
-        yield _warning(
+        yield data_warning(
             "prompt-end",
             f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
             f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
@@ -259,7 +264,7 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
     lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer))]
     if lost:
         prompt, letters = lost[0]
-        yield _warning(
+        yield data_warning(
             "unknown-tokens",
             f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "
             f"{''.join(letters)!r} in row {prompt.row + 1}",
@@ -282,7 +287,7 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
     instruction = config.data.instruction.strip()
     twice = [p for p in prompts if instruction and instruction in p.text]
     if len(twice) > len(prompts) / 2:
-        yield _warning(
+        yield data_warning(
             "instruction",
             f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
             "the model reads it twice",
@@ -290,7 +295,7 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
         )
     answered = [p for p in prompts if _LAST_TURN.findall(p.text)[-1:] == ["assistant"]]
     if len(answered) > len(prompts) / 2:
-        yield _warning(
+        yield data_warning(
             "last-turn",
             f"{len(answered)} of {len(prompts)} chats end in what the assistant says, such as row "
             f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that",
@@ -310,7 +315,7 @@ def _answer_format(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator
     if not asked:
         works = "data.template=dapo" if "answer_line" in reward.extract else "data.instruction=' Put it in \\boxed{}.'"
         text = 'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)'
-        yield _warning("answer-format", text, works)
+        yield data_warning("answer-format", text, works)
 
 
 def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -319,7 +324,7 @@ def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) 
     read = "boxed" in (reward.after or "") or any("boxed" in (p.answer or "") for p in prompts)
     if asked > len(prompts) / 2 and not read:
         what = f"what follows {reward.after!r}" if reward.after else "the whole response"
-        yield _warning(
+        yield data_warning(
             "answer-format",
             f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
             f"compares {what} with the answer",

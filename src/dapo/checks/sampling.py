@@ -132,8 +132,7 @@ async def shifted(config: Config, groups: Sequence[Group], answers: Mapping[int,
     """Whether most responses are right by the answer of the row before or after, and not by their own row's.
 
     Only a model that solves prompts can show it; of one that does not, nothing is said. ``groups``: sampled and scored,
-    with texts. ``answers``: of all rows, by their number.
-    """
+    with texts. ``answers``: of all rows, by their number."""
     own = sum(_most([s.verdict for s in g.scored]) for g in groups)
     async with running(make_scorer(config.reward)) as scorer:
         for shift, which in ((1, "next"), (-1, "previous")):
@@ -180,8 +179,7 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
 
     With a share p of mixed groups, 1 / p generation rounds fill a batch on average. A step is expected to starve when
     that is more than ``algorithm.filter_groups.max_num_gen_batches``; it may, when the lower end of p's interval
-    (Wilson, 95%) says so.
-    """
+    (Wilson, 95%) says so."""
     filters, samples = config.algorithm.filter_groups, config.rollout.samples_per_prompt
     metric = filters.metric if filters.enable or not _is_open(groups) else "score"  # as training judges
     counts = Counter(judge(g, metric=metric, tolerance=filters.tolerance) for g in groups)

@@ -246,8 +246,7 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
     Checkpoints: 12 bytes a parameter that is trained (float32 weights and Adam's two moments), as many as are kept
     (``run.keep_last``, the best one, and the one being written before an old one goes), and weights before and after
     training at 4.
-    Samples: at most 4 bytes of text for each token that can be drawn.
-    """
+    Samples: at most 4 bytes of text for each token that can be drawn."""
     config = context.config
     trained = trained_of(context.need(context.shape, "model"))
     free = shutil.disk_usage(_nearest(Path(config.run.dir or "runs/run"))).free

@@ -29,11 +29,8 @@ async def try_reward(
 ) -> None:
     """Score the first prompt's own reference answer and an empty response, and look at what all rows are scored by,
     before there is a run. Of a recipe's reward `dapo doctor` in brief tries more.
-
-    Raises:
-        DataError: rows cannot be scored, whatever the response.
-        RewardError: the reward function breaks its contract, or says nothing that dynamic sampling could decide by.
-    """
+    Raises DataError: rows cannot be scored, whatever the response; RewardError: the reward function breaks its
+    contract, or says nothing that dynamic sampling could decide by."""
     prompts = list(source.untokenized())
     await examine_rows("data.train", prompts, scorer, listener)
     await examine_rows("evaluation.data", heldout, scorer, listener)

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, files_and_settings
 from dapo.commands.shared.output import require_writable
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal, counted
@@ -43,25 +43,25 @@ OutputPath = Annotated[
 
 
 def evaluate(
-    model: Model,
+    model: options.Model,
     words: Words = None,
     data: Data = None,
     benchmark: Benchmark = None,
     recipe: Recipe = None,
     samples: Annotated[int | None, typer.Option(metavar="K", help="Samples of each prompt.")] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
+    max_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
     output: OutputPath = None,
     save_samples: Annotated[
         bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
     ] = False,
     average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
 
@@ -72,18 +72,10 @@ def evaluate(
         from dapo.inference.model import function_of, settings_for
         from dapo.observe.progress import make_listener
 
-        more, overrides = files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
+        given = options.given_options(locals(), *options.SAMPLING, "rows")
+        more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
+        given["--data"] = [*(data or []), *more]
         preset = benchmark_named(benchmark) if benchmark else None
-        given = {
-            "--samples": samples,
-            "--temperature": temperature,
-            "--top-p": top_p,
-            "--min-p": min_p,
-            "--stop": stop or None,
-            "--rows": rows,
-            "--max-tokens": max_tokens,
-            "--data": [*(data or []), *more] or None,
-        }
         layers = [preset.settings] if preset else []
         found, config = settings_for(model, given, *layers, recipe=recipe, overrides=overrides)
         _check_data(config)

@@ -113,8 +113,7 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
     """The signals to stop end the run that is inside of the block, within a bounded time, with its exit code.
 
     ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
-    run that goes on, if it is none that begins.
-    """
+    run that goes on, if it is none that begins."""
     from dapo.util.process import Shutdown, Stopped
 
     def code_of(error: BaseException) -> int:

@@ -24,12 +24,9 @@ from dapo.util.files import read_text
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe and apply overrides of the form ``section.key=value`` (the value is YAML).
 
-    ``recipe``: a file, or the name of a recipe that comes with the package, such as ``cpu-demo``.
-    Relative data files and a reward function's file are resolved beside the recipe if they exist there.
-
-    Raises:
-        ConfigError: with every problem found, each with file, line and key.
-    """
+    ``recipe``: a file, or the name of a recipe that comes with the package, such as ``cpu-demo``. Relative data files
+    and a reward function's file are resolved beside the recipe if they exist there.
+    Raises ConfigError: with every problem found, each with file, line and key."""
     path = existing_recipe(recipe)
     tree, where = _read_recipe(path, overrides)
     if tree.get("run") is None:
@@ -41,14 +38,9 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:
     """The reward alone: the section of a recipe, of which nothing else need be there, or a kind with its defaults.
-
-    Args:
-        recipe_or_kind: a recipe, or a kind such as ``math``; a file of that name goes first.
-        overrides: ``reward.key=value``.
-
-    Raises:
-        ConfigError: with every problem found, each with file, line and key.
-    """
+    ``recipe_or_kind``: a recipe, or a kind such as ``math``; a file of that name goes first. ``overrides``:
+    ``reward.key=value``.
+    Raises ConfigError: with every problem found, each with file, line and key."""
     path, name = Path(recipe_or_kind), str(recipe_or_kind)
     for override in overrides:
         if not override.strip().startswith("reward"):
@@ -95,12 +87,9 @@ def layered_config(
     source: str = "settings",
     where: Mapping[str, str] | None = None,
 ) -> Config:
-    """The tree that ``layers`` (nested mappings, the last one counts most) and then ``overrides`` make.
-    ``where``: for dotted keys, the place to name in messages, such as an option of the command line.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    """The tree that ``layers`` (nested mappings, the last one counts most) and then ``overrides`` make. ``where``: for
+    dotted keys, the place to name in messages, such as an option of the command line.
+    Raises ConfigError: with every problem found."""
     places = dict(where or {})
     last: dict[str, Any] = {}
     apply_overrides(last, overrides, places)
@@ -113,8 +102,7 @@ def layered_config(
 def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     """``tree`` with the keys of ``layer`` in place of its own, section by section.
 
-    A layer that names another ``kind`` replaces the section: the keys of one kind mean nothing to another.
-    """
+    A layer that names another ``kind`` replaces the section: the keys of one kind mean nothing to another."""
     found = dict(tree)
     for key, value in layer.items():
         present = found.get(key)
@@ -128,14 +116,8 @@ def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None) -> Config:
     """Check a nested mapping and turn it into a :class:`Config`.
-
-    Args:
-        source: what to call the whole in messages.
-        where: for dotted keys, the place to name in messages.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    ``source``: what to call the whole in messages. ``where``: for dotted keys, the place to name in messages.
+    Raises ConfigError: with every problem found."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -162,28 +144,25 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     return tree, where
 
 
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """``config`` with other values under keys such as ``data.train``, which are not checked again."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
+
+
 def _beside(config: Config, folder: Path) -> Config:
-    def resolve(name: str) -> str:
-        return _file_beside(name, folder)
+    def resolve(items: list[DataItem]) -> list[DataItem]:
+        return [item.model_copy(update={"path": _file_beside(item.path, folder)}) for item in items]
 
-    def resolve_items(items: list[DataItem]) -> list[DataItem]:
-        return [item.model_copy(update={"path": resolve(item.path)}) for item in items]
-
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(
-                update={
-                    "train": resolve_items(config.data.train),
-                    "chat_template": config.data.chat_template and resolve(config.data.chat_template),
-                }
-            ),
-            "evaluation": config.evaluation.model_copy(update={"data": resolve_items(config.evaluation.data)}),
-            "reward": _reward_beside(config.reward, folder),
-            "monitor": config.monitor.model_copy(
-                update={"check": config.monitor.check and _reward_beside(config.monitor.check, folder)}
-            ),
-        }
-    )
+    values = {
+        "data.train": resolve(config.data.train),
+        "data.chat_template": config.data.chat_template and _file_beside(config.data.chat_template, folder),
+        "evaluation.data": resolve(config.evaluation.data),
+        "monitor.check": config.monitor.check and _reward_beside(config.monitor.check, folder),
+    }
+    return with_values(config, values).model_copy(update={"reward": _reward_beside(config.reward, folder)})
 
 
 def _reward_beside(reward: Any, folder: Path) -> Any:
@@ -246,10 +225,7 @@ _Loader.yaml_implicit_resolvers = {
 def load_yaml(text: str) -> Any:
     """What is in ``text``, which may be somebody else's, in JSON's own types. No two keys share a mapping or a list
     (YAML's aliases do), so that an override changes one of them.
-
-    Raises:
-        YAMLError: it is not YAML, is too large with its aliases written out, or has values of other types.
-    """
+    Raises YAMLError: it is not YAML, is too large with its aliases written out, or has values of other types."""
     _check_size(text)
     return _unshared(yaml.load(text, Loader=_Loader))
 

@@ -28,8 +28,7 @@ class Key:
     """One key of the tree that holds a value.
 
     ``type`` is said in words, bounds included; ``choices`` are the values allowed, if they can be listed; ``default``
-    means nothing where ``required``.
-    """
+    means nothing where ``required``."""
 
     name: str
     type: str
@@ -45,11 +44,8 @@ class Key:
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """The keys of a section and of those inside it, in order.
-
-    Args:
-        section: a class of the tree. Where a section is one of several kinds, the keys of all of them are given.
-        prefix: what to put before each name, final dot included.
-    """
+    ``section``: a class of the tree. Where a section is one of several kinds, the keys of all of them are given.
+    ``prefix``: what to put before each name, final dot included."""
     for name, info in section.model_fields.items():
         kinds = section_types(info.annotation)
         for kind in kinds:

@@ -123,11 +123,8 @@ def blanks(value: Any, key: str = "") -> Iterator[str]:
 
 
 def require_secrets(value: Any, place: object, remedy: str, key: str = "") -> None:
-    """Refuse a recipe that was read from a run folder, as long as secrets are blank in it.
-    ``value``: the recipe's keys and values, or those below ``key``.
-
-    Raises:
-        ConfigError: some are blank.
-    """
+    """Refuse a recipe that was read from a run folder, as long as secrets are blank in it. ``value``: the recipe's keys
+    and values, or those below ``key``.
+    Raises ConfigError: some are blank."""
     if hidden := list(blanks(value, key)):
         raise ConfigError(f"{place}: secrets are not kept in a run folder: give {', '.join(hidden)} again, {remedy}")

@@ -73,14 +73,9 @@ def open_parquet(path: Path, name: str) -> ArrowTable:
 
 def open_dataset(path: str, config: str | None, split: str | None, name: str) -> ArrowTable:
     """A data set of the hub, or a folder: one that ``save_to_disk`` wrote, or one of data files.
-
-    Args:
-        config: which of several data sets under one name.
-        split: by default ``train`` where there is one, or the only one.
-
-    Raises:
-        DataError: there is no such data set, configuration or split.
-    """
+    ``config``: which of several data sets under one name. ``split``: by default ``train`` where there is one, or the
+    only one.
+    Raises DataError: there is no such data set, configuration or split."""
     datasets = _library(f"{name}: Hugging Face data sets")
     folder = Path(path)
     try:

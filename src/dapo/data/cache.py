@@ -70,14 +70,9 @@ def file_key(path: Path, *parts: Any) -> str:
 
 def cached(kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     """The entry ``key``: the folder that ``build`` filled and the numbers and text that it returned.
-
-    Args:
-        key: of :func:`key_of` or :func:`file_key`.
-        build: called with an empty folder when there is no entry, or a damaged one.
-
-    Raises:
-        OSError: there is no room, in the cache or the temporary folder.
-    """
+    ``key``: of :func:`key_of` or :func:`file_key`. ``build``: called with an empty folder when there is no entry, or a
+    damaged one.
+    Raises OSError: there is no room, in the cache or the temporary folder."""
     for entry in (_lasting(kind) / key, (parent := cache_folder(kind)) / key):
         if (known := _read(entry)) is not None:
             return entry, known

@@ -6,8 +6,10 @@ about a file is kept in the cache under the hash of its content and the settings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,10 @@ import numpy.typing as npt
 from dapo.config import DataConfig
 from dapo.config.data import DataItem
 from dapo.data.cache import cached, key_of
-from dapo.data.files import open_table
-from dapo.data.lengths import Lengths
 from dapo.data.overlap import METHOD, Hit, exact_key, find_overlap, words_of
 from dapo.data.parts import Part, Rows, encode, keys_of
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
+from dapo.data.tables import open_table
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 
@@ -30,16 +31,61 @@ _VERSION = 3
 _ROWS = "rows.bin"
 _EXAMPLES = 5
 
+Places = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rows done and rows in all."""
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Prompts by length. ``unit`` says what a length counts: tokens, or words where there is no tokenizer."""
+
+    unit: str
+    counts: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, int], unit: str) -> Lengths:
+        return cls(unit, Counter({int(length): count for length, count in value.items()}))
+
+    @classmethod
+    def together(cls, several: Iterable[Lengths], unit: str) -> Lengths:
+        total: Counter[int] = Counter()
+        for lengths in several:
+            total += lengths.counts
+        return cls(unit, total)
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def at(self, share: float) -> int:
+        """The shortest length that at least this share of the prompts do not exceed; 0 if there are none."""
+        reached, wanted = 0, share * self.total
+        for length in sorted(self.counts):
+            reached += self.counts[length]
+            if reached >= wanted:
+                return length
+        return 0
+
+    def above(self, limit: int) -> int:
+        return sum(count for length, count in self.counts.items() if length > limit)
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """First and last length of each bin, and the prompts in it. Bins double, from the first to the last in use."""
+        bins: Counter[int] = Counter()
+        for length, count in self.counts.items():
+            bins[length.bit_length()] += count
+        if not bins:
+            return []
+        used = range(min(bins), max(bins) + 1)
+        return [(2 ** (k - 1) if k else 0, 2**k - 1, bins[k]) for k in used]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
     """How prompts are measured. ``load``: makes the template, once a file needs it; None: words are counted.
 
-    ``identity``: what the lengths depend on, in JSON types.
-    """
+    ``identity``: what the lengths depend on, in JSON types."""
 
     load: Callable[[], PromptTemplate] | None = None
     identity: Any = None
@@ -54,8 +100,7 @@ class FileReport:
     """What is in one file. All counts are rows.
 
     ``missing_answers`` are bad only where the reward needs answers. ``duplicates`` repeat the prompt of an earlier row
-    of the file, ``conflicts`` are those of them with another answer than the first one.
-    """
+    of the file, ``conflicts`` are those of them with another answer than the first one."""
 
     file: str
     content: str
@@ -132,7 +177,7 @@ def check_data(
     Raises DataError: a file cannot be read at all."""
     scans: list[_Scan] = []
     faults: list[str] = []
-    template = _Once(measure.load)
+    template = cache(measure.load or (lambda: None))
     for item in [*train, *evaluation]:
         try:
             keys = keys_of(item, data, answer_required)
@@ -157,17 +202,6 @@ def check_data(
 # --- one file -----------------------------------------------------------------------------------------------------
 
 
-class _Once:
-    def __init__(self, load: Callable[[], PromptTemplate] | None) -> None:
-        self._load = load
-        self._made: PromptTemplate | None = None
-
-    def get(self) -> PromptTemplate | None:
-        if self._made is None and self._load is not None:
-            self._made = self._load()
-        return self._made
-
-
 @dataclass(frozen=True, slots=True)
 class _Scan:
     rows: Rows
@@ -181,17 +215,20 @@ class _Scan:
         return [self.report.content, asdict(self.keys)]
 
 
-def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: _Once, progress: Progress) -> _Scan:
+Load = Callable[[], PromptTemplate | None]
+
+
+def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: Load, progress: Progress) -> _Scan:
     table = rows.parts[0].table
 
     def build(folder: Path) -> dict[str, Any]:
-        return _read_all(rows, folder, measure.unit, template.get(), progress)
+        return _read_all(rows, folder, measure.unit, template(), progress)
 
     settings = [_VERSION, table.content(), asdict(keys), measure.identity]
     folder, facts = cached("checks", key_of(settings), build)
     good = np.fromfile(folder / _ROWS, dtype="<u8").reshape(-1, 3)
     lengths = Lengths.from_json(facts["lengths"], measure.unit)
-    duplicates, conflicts = _repeated(good)
+    duplicates, _, conflicts = _repeated(good)
     report = FileReport(
         file=table.name,
         content=table.content(),
@@ -241,12 +278,12 @@ def _read_all(
     return {**facts, "doubts": doubts}
 
 
-def _repeated(good: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Places of rows whose prompt stands earlier, and which of them have another answer than the first one has."""
+def _repeated(good: npt.NDArray[np.uint64]) -> tuple[Places, Places, npt.NDArray[np.bool_]]:
+    """Places of rows whose prompt stands earlier, of the first that has it, and whether that has another answer."""
     _, first, inverse = np.unique(good[:, 1], return_index=True, return_inverse=True)
-    originals = first[inverse]
-    again = np.flatnonzero(originals != np.arange(len(good)))
-    return again, good[again, 2] != good[originals[again], 2]
+    again = np.flatnonzero(first[inverse] != np.arange(len(good)))
+    originals = first[inverse][again]
+    return again, originals, good[again, 2] != good[originals, 2]
 
 
 # --- several files ------------------------------------------------------------------------------------------------
@@ -258,19 +295,14 @@ def _between(scans: Sequence[_Scan]) -> tuple[list[Shared], list[str]]:
         return [], []
     good = np.concatenate([scan.good for scan in scans])
     files = np.repeat(np.arange(len(scans)), [len(scan.good) for scan in scans])
-    _, first, inverse = np.unique(good[:, 1], return_index=True, return_inverse=True)
-    originals = first[inverse]
-    again = np.flatnonzero(originals != np.arange(len(good)))
-    other = good[again, 2] != good[originals[again], 2]
+    again, originals, other = _repeated(good)
     examples = [
-        _conflict(scans, [(int(files[k]), int(good[k, 0])) for k in (int(originals[place]), int(place))])
-        for place in again[other][:_EXAMPLES]
+        _conflict(scans, [(int(files[k]), int(good[k, 0])) for k in both])
+        for both in list(zip(originals[other], again[other], strict=True))[:_EXAMPLES]
     ]
     shared = []
-    for a, b in sorted(
-        {(int(x), int(y)) for x, y in zip(files[again], files[originals[again]], strict=True) if x != y}
-    ):
-        pair = (files[again] == a) & (files[originals[again]] == b)
+    for a, b in sorted({(int(x), int(y)) for x, y in zip(files[again], files[originals], strict=True) if x != y}):
+        pair = (files[again] == a) & (files[originals] == b)
         names = scans[a].report.file, scans[b].report.file
         shared.append(Shared(*names, exact=int(pair.sum()), conflicts=int((pair & other).sum())))
     return shared, examples

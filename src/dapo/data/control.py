@@ -31,12 +31,9 @@ def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int]
     write those as well. What tells a pair of turn marks from one of tags is that the template puts a message of the
     system's or the user's, or the name of a role, between them. Nor is one without a word, such as a line end, or one
     of those that name the channel of what follows: they tell what is thinking.
-
-    Args:
-        rendered: conversations as the chat template writes them, with the contents of :data:`SAID`. Without the head
-            of a turn to come, where some templates open ``<think>``.
-        stop_ids: what ends a response. Of them count those that were added to the vocabulary and are not half of a
-            pair of tags: ``</answer>`` ends a response, and is a part of it.
+    ``rendered``: conversations as the chat template writes them, with the contents of :data:`SAID`. Without the head of
+    a turn to come, where some templates open ``<think>``. ``stop_ids``: what ends a response. Of them count those that
+    were added to the vocabulary and are not half of a pair of tags: ``</answer>`` ends a response, and is a part of it.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     texts = {int(token_id): str(token.content) for token_id, token in added.items()}

@@ -31,34 +31,23 @@ class Permutation:
     def __getitem__(self, place: int) -> int:
         if not 0 <= place < self._size:
             raise IndexError(place)
-        number = self._encipher(place)
-        while number >= self._size:
-            number = self._encipher(number)
-        return number
+        return self._walk(place, range(_ROUNDS))
 
     def place_of(self, number: int) -> int:
-        place = self._decipher(number)
-        while place >= self._size:
-            place = self._decipher(place)
-        return place
+        return self._walk(number, range(_ROUNDS)[::-1])
 
-    def _encipher(self, number: int) -> int:
-        high, low = number >> self._low_bits, number & self._low
-        for k, key in enumerate(self._keys):
-            if k % 2:
-                low ^= _mix(high, key) & self._low
-            else:
-                high ^= _mix(low, key) & self._high
-        return high << self._low_bits | low
-
-    def _decipher(self, number: int) -> int:
-        high, low = number >> self._low_bits, number & self._low
-        for k in reversed(range(_ROUNDS)):
-            if k % 2:
-                low ^= _mix(high, self._keys[k]) & self._low
-            else:
-                high ^= _mix(low, self._keys[k]) & self._high
-        return high << self._low_bits | low
+    def _walk(self, number: int, rounds: range) -> int:
+        """Encipher, or with the rounds in reverse decipher, until the number falls inside."""
+        while True:
+            high, low = number >> self._low_bits, number & self._low
+            for k in rounds:
+                if k % 2:
+                    low ^= _mix(high, self._keys[k]) & self._low
+                else:
+                    high ^= _mix(low, self._keys[k]) & self._high
+            number = high << self._low_bits | low
+            if number < self._size:
+                return number
 
 
 class Choice:

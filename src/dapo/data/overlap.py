@@ -78,8 +78,7 @@ Texts = Iterable[tuple[int, str]]
 def find_overlap(evaluation: Sequence[Texts], training: Sequence[Texts]) -> list[Hit]:
     """One hit for each training row and evaluation file that have anything in common, exact ones before near ones.
 
-    Memory: that of the evaluation prompts and of what is shared; training files are read once, in batches.
-    """
+    Memory: that of the evaluation prompts and of what is shared; training files are read once, in batches."""
     index = _Index(evaluation)
     exact: list[Hit] = []
     matches: list[_Matches] = []

@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from dapo.config import DataConfig
 from dapo.config.data import DataItem
-from dapo.data.files import open_table, short_name
 from dapo.data.rows import BadRow, Keys, Row, check_row, listed
-from dapo.data.tables import PythonRows, Table
+from dapo.data.tables import PythonRows, Table, open_table
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError
 
@@ -54,7 +54,7 @@ def open_parts(data: DataConfig, source: DataInput, answer_required: bool) -> tu
     for number, item in enumerate(items, start=1):
         try:
             keys = keys_of(item, data, answer_required)
-            parts.append(Part(open_table(item), keys, f"{number} {short_name(item)}", item.weight))
+            parts.append(Part(open_table(item), keys, f"{number} {Path(item.path).name or item.path}", item.weight))
         except DataError as fault:
             faults.append(str(fault))
     if faults:

@@ -239,15 +239,9 @@ def plain_value(value: Any) -> Any:
 def _number(written: str) -> int | float | str | None:
     try:
         return int(written)
-    except ValueError:
-        pass
-    try:
+    except ValueError:  # a fraction, or more digits than Python reads
         value = float(written)
-    except ValueError:
-        return written
-    if value.is_integer() and written.lstrip("-").isdigit():  # more digits than Python reads
-        return str(written)
-    return value if math.isfinite(value) else str(written)
+    return str(written) if written.lstrip("-").isdigit() or not math.isfinite(value) else value
 
 
 def _kind(value: Any) -> str:

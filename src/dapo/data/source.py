@@ -1,6 +1,6 @@
 """Where prompts come from: rows become prompts when they are drawn, without end and from any position.
 
-Consumes tables (``files.py``) and a template; produces :class:`~dapo.records.Prompt` records. Waits for nothing. The
+Consumes tables (``tables.py``) and a template; produces :class:`~dapo.records.Prompt` records. Waits for nothing. The
 first 10,000 rows are checked at once, the others when they are drawn. The position is a few numbers, from which a
 resumed run draws the very same prompts.
 """
@@ -13,11 +13,10 @@ from itertools import accumulate
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.data.order import Choice
+from dapo.data.order import Choice, Permutation
 from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, open_parts
-from dapo.data.preview import DataReport, Head
-from dapo.data.rows import SHOWN_FAULTS, BadRow, listed
-from dapo.data.stream import Stream
+from dapo.data.preview import DataReport, preview
+from dapo.data.rows import SHOWN_FAULTS, BadRow, Row, listed
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 from dapo.records import Prompt
@@ -36,15 +35,9 @@ def load_prompts(
     warn: Callable[[str], None] = lambda text: None,
 ) -> PromptSource:
     """Prompts to train on, without end.
-
-    Args:
-        template: the one that the rollout uses too.
-        answer_required: whether a row without an answer is a fault (``reward.build.needs_answer``).
-        warn: hears of bad rows that are skipped when they are drawn.
-
-    Raises:
-        DataError: a file or one of the first rows is bad, or no prompt is short enough.
-    """
+    ``template``: the one that the rollout uses too. ``answer_required``: whether a row without an answer is a fault
+    (``reward.build.needs_answer``). ``warn``: hears of bad rows that are skipped when they are drawn.
+    Raises DataError: a file or one of the first rows is bad, or no prompt is short enough."""
     parts, weights = open_parts(data, source, answer_required)
     streams = [Rows([part]) for part in parts] if weights else [Rows(parts)]
     return PromptSource(streams, template, data, seed=seed, weights=weights, warn=warn)
@@ -60,14 +53,8 @@ def read_prompts(
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Prompt, ...]:
     """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
-
-    Args:
-        limit: use the first so many rows.
-        warn: hears of rows that may be wrong (:meth:`Row.doubts`).
-
-    Raises:
-        DataError: a file or a row is bad; names all of them.
-    """
+    ``limit``: use the first so many rows. ``warn``: hears of rows that may be wrong (:meth:`Row.doubts`).
+    Raises DataError: a file or a row is bad; names all of them."""
     rows = Rows(open_parts(data, source, answer_required)[0])
     prompts: list[Prompt] = []
     faults: list[str] = []
@@ -88,6 +75,40 @@ def read_prompts(
     return tuple(prompts)
 
 
+class _Stream:
+    """A position in rows that are passed through again and again, in an order that follows from seed and epoch."""
+
+    def __init__(self, rows: Rows, number: int, data: DataConfig, seed: int) -> None:
+        self.rows = rows
+        self._seed, self._number, self._shuffle = seed, number, data.shuffle
+        self.go_to(0, 0)
+        self._cycle = Permutation(len(rows), seed, "answers", number) if data.shuffle_answers else None
+
+    def go_to(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        self._order = Permutation(len(self.rows), self._seed, "rows", self._number, epoch) if self._shuffle else None
+
+    def next(self) -> int:
+        if self.position == len(self.rows):
+            self.go_to(self.epoch + 1, 0)
+        number = self.position if self._order is None else self._order[self.position]
+        self.position += 1
+        return number
+
+    def answer(self, number: int, row: Row) -> str | None:
+        """Of the row, or, for the control experiment, of the next good one on a random cycle through all rows: no row
+        keeps its own. (Equal answers may still meet.)"""
+        if self._cycle is None:
+            return row.answer
+        place = self._cycle.place_of(number)
+        for step in range(1, len(self.rows)):
+            try:
+                return self.rows[self._cycle[(place + step) % len(self.rows)]].answer
+            except BadRow:
+                continue
+        return row.answer
+
+
 class PromptSource:
     """Prompts to draw from, without end: each epoch of a stream holds every usable row once."""
 
@@ -101,27 +122,19 @@ class PromptSource:
         weights: Sequence[float] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """
-        Args:
-            streams: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
-                identity (``Prompt.row``).
-            weights: of the streams; each draw is from one of them, chosen at random in this proportion.
-
-        Raises:
-            DataError: a row is bad, or none is short enough.
-        """
+        """``streams``: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
+        identity (``Prompt.row``). ``weights``: of the streams; each draw is from one of them, chosen at random in this
+        proportion.
+        Raises DataError: a row is bad, or none is short enough."""
         self._template, self._data, self._warn = template, data, warn
-        self._streams = [Stream(rows, number, data, seed) for number, rows in enumerate(streams)]
+        self._streams = [_Stream(rows, number, data, seed) for number, rows in enumerate(streams)]
         self._starts = [0, *accumulate(len(rows) for rows in streams)]
         self._choice = Choice(list(weights), seed, "mixture") if weights and len(weights) > 1 else None
         self._draws = self.seen = self.too_long = self.bad = 0
         self._warned = 0
-        checked = Head(self._streams, template, data)
-        self._named = checked.bad
-        self.report: DataReport = checked.report
-        self.prompts: Sequence[Prompt] = _Prompts(self, checked.good)
+        self._good, self._named, self.report = preview(streams, template, data)
+        self.prompts: Sequence[Prompt] = _Prompts(self, self._good)
         """The usable ones among the rows that were checked. Made when they are asked for, and not kept."""
-        self._good = checked.good
 
     @property
     def rows(self) -> int:

@@ -6,8 +6,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+from dapo.config.data import DataItem, names_a_data_set
 from dapo.data.rows import plain_value
 
 
@@ -61,3 +63,21 @@ class PythonRows(Table):
                 found.update(line.encode("utf-8", "backslashreplace"))
             self._content = found.hexdigest()
         return self._content
+
+
+def open_table(item: DataItem) -> Table:
+    """The rows of one item. What reads Parquet and data sets is loaded only for those.
+    Raises DataError: it cannot be read, or has no rows."""
+    path, name = Path(item.path), item.path
+    if names_a_data_set(item):
+        from dapo.data.arrow import open_dataset
+
+        said = [f"{key}={value}" for key, value in (("name", item.name), ("split", item.split)) if value]
+        return open_dataset(item.path, item.name, item.split, f"{name} ({', '.join(said)})" if said else name)
+    if path.suffix == ".parquet":
+        from dapo.data.arrow import open_parquet
+
+        return open_parquet(path, name)
+    from dapo.data.text import open_text
+
+    return open_text(path, name)

@@ -38,19 +38,13 @@ class PromptTemplate:
     The rule for a tokenizer without a chat template (a base model): template ``plain`` is what it is for; ``dapo`` is
     written as plain text, system message, instruction and problem, with nothing around them; ``chat`` is refused,
     unless ``data.chat_template`` names a file. Such a file becomes the tokenizer's chat template, so that it is kept
-    with the trained model.
-    """
+    with the trained model."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, embedding_rows: int | None = None) -> None:
-        """
-        Args:
-            tokenizer: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
-            embedding_rows: of the model; a prompt with a token beyond them is refused. None: not known.
-
-        Raises:
-            ConfigError: template ``chat`` with a tokenizer that has no chat template, a template file that cannot be
-                used, or ``data.chat_template_kwargs`` that the template does not know.
-        """
+        """``tokenizer``: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
+        ``embedding_rows``: of the model; a prompt with a token beyond them is refused. None: not known.
+        Raises ConfigError: template ``chat`` with a tokenizer that has no chat template, a template file that cannot be
+        used, or ``data.chat_template_kwargs`` that the template does not know."""
         self._config = config
         self._tokenizer = tokenizer
         self._stop_ids: tuple[int, ...] = ()
@@ -77,10 +71,7 @@ class PromptTemplate:
     def encode(self, prompt: str | Messages) -> list[int]:
         """Token ids of a prompt. With a chat template the template is the authority on special tokens, otherwise the
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
-
-        Raises:
-            DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens.
-        """
+        Raises DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens."""
         messages = self._messages(prompt)
         if self._uses_chat:
             return self._known(self._one_bos(self._chat_ids(messages)))

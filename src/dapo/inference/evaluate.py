@@ -7,7 +7,6 @@ for the engine and the scorer, one file after the other.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,10 +18,11 @@ from dapo.checks.answers import doubts_about
 from dapo.checks.start import examine_rows
 from dapo.config import Config
 from dapo.config.data import DataItem
+from dapo.config.reading import with_values
 from dapo.config.secrets import redact
-from dapo.data.files import open_table
 from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
+from dapo.data.tables import open_table
 from dapo.errors import DataError
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
@@ -36,6 +36,7 @@ from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
 from dapo.util.escapes import eaten_in
+from dapo.util.files import file_hash
 from dapo.util.process import run_async
 
 
@@ -57,7 +58,7 @@ class FileResult:
         return {
             "name": self.name,
             "file": self.file,
-            "sha256": _fingerprint(Path(self.file)),
+            "sha256": file_hash(Path(self.file)) if Path(self.file).is_file() else None,
             "seconds": round(self.seconds, 2),
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else None,
             **self.evaluation.as_json(),
@@ -76,20 +77,12 @@ def evaluate_files(
 ) -> tuple[list[FileResult], Report]:
     """Evaluate ``config.model`` on each item of ``evaluation.data``, exactly the rows given (the first
     ``evaluation.rows`` of each).
-
-    Args:
-        write: called after each item with the results so far, so that nothing that goes wrong later can spoil them,
-            and with the config that has the picked template in it.
-        published: how rows are read that are as the benchmark's authors publish them; others are read as ever.
-        inputs: ``model``, ``tokenizer``, ``heldout`` (rows, under the name of the only item) and ``reward`` of a Python
-            caller, in place of what the config names.
-
-    Returns:
-        The results in the order of the items, and what ``write`` last returned.
-
-    Raises:
-        UserError: something in model, data or reward is wrong; rows that are too long are among it.
-    """
+    ``write``: called after each item with the results so far, so that nothing that goes wrong later can spoil them, and
+    with the config that has the picked template in it. ``published``: how rows are read that are as the benchmark's
+    authors publish them; others are read as ever. ``inputs``: ``model``, ``tokenizer``, ``heldout`` (rows, under the
+    name of the only item) and ``reward`` of a Python caller, in place of what the config names.
+    Returns the results in the order of the items, and what ``write`` last returned.
+    Raises UserError: something in model, data or reward is wrong; rows that are too long are among it."""
     listener.phase("loading tokenizer and data")
     inputs = inputs or RunOverrides()
     config = _keys_as_published(config, published) if published else config
@@ -98,18 +91,7 @@ def evaluate_files(
     prompts = {label_of(item): _prompts(prompting, item, listener, inputs) for item in items}
     if published and config.reward.kind in ("math", "exact"):  # any other may want the solution
         prompts = {file: _bare_answers(file, found, published, listener) for file, found in prompts.items()}
-    for line in settings_lines(prompting.config):
-        if inputs.reward is None or not line.startswith("reward"):
-            listener.phase(line)
-    first = next(iter(prompts.values()))[0]
-    answer = "" if first.answer is None else f", whose answer is {first.answer[:60]!r}"
-    listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}{answer}")
-    eaten = eaten_in(prompting.config.model_dump(mode="json"))
-    for said in (*eaten, *doubts(prompting, prompts)):
-        listener.warning(said)
-    for item in items if inputs.reward is None else ():
-        for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):
-            listener.warning(doubt)
+    _tell(prompting, prompts, listener, inputs)
     listener.phase("loading the model")
     wanted = max(map(len, prompts.values())) * config.evaluation.samples_per_prompt
     engine = load_engine(prompting, prompts, wanted, listener)
@@ -131,6 +113,24 @@ def evaluate_files(
         return results, written
 
     return run_async(run)
+
+
+def _tell(
+    prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]], listener: Listener, inputs: RunOverrides
+) -> None:
+    """How it is done, by the settings and the first prompt, and what may be wrong with rows and settings."""
+    for line in settings_lines(prompting.config):
+        if inputs.reward is None or not line.startswith("reward"):
+            listener.phase(line)
+    first = next(iter(prompts.values()))[0]
+    answer = "" if first.answer is None else f", whose answer is {first.answer[:60]!r}"
+    listener.phase(f"a prompt as the model sees it: {prompting.template.show(first)}{answer}")
+    eaten = eaten_in(prompting.config.model_dump(mode="json"))
+    for said in (*eaten, *doubts(prompting, prompts)):
+        listener.warning(said)
+    for item in prompting.config.evaluation.data if inputs.reward is None else ():
+        for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):
+            listener.warning(doubt)
 
 
 @contextlib.asynccontextmanager
@@ -176,7 +176,7 @@ def _keys_as_published(config: Config, published: Published) -> Config:
         row = _first_row(item) if (item.prompt_key or config.data.prompt_key) == usual else {}
         found = theirs in row and usual not in row
         items.append(item.model_copy(update={"prompt_key": theirs}) if found else item)
-    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"data": items})})
+    return with_values(config, {"evaluation.data": items})
 
 
 def _first_row(item: DataItem) -> Mapping[str, Any]:
@@ -238,10 +238,3 @@ def short_names(files: Sequence[str]) -> list[str]:
         seen[stem] += 1
         names.append(f"{stem}-{seen[stem]}" if again[stem] > 1 else stem)
     return names
-
-
-def _fingerprint(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

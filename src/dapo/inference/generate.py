@@ -52,12 +52,9 @@ def generate_responses(
 ) -> None:
     """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of ``evaluation.data``, whose
     answers are not needed. ``show`` is called with each response as soon as all before it are there; ``top_logprobs``
-    of the most likely tokens are reported at each place. ``model``, ``tokenizer``: loaded ones, used in place
-    of the config's.
-
-    Raises:
-        UserError: something in model or data is wrong.
-    """
+    of the most likely tokens are reported at each place. ``model``, ``tokenizer``: loaded ones, used in place of the
+    config's.
+    Raises UserError: something in model or data is wrong."""
     listener.phase("loading the tokenizer")
     prompting = load_prompting(config, model, tokenizer)
     prompts = _prompts(prompting, texts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config, load_config, nested
 from dapo.config.data import DataConfig, DataItem
-from dapo.config.reading import layered_config
+from dapo.config.reading import layered_config, with_values
 from dapo.config.secrets import require_secrets
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.evaluation.evaluate import stop_texts
@@ -41,10 +41,7 @@ class FoundModel:
 def find_model(name: str) -> FoundModel:
     """The model that ``name`` stands for: a folder in Hugging Face layout, a run folder (its last weights, which are
     model-after/ or else those of the last checkpoint), a checkpoint folder, or a name on the hub.
-
-    Raises:
-        ModelError: there is such a folder, but no model in it; or a path that leads nowhere.
-    """
+    Raises ModelError: there is such a folder, but no model in it; or a path that leads nowhere."""
     folder = Path(name).expanduser()
     if os.path.isfile(folder):  # noqa: PTH113  (the methods of Path raise for a name that is too long)
         raise ModelError(f"model {name}: is a file; name the folder that holds config.json and the weights")
@@ -110,10 +107,7 @@ def inference_config(
 ) -> Config:
     """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
     settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    Raises ConfigError: with every problem found."""
     trained = recipe or model.recipe
     from_recipe = load_config(trained).model_dump(include=_FROM_RECIPE, exclude_unset=True) if trained else {}  # type: ignore[arg-type]
     named = {"model": {"path": model.path}}
@@ -141,7 +135,7 @@ def settings_for(
     overrides: Sequence[str] = (),
 ) -> tuple[FoundModel, Config]:
     """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``options`` by the names that
-    messages tell (``--top-p`` or ``top_p``; None: not given), and all else as for :func:`inference_config`.
+    messages tell (``--top-p`` or ``top_p``; None or []: not given), and all else as for :func:`inference_config`.
     Raises UserError: there is no such model, or a setting is wrong."""
     from dapo.model.hub import require_at_hand
 
@@ -152,7 +146,7 @@ def settings_for(
     given: dict[str, Any] = {}
     where: dict[str, str] = {}
     for option, value in options.items():
-        if value is not None:
+        if value not in (None, []):
             name = option.lstrip("-").replace("-", "_")
             key = _OPTIONS.get(name, f"evaluation.{name}")
             given[key], where[key] = value, option
@@ -230,17 +224,13 @@ def with_template(config: Config, tokenizer: Any) -> Config:
     if "template" in config.data.model_fields_set:
         return config
     template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
-    return config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+    return with_values(config, {"data.template": template})
 
 
 def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> Prompting:
-    """Load the tokenizer, unless it is given, and choose the template (:func:`with_template`).
-    ``model``: a loaded one to use in place of the config's.
-
-    Raises:
-        ModelError: there is no such tokenizer.
-        ConfigError: a template was asked for that it does not have.
-    """
+    """Load the tokenizer, unless it is given, and choose the template (:func:`with_template`). ``model``: a loaded one
+    to use in place of the config's.
+    Raises ModelError: there is no such tokenizer; ConfigError: a template was asked for that it does not have."""
     from dapo.data.template import PromptTemplate
     from dapo.model.loading import embedding_rows, load_tokenizer
 
@@ -276,11 +266,8 @@ def load_engine(
 ) -> NativeEngine:
     """The model in an engine that is just large enough for ``prompts``, by the name of where they come from, and for
     ``samples`` at once.
-
-    Raises:
-        ModelError: not found, damaged or not supported.
-        DataError: a prompt and its response do not fit into the model's positions; names the row.
-    """
+    Raises ModelError: not found, damaged or not supported; DataError: a prompt and its response do not fit into the
+    model's positions; names the row."""
     import torch
 
     from dapo.checks.start import check_vocabulary, notice_generation_config

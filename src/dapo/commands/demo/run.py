@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,23 @@ from dapo.config.recipes import recipe_path
 from dapo.errors import ConfigError
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
-from dapo.records import Group
+from dapo.records import Group, Prompt
 from dapo.util.files import follow_umask, json_line, write_atomic
 from dapo.util.process import Shutdown
 
 SIZES = {"heldout": 1000, "exam": 300, "train": 4000, "warmup": 30000}
-SHOWN = 3
+DATA_FILES = {"data.train": "train.jsonl", "evaluation.data": "heldout.jsonl"}
+SHOWN, WHEN = 3, ("before", "after")
 
 
 def run_demo(
-    overrides: Sequence[str],
-    listener: Listener,
-    console: Console | None = None,
-    shutdown: Shutdown | None = None,
+    overrides: Sequence[str], listener: Listener, console: Console | None = None, shutdown: Shutdown | None = None
 ) -> dict[str, Any]:
     """Make a world, warm a model up in it, train it as the recipe says, and show before and after.
 
     ``overrides`` are for the recipe; ``seed=7`` is another world, another model and another run.
     Returns the summary, as in ``summary.json``."""
-    recipe = recipe_path("cpu-demo")
-    config = load_config(recipe, [f"{key}={value}" for key, value in _places(recipe, overrides).items()] + [*overrides])
-    if not config.evaluation.data:
-        raise ConfigError("evaluation.data: the demo compares before and after on held-out rows, so it needs some")
+    config = demo_config("cpu-demo", overrides, _world, {"model.path": "model", **DATA_FILES})
     folder = RunFolder.create(config, tell=listener.warning)
     started = time.perf_counter()
     with ExitStack() as lock:  # held all the time, so that who looks at the run sees one that is going on
@@ -66,18 +61,30 @@ def run_demo(
     folder.write_summary(summary)
     if console is not None:
         assert experiment.before is not None and experiment.after is not None  # the demo has held-out rows
-        shuffled = config.data.shuffle_answers
-        show(console, summary, experiment.before.groups, experiment.after.groups, shuffled)
+        show_change(
+            console,
+            f"on {summary['heldout_rows']:,} held-out expressions",
+            [("right answers", *(f"{summary[f'greedy_{when}']:.1%}" for when in WHEN)), response_lengths(summary)],
+            ["from left to right, every step modulo 10:"],
+            (experiment.before.groups, experiment.after.groups),
+            lambda prompt: Text.assemble(("prompt ", "dim"), prompt.text, ("  answer ", "dim"), str(prompt.answer)),
+            f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward "
+            f"saw the final answer only.\n{files_of(summary)}\n{_control(config.data.shuffle_answers)}",
+            summary["run_dir"],
+        )
     return summary
 
 
-def _places(recipe: Path, overrides: Sequence[str]) -> dict[str, str]:
-    world = _world(load_config(recipe, overrides))
-    return {
-        "model.path": str(world / "model"),
-        "data.train": str(world / "train.jsonl"),
-        "evaluation.data": str(world / "heldout.jsonl"),
-    }
+def demo_config(
+    recipe_name: str, overrides: Sequence[str], world: Callable[[Config], Path], files: Mapping[str, str]
+) -> Config:
+    """The recipe with ``overrides``, whose ``files`` by key lie in the ``world`` of its seed."""
+    recipe = recipe_path(recipe_name)
+    folder = world(load_config(recipe, overrides))
+    config = load_config(recipe, [*(f"{key}={folder / file}" for key, file in files.items()), *overrides])
+    if not config.evaluation.data:
+        raise ConfigError("evaluation.data: the demo compares before and after on held-out rows, so it needs some")
+    return config
 
 
 def _world(config: Config) -> Path:
@@ -88,8 +95,7 @@ def _world(config: Config) -> Path:
 def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     """Data, tokenizer and a warmed-up model, all from the run's seed, in ``folder``.
 
-    No two of the sets (warm-up, its exam, training, held-out) share an expression.
-    """
+    No two of the sets (warm-up, its exam, training, held-out) share an expression."""
     import torch
 
     from dapo.model.export import export_model
@@ -125,32 +131,39 @@ def _row(expression: Expression) -> str:
     return json_line({"prompt": expression.prompt, "answer": expression.answer})
 
 
-def show(
-    console: Console, summary: dict[str, Any], before: Sequence[Group], after: Sequence[Group], shuffled: bool
+def response_lengths(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    return "response length, tokens", *(f"{summary[f'response_length_{when}']:.1f}" for when in WHEN)
+
+
+def files_of(summary: Mapping[str, Any]) -> str:
+    return f"run folder: {summary['run_dir']} (metrics.jsonl, samples/, model-before/, model-after/)"
+
+
+def show_change(
+    console: Console,
+    title: str,
+    rows: Iterable[Sequence[str]],
+    notes: Iterable[str],
+    groups: tuple[Sequence[Group], Sequence[Group]],
+    question: Callable[[Prompt], Text],
+    last: str,
+    root: str,
 ) -> None:
-    table = Table(f"on {summary['heldout_rows']:,} held-out expressions", "before RL", "after RL", title="What changed")
-    table.add_row("right answers", f"{summary['greedy_before']:.1%}", f"{summary['greedy_after']:.1%}")
-    table.add_row(
-        "response length, tokens",
-        f"{summary['response_length_before']:.1f}",
-        f"{summary['response_length_after']:.1f}",
-    )
+    """A table of numbers before and after, some responses (``groups``: before and after), and where all of it is."""
+    table = Table(title, "before RL", "after RL", title="What changed")
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
-    console.print("from left to right, every step modulo 10:", style="dim")
-    for was, now in list(zip(before, after, strict=True))[:SHOWN]:
-        console.print(Text.assemble(("prompt ", "dim"), was.prompt.text, ("  answer ", "dim"), str(was.prompt.answer)))
-        for label, group in (("before", was), ("after", now)):
+    for note in notes:
+        console.print(note, style="dim")
+    for several in list(zip(*groups, strict=True))[:SHOWN]:
+        console.print(question(several[0].prompt))
+        for label, group in zip(WHEN, several, strict=True):
             sample = group.samples[0]
             mark = ("right", "green") if sample.verdict.correct else ("wrong", "red")
-            console.print(Text.assemble((f"  {label:>6} ", "dim"), sample.text, "  ", mark))
-    root = summary["run_dir"]
-    console.print(
-        f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward saw "
-        f"the final answer only.\nrun folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)\n"
-        f"{_control(shuffled)}\nlook at it in a browser: {page_command(root)}",
-        highlight=False,
-        soft_wrap=True,
-    )
+            console.print(Text.assemble((f"  {label:>6} ", "dim"), " ".join(sample.text.split()), "  ", mark))
+    program = ".venv/bin/dapo" if "MAKELEVEL" in os.environ else "dapo"  # as whoever called the demo has to type it
+    console.print(f"{last}\nlook at it in a browser: {program} ui {root}", highlight=False, soft_wrap=True)
 
 
 def _control(shuffled: bool) -> str:
@@ -159,9 +172,3 @@ def _control(shuffled: bool) -> str:
     control = "data.shuffle_answers=true run.dir=runs/cpu-demo-shuffled"
     command = f"make demo ARGS='{control}'" if "MAKELEVEL" in os.environ else f"dapo demo {control}"
     return f"the control, in which the rewarded answers are shuffled: {command}"
-
-
-def page_command(root: str) -> str:
-    """What opens a run's page, as it has to be typed by whoever called the demo."""
-    program = ".venv/bin/dapo" if "MAKELEVEL" in os.environ else "dapo"
-    return f"{program} ui {root}"

@@ -78,8 +78,7 @@ def make_model(seed: int, vocabulary: int) -> Any:
 
     Two settings are made for its size and its short texts, and decide whether the warm-up learns to copy operands
     within a minute or, with some seeds, not at all (docs/decisions/0007-demo.md): initial weights as wide as its width
-    asks for, and position frequencies that tell neighbours apart.
-    """
+    asks for, and position frequencies that tell neighbours apart."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -81,8 +81,7 @@ class WordProblem:
 def split_pairs(rng: np.random.Generator) -> tuple[list[Pair], list[Pair]]:
     """All pairs of different numbers, the smaller one first: ``(training, held out)``.
 
-    Pairs that may be multiplied are split on their own, so that each side has its share of them.
-    """
+    Pairs that may be multiplied are split on their own, so that each side has its share of them."""
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a < b]
     sides: tuple[list[Pair], list[Pair]] = ([], [])
     for kind in ([p for p in pairs if p[1] <= SMALL], [p for p in pairs if p[1] > SMALL]):
@@ -123,8 +122,7 @@ def score(response: str, answer: str) -> Reward:
     """+1 if the number after the last "Answer:" is ``answer``, -1 otherwise (Eq. 7).
 
     Parts, each 0 or 1: ``answer_found``, whether there is a whole number after an "Answer:" (the format);
-    ``last_number``, whether the last number of the response, however it is written there, is right (the reasoning).
-    """
+    ``last_number``, whether the last number of the response, however it is written there, is right (the reasoning)."""
     stated = _ANSWER.findall(response)
     extracted = stated[-1].replace(",", "") if stated else None
     numbers = _NUMBER.findall(response)

@@ -182,8 +182,7 @@ def difference(one: Difference) -> str:
 
 def _changed(was: Any, now: Any) -> str:
     if isinstance(was, Mapping) and isinstance(now, Mapping):  # two rewards
-        parts = [f"{key} {was[key]!r}, now {now.get(key)!r}" for key in was if was[key] != now.get(key)]
-        return "; ".join(parts)
+        return "; ".join(f"{key} {was[key]!r}, now {now.get(key)!r}" for key in was if was[key] != now.get(key))
     return f"recorded {was!r}, now {now!r}"
 
 
@@ -213,28 +212,17 @@ def _print_tokens(sample: Mapping[str, Any]) -> None:
     console = Terminal()
     if not console.is_terminal:
         console = Terminal(width=200)  # nothing is cut for a file
-    console.print(
-        f"sample {sample['draw']}:{sample['index']} of row {sample['row']}, {sample['status']}, in {where}",
-        markup=False,
-        highlight=False,
-    )
+    title = f"sample {sample['draw']}:{sample['index']} of row {sample['row']}, {sample['status']}, in {where}"
+    console.print(title, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "token", "id", "p engine", "p trainer", "ratio", "advantage", "clip", "loss", "entropy"):
         table.add_column(name, justify="left" if name in ("token", "clip") else "right", no_wrap=True)
     for place, one in enumerate(sample["tokens"]):
         clip = one.get("clip") or ("not in the loss" if one.get("in_loss") is False else "")
-        cells = [
-            str(place),
-            visible(one["text"]).replace("\n", "\\n"),
-            str(one["token"]),
-            _probability(one["engine_logprob"]),
-            _probability(one.get("trainer_logprob")),
-            _number(one.get("ratio")),
-            _number(one.get("advantage")),
-            clip,
-            _number(one.get("loss")),
-            _number(one.get("entropy")),
-        ]
+        ratio, advantage, *others = (_number(one.get(name)) for name in ("ratio", "advantage", "loss", "entropy"))
+        chances = (_probability(one.get(f"{whose}_logprob")) for whose in ("engine", "trainer"))
+        text = visible(one["text"]).replace("\n", "\\n")
+        cells = [str(place), text, str(one["token"]), *chances, ratio, advantage, clip, *others]
         table.add_row(*(Text(cell, style="red" if one.get("clip") else "") for cell in cells))
     console.print(table)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,11 @@ class Difference:
         place = {"draw": self.draw, "index": self.index, "update": self.update}
         known = {name: value for name, value in place.items() if value is not None}
         return {"what": self.what, **known, "recorded": self.recorded, "recomputed": self.recomputed}
+
+
+def faults(found: Iterable[tuple[int, int, str]], prefix: str = "") -> Iterator[Difference]:
+    """Of samples, by draw and index, that were changed after they were written."""
+    yield from (Difference(f"{prefix}{fault}", draw=draw, index=index) for draw, index, fault in found)
 
 
 def compare_groups(recorded: Sequence[Group], again: Sequence[Group]) -> Iterator[Difference]:
@@ -157,12 +162,8 @@ def reports_differ(
     recorded: Mapping[str, Any], made: Mapping[str, Any], tolerance: float, update: int | None
 ) -> Iterator[Difference]:
     """Where numbers of an update are not what was recorded.
-
-    Args:
-        recorded: by name; only names in both are compared.
-        tolerance: relative; 0: to the bit.
-        update: which one, or None for means over the step.
-    """
+    ``recorded``: by name; only names in both are compared. ``tolerance``: relative; 0: to the bit. ``update``: which
+    one, or None for means over the step."""
     for name, now in made.items():
         was = recorded.get(name)
         if name in recorded and not _close(was, now, tolerance):

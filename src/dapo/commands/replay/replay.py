@@ -11,25 +11,25 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dapo.commands.replay.machine import device_here, other_threads
 from dapo.commands.replay.recompute import (
     Difference,
     compare_decisions,
     compare_groups,
     compare_versions,
+    faults,
     planned_updates,
     reports_differ,
     sample_as_json,
 )
 from dapo.commands.replay.stored import StoredStep, differing_texts, read_step
 from dapo.commands.replay.tokens import gradient_norms, place_in, stored_tokens, traced_tokens
-from dapo.commands.replay.weights import Rerun, find_start, flat_report
+from dapo.commands.replay.weights import Rerun, device_here, find_start, flat_report, other_threads
 from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
@@ -55,8 +55,7 @@ class Replay:
     ``tolerance``: relative, for what the weights were needed for; 0: compared to the bit. ``start``: the kept weights,
     and ``rerun`` the steps whose updates were made again from there. ``samples``: of those trained on, from reward to
     advantage. ``updates``: planned, and where they could be made again with their numbers. ``tokens``: of the sample
-    asked for. ``missing``: what could not be made again, and why. ``notes``: what else to know.
-    """
+    asked for. ``missing``: what could not be made again, and why. ``notes``: what else to know."""
 
     run: str
     step: int
@@ -68,16 +67,13 @@ class Replay:
     rerun: list[int] = field(default_factory=list)
     rewards: dict[str, Any] | None = None
     sample: dict[str, Any] | None = None
-    differences: list[Difference] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        names = [name for name in self.__dataclass_fields__ if name != "differences"]
-        return {
-            **{name: getattr(self, name) for name in names},
-            "differences": [difference.as_json() for difference in self.differences],
-        }
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return found | {"differences": [difference.as_json() for difference in self.differences]}
 
 
 def replay(
@@ -90,16 +86,10 @@ def replay(
     phase: Callable[[str], None] = lambda text: None,
 ) -> Replay:
     """Make a rollout step again.
-
-    Args:
-        step: from 1, as in ``samples/``.
-        update: of the step, from 0: only this one is reported; None: all of them.
-        sample: draw and index of the one whose tokens are wanted.
-        gradients: per update, for so many samples the gradient norm; one backward pass each.
-        rewards: score the samples again, which may cost calls of a judge.
-
-    Raises:
-        UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
+    ``step``: from 1, as in ``samples/``. ``update``: of the step, from 0: only this one is reported; None: all of them.
+    ``sample``: draw and index of the one whose tokens are wanted. ``gradients``: per update, for so many samples the
+    gradient norm; one backward pass each. ``rewards``: score the samples again, which may cost calls of a judge.
+    Raises UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
     """
     view = RunView.read(root)
     of_step = partial(config_of_step, load_config(view.folder.config), view.changes)
@@ -123,8 +113,7 @@ def replay(
         samples=[sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
         updates=planned if update is None else [planned[update]],
     )
-    for draw, index, fault in stored.faults:
-        found.differences.append(Difference(fault, draw=draw, index=index))
+    found.differences += faults(stored.faults)
     decode = _check_texts(found, view, stored, config)
     found.differences += compare_decisions(stored, config)
     _check_versions(found, view, stored, config)
@@ -212,8 +201,7 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
         found.missing.append(f"texts of tokens: {folder} holds no tokenizer that can be loaded: {error}")
         return lambda token: ""
     if stored.no_tokens is None:
-        for draw, index, fault in differing_texts(stored, template.decode):
-            found.differences.append(Difference(fault, draw=draw, index=index))
+        found.differences += faults(differing_texts(stored, template.decode))
     return lambda token: template.text([token])
 
 
@@ -248,11 +236,8 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
         return
     (change,) = changes
     found.rewards = {"samples": change.samples, "changed": len(change.changes)}
-    for one in change.changes:
-        told = one.as_json()
-        found.differences.append(
-            Difference("reward", told["before"], told["after"], draw=told["draw"], index=told["index"])
-        )
+    told = [one.as_json() for one in change.changes]
+    found.differences += [Difference("reward", t["before"], t["after"], t["draw"], t["index"]) for t in told]
 
 
 # --- with weights -------------------------------------------------------------------------------------------------

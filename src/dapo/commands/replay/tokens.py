@@ -22,11 +22,8 @@ from dapo.training.policy import Policy
 
 def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, count: int) -> list[dict[str, Any]]:
     """Loss and gradient norm of single samples: their parts of the sums that the update adds up.
-
-    Args:
-        policy: with the weights before the update.
-        count: look at so many, those first whose tokens weigh most (weight times advantage); one backward pass each.
-    """
+    ``policy``: with the weights before the update. ``count``: look at so many, those first whose tokens weigh most
+    (weight times advantage); one backward pass each."""
     batch, inputs = update.batch, update.inputs
     stakes = (inputs.weights * inputs.advantages.abs().nan_to_num()).double()
     by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=stakes.device)
@@ -75,11 +72,7 @@ def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, numb
     """What the objective makes of each token of a sample: ``trainer_logprob``, ``ratio`` (to the proximal policy),
     ``advantage``, ``importance``, ``in_loss``, ``clip`` (``low``, ``high``, ``dual`` or None), ``entropy`` in nats and
     ``loss``, its contribution to the loss of the update.
-
-    Args:
-        policy: with the weights before the update.
-        number: of the sample in the update's batch.
-    """
+    ``policy``: with the weights before the update. ``number``: of the sample in the update's batch."""
     part, inputs = _alone(update, number)
     if not part.num_response_tokens:
         return []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -45,6 +45,15 @@ Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an 
 
 def is_setting(word: str) -> bool:
     return "=" in word and not Path(word).exists()
+
+
+SAMPLING = ("samples", "temperature", "top_p", "min_p", "stop", "max_tokens")
+"""Options of the commands that sample, by the names of their parameters."""
+
+
+def given_options(parameters: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """What a command was given for its options of these names, by what messages call them; None: nothing."""
+    return {f"--{name.replace('_', '-')}": parameters[name] for name in names}
 
 
 def files_and_settings(words: Sequence[str] | None) -> tuple[list[str], list[str]]:
