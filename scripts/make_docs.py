@@ -13,8 +13,8 @@ from typing import get_args, get_origin
 from pydantic import BaseModel
 
 from dapo.config import Config
-from dapo.config.section import section_types
 from dapo.config.reference import Key, key_of, keys_of
+from dapo.config.section import section_types
 from dapo.observe.metrics import METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"

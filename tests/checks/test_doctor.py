@@ -22,7 +22,7 @@ from dapo.checks import rows as prompt_rows
 from dapo.checks.context import CheckContext, NotAtHand
 from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
 from dapo.checks.finding import Finding, exit_code
-from dapo.checks.reading import as_batch
+from dapo.checks.sampling import as_batch
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config

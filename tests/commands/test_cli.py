@@ -23,7 +23,7 @@ from dapo.commands.shared.options import files_and_settings
 from dapo.commands.train import _longer as longer
 from dapo.commands.train import next_commands
 from dapo.config import build_config, load_config
-from dapo.config.recipes import recipe_path
+from dapo.config.plan import recipe_path
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
 from dapo.rollout.engine import NotFiniteError
 

@@ -237,7 +237,7 @@ def test_what_would_change_the_logits_is_refused_by_name_and_says_why(message: M
 
 def test_refused_names_are_keys_nowhere_and_belong_to_sampling_only(message: Message) -> None:
     """Elsewhere such a name is an unknown key like another."""
-    from dapo.config.processors import PROCESSORS, TRUNCATIONS
+    from dapo.config.messages import PROCESSORS, TRUNCATIONS
 
     assert not {key.rpartition(".")[2] for key in all_keys()} & (PROCESSORS | TRUNCATIONS)
     assert "is refused" in message(RECIPE + "repetition_penalty: 1.1\n")

@@ -14,7 +14,7 @@ from data_cases import read, source, write
 import dapo.data.text
 from dapo.config.data import DataItem
 from dapo.data.cache import cache_folder, cached
-from dapo.data.tables import open_table
+from dapo.data.parts import open_table
 from dapo.errors import DataError
 
 ROWS = [{"prompt": f"p{k}é", "answer": k + 0.5, "x": {"y": [k]}} for k in range(50)]

@@ -96,10 +96,8 @@ def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding
     # what the reward's own check finds by itself is left to it: no answer is right, or none can be read
     silent = marker.startswith("<") if reward.kind == "math" else isinstance(reward, ExactReward) and not reward.after
     if len(marked) > len(prompts) / 2 and silent:
-        found = (
-            f"{len(marked)} of {len(prompts)} answers begin with {marker!r}, such as row {marked[0].row + 1}: "
-            f"{(marked[0].answer or '')[:60]!r}; a response with the answer alone would be wrong"
-        )
+        found = f"{len(marked)} of {len(prompts)} answers begin with {marker!r}, such as row {marked[0].row + 1}: "
+        found += f"{(marked[0].answer or '')[:60]!r}; a response with the answer alone would be wrong"
         yield data_warning("answers", found, strip_marker(config, marker))
         return
     long = [p for p in prompts if p.answer is not None and (len(p.answer) > 100 or "####" in p.answer.strip()[1:])]

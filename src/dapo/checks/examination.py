@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dapo.checks.context import CheckContext, NotAtHand
 from dapo.checks.finding import Area, Finding, area_of
-from dapo.config.plan import remedy
-from dapo.config.recipes import demo_of, existing_recipe
+from dapo.config.plan import demo_of, existing_recipe, remedy
 from dapo.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All checks, what others need first. Loads torch."""
-    from dapo.checks import memory, model, reading, rewards, rows, sampling, settings
+    from dapo.checks import memory, model, rewards, rows, sampling, settings
 
     return [
         Entry("settings", "recipe", settings.check_settings),
@@ -63,7 +62,7 @@ def entries() -> list[Entry]:
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
         Entry("weights", "model", model.check_weights, 300.0),
-        Entry("reading", "model", reading.check_reading, 120.0),
+        Entry("reading", "model", sampling.check_reading, 120.0),
         Entry("agreement", "model", sampling.check_agreement, 120.0),
         Entry("probe", "data", sampling.check_probe, sampling.PROBE_SECONDS + 30.0),
     ]

@@ -11,16 +11,9 @@ from dapo.checks.finding import Finding
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, first_line
+from dapo.model import loading
 from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
-from dapo.model.loading import (
-    check_supported,
-    context_limit,
-    load_tokenizer,
-    read_config,
-    stop_token_ids,
-    with_generation_config,
-)
 from dapo.model.placement import device_of, set_threads
 from dapo.observe.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
@@ -48,7 +41,7 @@ def check_tokenizer(context: CheckContext) -> Iterator[Finding]:
             yield absent
         return
     try:
-        context.tokenizer = load_tokenizer(name, config.model.trust_remote_code)
+        context.tokenizer = loading.load_tokenizer(name, config.model.trust_remote_code)
     except ModelError as error:
         if config.model.tokenizer is not None or Path(name).is_dir():  # else the model's own line says it
             yield Finding("model", "tokenizer", "fail", str(error), "model.tokenizer=FOLDER, or a name on the hub")
@@ -83,12 +76,12 @@ def check_architecture(context: CheckContext) -> Iterator[Finding]:
         if absent:
             yield absent
             return
-        found = read_config(name, config.model.trust_remote_code)
+        found = loading.read_config(name, config.model.trust_remote_code)
     except ModelError as error:
         yield Finding("model", "model", "fail", f"model.path: {first_line(error)}", fix)
         return
     try:
-        check_supported(found)
+        loading.check_supported(found)
     except ModelError as error:
         yield Finding("model", "architecture", "fail", str(error), "a model that docs/models.md names")
         return
@@ -123,8 +116,9 @@ def check_context(context: CheckContext) -> Iterator[Finding]:
         text, _, fix = str(error).rpartition("; ")
         yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
         return
-    data, rollout, positions = context.config.data, context.config.rollout, context_limit(found) or "any number of"
-    text = f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into {positions}"
+    prompt, response = context.config.data.max_prompt_length, context.config.rollout.max_response_length
+    positions = loading.context_limit(found) or "any number of"
+    text = f"{prompt} prompt and {response} response tokens fit into {positions}"
     yield Finding("model", "context", "pass", f"{text} positions")
 
 
@@ -133,7 +127,7 @@ def check_tokens(context: CheckContext) -> Iterator[Finding]:
     config = context.config
     if context.template is not None:
         context.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
-    owner = context.model or with_generation_config(shape, config.model.path)
+    owner = context.model or loading.with_generation_config(shape, config.model.path)
     heard = _Heard()
     try:
         check_vocabulary(owner, tokenizer, config, heard)
@@ -154,7 +148,7 @@ def check_tokens(context: CheckContext) -> Iterator[Finding]:
     empty = max(0, rows - len(tokenizer))
     more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
-    yield from _stop_tokens(context, owner, stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
+    yield from _stop_tokens(context, owner, loading.stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
     yield from _padding(context, rows)
     notice_generation_config(owner, said := _Heard())
     for text in said.warnings:
@@ -170,7 +164,7 @@ def _of_another_model(context: CheckContext, rows: int) -> str | None:
     if config.model.tokenizer is None:
         return None
     try:
-        own = load_tokenizer(config.model.path, config.model.trust_remote_code).get_vocab()
+        own = loading.load_tokenizer(config.model.path, config.model.trust_remote_code).get_vocab()
     except ModelError:  # it has none, which is why another one is named
         return None
     given = tokenizer.get_vocab()

@@ -206,7 +206,7 @@ async def verify_within(config: Config, scorer: Scorer, prompts: Sequence[Prompt
 
 
 async def _on_answers(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> list[Finding]:
-    best: tuple[str, Scored] | None = None
+    best: tuple[str, list[tuple[Prompt, str, Reward]]] | None = None
     for name, write in forms_of(config.reward):
         written = [(prompt, text) for prompt in prompts if (text := write(prompt)) is not None]
         if not written:
@@ -273,10 +273,8 @@ async def _with_verdicts(config: Config, scorer: Scorer, form: str, scored: Scor
     if right < count:
         prompt, text, reward = next(item for item in scored if item[2].correct is not True)
         said = "" if reward.extracted is None else f" (it read {reward.extracted[:60]!r})"
-        told = (
-            f"{count - right} of {count} reference answers ({form}) are not right, such as row {prompt.row + 1}: "
-            f"{text[:80]!r}{said}"
-        )
+        told = f"{count - right} of {count} reference answers ({form}) are not right, such as row {prompt.row + 1}: "
+        told += f"{text[:80]!r}{said}"
         status: Any = "fail" if known and right <= count / 2 else "warn"
         found = [Finding("reward", "gold-is-right", status, told, _mend_gold(config, prompt))]
         if not right:  # a reward that calls nothing right says nothing by calling others wrong
@@ -293,10 +291,8 @@ async def _with_verdicts(config: Config, scorer: Scorer, form: str, scored: Scor
     if wrongly:
         prompt, text = wrongly[0]
         also = f"; {empty_right} empty responses are right, too" if empty_right else ""
-        told = (
-            f"{len(wrongly)} of {len(pairs)} answers of other rows are right, such as {text[:60]!r} for row "
-            f"{prompt.row + 1} with answer {(prompt.answer or '')[:60]!r}{also}"
-        )
+        told = f"{len(wrongly)} of {len(pairs)} answers of other rows are right, such as {text[:60]!r} for row "
+        told += f"{prompt.row + 1} with answer {(prompt.answer or '')[:60]!r}{also}"
         often = len(wrongly) > len(pairs) / 2
         return [*found, Finding("reward", "shuffled-is-wrong", "fail" if often else "warn", told, fix)]
     if pairs:

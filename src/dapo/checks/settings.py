@@ -211,29 +211,23 @@ def check_run_folder(context: CheckContext) -> Iterator[Finding]:
     run = context.config.run
     folder = Path(run.dir or "runs/run")
     taken = folder.is_dir() and any(folder.iterdir())
-    if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
-        text = f"{folder} holds files that are not a run's, and is not renamed"
-        yield Finding("machine", "run-folder", "fail", text, f"run.dir={folder}-2")
-        return
-    if taken and run.if_exists == "fail":
-        fix = f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run"
-        yield Finding("machine", "run-folder", "fail", f"{folder} exists already", fix)
-        return
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir():
-        text = f"{folder} would lie in {above}, which is a file"
-        yield Finding("machine", "run-folder", "fail", text, "run.dir=FOLDER elsewhere")
-        return
-    parent = _nearest(folder)
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        text = f"cannot write to {parent}: {error.strerror or error}"
-        yield Finding("machine", "run-folder", "fail", text, "run.dir=FOLDER on another disk")
-        return
     note = " (the one there is kept under another name)" if taken else ""
-    yield Finding("machine", "run-folder", "pass", f"{folder} can be written{note}")
+    text, fix = f"{folder} can be written{note}", ""
+    if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
+        text, fix = f"{folder} holds files that are not a run's, and is not renamed", f"run.dir={folder}-2"
+    elif taken and run.if_exists == "fail":
+        text = f"{folder} exists already"
+        fix = f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run"
+    elif not above.is_dir():
+        text, fix = f"{folder} would lie in {above}, which is a file", "run.dir=FOLDER elsewhere"
+    else:
+        try:
+            with tempfile.TemporaryFile(dir=above):
+                pass
+        except OSError as error:
+            text, fix = f"cannot write to {above}: {error.strerror or error}", "run.dir=FOLDER on another disk"
+    yield Finding("machine", "run-folder", "fail" if fix else "pass", text, fix)
 
 
 def _nearest(folder: Path) -> Path:
@@ -245,28 +239,23 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
 
     Checkpoints: 12 bytes a parameter that is trained (float32 weights and Adam's two moments), as many as are kept
     (``run.keep_last``, the best one, and the one being written before an old one goes), and weights before and after
-    training at 4.
-    Samples: at most 4 bytes of text for each token that can be drawn."""
+    training at 4. Samples: at most 4 bytes of text for each token that can be drawn."""
     config = context.config
     trained = trained_of(context.need(context.shape, "model"))
     free = shutil.disk_usage(_nearest(Path(config.run.dir or "runs/run"))).free
-    kept = _checkpoints_kept(config)
-    one = checkpoint_bytes(trained)
+    kept, one, samples = _checkpoints_kept(config), checkpoint_bytes(trained), _samples_bytes(config)
     needed = kept * one + 2 * 4 * trained
     text = f"{kept} checkpoints of {gib(one)} and weights before and after take {gib(needed)}, {gib(free)} are free"
     if needed > free:
         fits = max(1, (free - 2 * 4 * trained) // one - 2)
         fix = f"run.keep_last={fits} run.keep_best=false" if kept - 2 > fits and free > 4 * one else "free some"
         yield Finding("machine", "disk", "fail", text, f"{fix}, or run.dir=FOLDER on a larger disk")
-        return
-    samples = _samples_bytes(config)
-    if needed + samples > free:
-        text += f"; samples may take up to {gib(samples)} more"
+    elif needed + samples > free:
         fix = "run.save_samples=0.1 (a share) or false, or run.dir=FOLDER on a larger disk"
-        yield Finding("machine", "disk", "warn", text, fix)
-        return
-    also = f"; samples at most {gib(samples)}" if samples > GIB else ""
-    yield Finding("machine", "disk", "pass", text + also)
+        yield Finding("machine", "disk", "warn", f"{text}; samples may take up to {gib(samples)} more", fix)
+    else:
+        also = f"; samples at most {gib(samples)}" if samples > GIB else ""
+        yield Finding("machine", "disk", "pass", text + also)
 
 
 def _checkpoints_kept(config: Config) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dapo.config import Config
-from dapo.config.processors import GENERATION_CONFIG
+from dapo.config.messages import GENERATION_CONFIG
 from dapo.data.source import PromptSource
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.model.loading import POSITIONS_STATED, context_limit, named_stop_ids

@@ -167,9 +167,8 @@ def _measure(config: Config, tokenizer: str | None, recipe: Path | None, templat
 def _answers(config: Config, item: DataItem) -> list[str]:
     """What a training would warn of in a file's answers, from a look at some of the rows that can be read."""
     from dapo.checks.answers import LOOKED_AT, doubts_about, spread
-    from dapo.data.parts import Part, Rows, keys_of
+    from dapo.data.parts import Part, Rows, keys_of, open_table
     from dapo.data.rows import BadRow
-    from dapo.data.tables import open_table
     from dapo.records import Prompt
 
     rows = Rows([Part(open_table(item), keys_of(item, config.data, answer_required=False), item.path)])

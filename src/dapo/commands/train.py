@@ -47,7 +47,7 @@ def train(
 ) -> None:
     """Train a model as RECIPE says."""
     with errors_for_people(debug, output_is_result=dry_run):
-        from dapo.config.recipes import existing_recipe
+        from dapo.config.plan import existing_recipe
         from dapo.config.secrets import require_secrets
         from dapo.observe.run_folder import RunFolder
 

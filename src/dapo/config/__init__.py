@@ -5,7 +5,6 @@ and a working value proposed. Defaults are the paper's (arXiv 2503.14476) and, w
 Names of sizes say what they count: prompts, samples, groups or tokens.
 """
 
-from dapo.config.checks import warnings_for
 from dapo.config.compose import ComposeReward, MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
 from dapo.config.messages import all_keys
@@ -22,31 +21,9 @@ from dapo.config.reward import (
     ServerReward,
 )
 from dapo.config.sections import EvaluationConfig, TrainingConfig
-from dapo.config.tree import Config
+from dapo.config.tree import Config, warnings_for
 
-__all__ = [
-    "CodeReward",
-    "ComposeReward",
-    "Config",
-    "DataConfig",
-    "EvaluationConfig",
-    "ExactReward",
-    "FunctionReward",
-    "HttpReward",
-    "JudgeReward",
-    "KServeReward",
-    "MathReward",
-    "ModelReward",
-    "MonitorConfig",
-    "RewardConfig",
-    "ServerReward",
-    "TrainingConfig",
-    "all_keys",
-    "build_config",
-    "flat",
-    "load_config",
-    "load_reward",
-    "load_yaml",
-    "nested",
-    "warnings_for",
-]
+__all__ = ["CodeReward", "ComposeReward", "Config", "DataConfig", "EvaluationConfig", "ExactReward", "FunctionReward"]
+__all__ += ["HttpReward", "JudgeReward", "KServeReward", "MathReward", "ModelReward", "MonitorConfig", "RewardConfig"]
+__all__ += ["ServerReward", "TrainingConfig", "all_keys", "build_config", "flat", "load_config", "load_reward"]
+__all__ += ["load_yaml", "nested", "warnings_for"]

@@ -5,13 +5,13 @@ Shown at the start of a run and by ``--dry-run``, because sizes multiply and the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dapo.config import Config
 from dapo.config.data import DataItem, names_a_data_set
-from dapo.config.recipes import demo_of
-from dapo.errors import DataError
+from dapo.config.tree import Config
+from dapo.errors import ConfigError, DataError
 from dapo.util.terminal import counted
 
 MINUTES = "minutes of steps, at most"
@@ -127,3 +127,34 @@ def _rows(items: list[DataItem], limit: int | None) -> int | None:
 
 def steps_that_fit(minutes: float, used: float, seconds: float) -> int:
     return max(0, int((60 * minutes - used) // seconds))
+
+
+_INSTALLED = Path(__file__).parents[1] / "shipped_recipes"
+_CHECKOUT = Path(__file__).parents[3] / "recipes"
+
+
+def shipped_recipes() -> list[Path]:
+    return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
+
+
+def _by_name() -> dict[str, Path]:
+    return {path.stem: path for path in shipped_recipes()}
+
+
+def existing_recipe(recipe: str | Path) -> Path:
+    """``recipe``, or where there is no such file and it is only the name of a shipped one, that one's file."""
+    return Path(recipe) if os.path.exists(recipe) else _by_name().get(str(recipe), Path(recipe))  # noqa: PTH110
+
+
+def demo_of(recipe: Path) -> str | None:
+    """The command that makes model and data of a shipped recipe; None for a recipe of the user's."""
+    commands = {"cpu-demo": "dapo demo", "cpu-smollm2": "dapo demo word-problems"}
+    return commands.get(recipe.stem) if recipe.resolve() in (path.resolve() for path in shipped_recipes()) else None
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a shipped recipe, such as ``cpu-demo``. Raises ConfigError: there is none of this name."""
+    known = _by_name()
+    if name not in known:
+        raise ConfigError(f"no recipe {name!r} comes with dapo; there are: {', '.join(known)}")
+    return known[name]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from dapo.config.compose import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
 from dapo.config.messages import explain, fields_at
-from dapo.config.recipes import existing_recipe, shipped_recipes
+from dapo.config.plan import existing_recipe, shipped_recipes
 from dapo.config.secrets import require_secrets
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
@@ -281,9 +281,7 @@ def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return str(error) or type(error).__name__
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
 
 
 def _unshared(node: Any, depth: int = 0) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dapo.data.cache import cache_folder, cached, can_be_written_to, file_key
+from dapo.data.parts import Table
 from dapo.data.rows import BadRow
-from dapo.data.tables import Table
 from dapo.errors import DataError, first_line, install
 from dapo.util.files import file_hash
 

@@ -21,9 +21,8 @@ from dapo.config import DataConfig
 from dapo.config.data import DataItem
 from dapo.data.cache import cached, key_of
 from dapo.data.overlap import METHOD, Hit, exact_key, find_overlap, words_of
-from dapo.data.parts import Part, Rows, encode, keys_of
+from dapo.data.parts import Part, Rows, encode, keys_of, open_table
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
-from dapo.data.tables import open_table
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from dapo.data.cache import cached, file_key, write_with_room
+from dapo.data.parts import Table
 from dapo.data.rows import parse_json
-from dapo.data.tables import Table
 from dapo.errors import DataError, install
 from dapo.util.files import file_hash
 
@@ -319,8 +319,7 @@ def _index_array(data: bytes) -> Iterator[bytes]:
         try:
             _, end = scan(text, place)
         except (ValueError, RecursionError) as error:
-            known = isinstance(error, json.JSONDecodeError)
-            at, reason = (error.pos, error.msg) if known else (place, "nested too deeply")
+            at, reason = getattr(error, "pos", place), getattr(error, "msg", "nested too deeply")
             raise _broken(text, at, f"{reason} (in row {len(entries) + 1})") from None
         entries.append((place, end))
         place = _skip(text, end)

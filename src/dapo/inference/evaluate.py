@@ -20,9 +20,9 @@ from dapo.config import Config
 from dapo.config.data import DataItem
 from dapo.config.reading import with_values
 from dapo.config.secrets import redact
+from dapo.data.parts import open_table
 from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
-from dapo.data.tables import open_table
 from dapo.errors import DataError
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate

@@ -54,5 +54,5 @@ def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:
     if name == DEMOS[0]:
         from dapo.commands.demo.run import run_demo as run
     else:
-        from dapo.commands.demo.pretrained import run_word_problems as run
+        from dapo.commands.demo.run import run_word_problems as run
     return run, arguments[len(named) :]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from dapo.algorithm.admission import GroupVerdict, judge
-from dapo.algorithm.objective import token_weights
+from dapo.algorithm.kl import kl_estimate
+from dapo.algorithm.objective import DapoObjective, TokenInputs, clipped_loss, policy_ratio, token_weights
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.commands.replay.stored import StoredStep
 from dapo.config import Config
+from dapo.orchestrator.batch_builder import Update
 from dapo.records import Group, Sample
-from dapo.training.packing import pack
+from dapo.training.packing import PackedBatch, pack, select_tokens
+from dapo.training.policy import Policy
 
 _VERDICTS = ("all_right", "all_wrong", "flat", "too_few_scored")
 """Statuses of groups that dynamic sampling did not want."""
@@ -175,3 +181,101 @@ def _close(was: Any, now: Any, tolerance: float) -> bool:
         return same(was, plain_number(now))
     numbers = isinstance(was, int | float) and isinstance(now, int | float)
     return numbers and math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance / 100)
+
+
+def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, count: int) -> list[dict[str, Any]]:
+    """Loss and gradient norm of single samples: their parts of the sums that the update adds up.
+    ``policy``: with the weights before the update. ``count``: look at so many, those first whose tokens weigh most
+    (weight times advantage); one backward pass each."""
+    batch, inputs = update.batch, update.inputs
+    stakes = (inputs.weights * inputs.advantages.abs().nan_to_num()).double()
+    by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=stakes.device)
+    by_sample = by_sample.index_add(0, batch.sample_ids, stakes)
+    order = torch.argsort(by_sample, descending=True, stable=True).tolist()
+    found = []
+    for number in order[:count]:
+        loss, norm = _gradient_norm(policy, update, objective, number)
+        draw, index = int(batch.draws[number]), int(batch.indices[number])
+        found.append({"draw": draw, "index": index, "loss": plain_number(loss), "grad_norm": plain_number(norm)})
+    return found
+
+
+def _gradient_norm(policy: Policy, update: Update, objective: DapoObjective, number: int) -> tuple[float, float]:
+    part, inputs = _alone(update, number)
+    if not part.num_response_tokens:
+        return 0.0, 0.0
+    with torch.enable_grad():
+        logprobs, entropy = policy.evaluate(part)
+        loss, _ = objective(logprobs, entropy, inputs)
+        parameters = [p for p in policy.model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+    return float(loss.detach()), float(norm)
+
+
+def _alone(update: Update, number: int) -> tuple[PackedBatch, TokenInputs]:
+    part = update.batch.select(np.array([number]))
+    return part.batch, select_tokens(update.inputs, part.index)
+
+
+def place_in(update: Update, draw: int, index: int) -> int | None:
+    found = np.flatnonzero((update.batch.draws == draw) & (update.batch.indices == index))
+    return int(found[0]) if len(found) else None
+
+
+def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str, Any]]:
+    return [
+        {"token": int(token), "text": decode(int(token)), "version": int(version), "engine_logprob": float(logprob)}
+        for token, logprob, version in zip(sample.token_ids, sample.logprobs, sample.versions, strict=True)
+    ]
+
+
+@torch.no_grad()
+def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, number: int) -> list[dict[str, Any]]:
+    """What the objective makes of each token of a sample: ``trainer_logprob``, ``ratio`` (to the proximal policy),
+    ``advantage``, ``importance``, ``in_loss``, ``clip`` (``low``, ``high``, ``dual`` or None), ``entropy`` in nats and
+    ``loss``, its contribution to the loss of the update.
+    ``policy``: with the weights before the update. ``number``: of the sample in the update's batch."""
+    part, inputs = _alone(update, number)
+    if not part.num_response_tokens:
+        return []
+    logprobs, entropy = policy.evaluate(part)
+    known = inputs.selected()
+    ratio = policy_ratio(logprobs, inputs.proximal_logprobs)
+    safe = torch.where(inputs.mask, logprobs, 0)
+    loss = clipped_loss(
+        safe,
+        known.proximal_logprobs,
+        known.advantages,
+        known.importance,
+        low=objective.clip_ratio_low,
+        high=objective.clip_ratio_high,
+        c=objective.clip_ratio_c,
+    )
+    if objective.kl_in_loss and known.reference_logprobs is not None:
+        loss = loss + objective.kl_coef * kl_estimate(safe, known.reference_logprobs, objective.kl_estimator)
+    columns = {
+        "trainer_logprob": logprobs,
+        "ratio": ratio,
+        "advantage": inputs.advantages,
+        "importance": inputs.importance,
+        "in_loss": inputs.mask,
+        "entropy": entropy,
+        "loss": known.weights * loss,
+    }
+    lists = {name: [plain_number(value) for value in column.tolist()] for name, column in columns.items()}
+    rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [{**row, "clip": _clip(row, objective)} for row in rows]
+
+
+def _clip(row: dict[str, Any], objective: DapoObjective) -> str | None:
+    """On which side a token is clipped, so that it has no gradient; as the objective counts it."""
+    ratio, advantage = row["ratio"], row["advantage"]
+    if not row["in_loss"] or ratio is None or advantage is None:
+        return None
+    if advantage > 0:
+        return "high" if ratio > 1 + objective.clip_ratio_high else None
+    if advantage < 0 and ratio < 1 - objective.clip_ratio_low:
+        return "low"
+    c = objective.clip_ratio_c
+    return "dual" if advantage < 0 and c is not None and ratio > c else None

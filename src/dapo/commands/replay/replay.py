@@ -17,18 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dapo.commands.replay.recompute import (
-    Difference,
-    compare_decisions,
-    compare_groups,
-    compare_versions,
-    faults,
-    planned_updates,
-    reports_differ,
-    sample_as_json,
-)
+from dapo.commands.replay import recompute
 from dapo.commands.replay.stored import StoredStep, differing_texts, read_step
-from dapo.commands.replay.tokens import gradient_norms, place_in, stored_tokens, traced_tokens
 from dapo.commands.replay.weights import Rerun, device_here, find_start, flat_report, other_threads
 from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
 from dapo.config import Config, load_config
@@ -69,7 +59,7 @@ class Replay:
     sample: dict[str, Any] | None = None
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[recompute.Difference] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -98,7 +88,7 @@ def replay(
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
     again = [shape(group, config) for group in stored.trained]
-    planned = planned_updates(stored.trained, config)
+    planned = recompute.planned_updates(stored.trained, config)
     if update is not None and not 0 <= update < len(planned):
         there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
         raise ConfigError(f"--update {update}: step {step} has no such update; {there}")
@@ -110,15 +100,15 @@ def replay(
         run=str(root),
         step=step,
         batch=_batch(stored),
-        samples=[sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
+        samples=[recompute.sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
         updates=planned if update is None else [planned[update]],
     )
-    found.differences += faults(stored.faults)
+    found.differences += recompute.faults(stored.faults)
     decode = _check_texts(found, view, stored, config)
-    found.differences += compare_decisions(stored, config)
+    found.differences += recompute.compare_decisions(stored, config)
     _check_versions(found, view, stored, config)
     if config.algorithm.kl.mode != "reward":
-        found.differences += compare_groups(stored.trained, again)
+        found.differences += recompute.compare_groups(stored.trained, again)
     if rewards:
         _rescore(found, view, config, phase)
     else:
@@ -201,7 +191,7 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
         found.missing.append(f"texts of tokens: {folder} holds no tokenizer that can be loaded: {error}")
         return lambda token: ""
     if stored.no_tokens is None:
-        found.differences += faults(differing_texts(stored, template.decode))
+        found.differences += recompute.faults(differing_texts(stored, template.decode))
     return lambda token: template.text([token])
 
 
@@ -210,7 +200,7 @@ def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Co
     after = {entry["step"]: entry.get("version") for entry in view.metrics}
     version = 0 if found.step == 1 else after.get(found.step - 1)
     if stored.no_tokens is None and isinstance(version, int):
-        found.differences += compare_versions(stored, version, config.rollout.max_staleness)
+        found.differences += recompute.compare_versions(stored, version, config.rollout.max_staleness)
     elif stored.no_tokens is None:
         found.missing.append(f"versions of tokens: metrics.jsonl does not say which one step {found.step - 1} led to")
 
@@ -237,7 +227,7 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
     (change,) = changes
     found.rewards = {"samples": change.samples, "changed": len(change.changes)}
     told = [one.as_json() for one in change.changes]
-    found.differences += [Difference("reward", t["before"], t["after"], t["draw"], t["index"]) for t in told]
+    found.differences += [recompute.Difference("reward", t["before"], t["after"], t["draw"], t["index"]) for t in told]
 
 
 # --- with weights -------------------------------------------------------------------------------------------------
@@ -262,17 +252,17 @@ class _Trace:
         if self.update not in (None, number):
             return
         if self.gradients:
-            self.norms[number] = gradient_norms(policy, update, objective, self.gradients)
+            self.norms[number] = recompute.gradient_norms(policy, update, objective, self.gradients)
         if self.wanted is not None and self.traced is None:
             group, _, sample = self.wanted
-            place = place_in(update, group.draw, sample.index)
+            place = recompute.place_in(update, group.draw, sample.index)
             if place is not None:
-                self.traced, self.traced_in = traced_tokens(policy, update, objective, place), number
+                self.traced, self.traced_in = recompute.traced_tokens(policy, update, objective, place), number
 
     def as_json(self) -> dict[str, Any]:
         assert self.wanted is not None
         group, status, sample = self.wanted
-        known = stored_tokens(sample, self.decode) if self.stored.no_tokens is None else []
+        known = recompute.stored_tokens(sample, self.decode) if self.stored.no_tokens is None else []
         traced = self.traced if self.traced is not None else [{}] * len(known)
         return {
             "draw": group.draw,
@@ -326,7 +316,7 @@ def _make_updates(
     found.differences += [d for d in rerun.differences if d.update in wanted]
     _report_updates(found, stored, reports, trace)
     if config.algorithm.kl.mode == "reward" and rerun.shaped is not None:
-        found.differences += compare_groups(stored.trained, rerun.shaped)
+        found.differences += recompute.compare_groups(stored.trained, rerun.shaped)
     if trace.update is None and len(reports) == len(found.updates):
         _compare_with_metrics(found, view, config, list(reports.values()))
 
@@ -375,6 +365,6 @@ def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports:
     if mismatch.tokens and config.proximal == "engine":
         means |= {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum}
     found.differences += [
-        Difference(f"metrics.jsonl: {d.what}", d.recorded, d.recomputed)
-        for d in reports_differ(recorded, means, found.tolerance, None)
+        recompute.Difference(f"metrics.jsonl: {d.what}", d.recorded, d.recomputed)
+        for d in recompute.reports_differ(recorded, means, found.tolerance, None)
     ]

@@ -25,7 +25,7 @@ Completions = list[tuple[str, str]]
 
 
 def complete_recipe(incomplete: str) -> Completions:
-    from dapo.config.recipes import shipped_recipes
+    from dapo.config.plan import shipped_recipes
 
     shipped = [(path.stem, "") for path in shipped_recipes() if incomplete and path.stem.startswith(incomplete)]
     return shipped + [(path, "") for path in _below(incomplete, "*.yaml", "*.yml") if "/checkpoints/" not in path]
