@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -115,41 +115,30 @@ def check_sandbox(context: CheckContext) -> Iterator[Finding]:
 
 def check_reward(context: CheckContext) -> Iterator[Finding]:
     """Start the reward as training does, and score what is known to be right and wrong."""
-    config = context.config
     if context.reward_works is False:  # the sandbox has told why
         return
-    reward = impatient(config.reward)
-    with _quiet():
-        yield from asyncio.run(_within(SECONDS, _started(context, reward)))
-
-
-async def _within(seconds: float, found: AsyncIterator[Finding]) -> list[Finding]:
-    """All of it, or what there was when the time was over, with a line that says so."""
     findings: list[Finding] = []
-    try:
-        async with asyncio.timeout(seconds):
-            async for finding in found:
-                findings.append(finding)
-    except TimeoutError:
-        text = f"not done after {seconds:g} s"
-        findings.append(Finding("reward", "reward", "fail", text, "reward.timeout_s: does one score take so long?"))
-    return findings
+    with _quiet():
+        try:
+            asyncio.run(asyncio.wait_for(_start(context, impatient(context.config.reward), findings), SECONDS))
+        except TimeoutError:
+            text, fix = f"not done after {SECONDS:g} s", "reward.timeout_s: does one score take so long?"
+            findings.append(Finding("reward", "reward", "fail", text, fix))
+    yield from findings
 
 
-async def _started(context: CheckContext, reward: RewardConfig) -> AsyncIterator[Finding]:
+async def _start(context: CheckContext, reward: RewardConfig, findings: list[Finding]) -> None:
     remote = any(map(_is_costly, plain_rewards(reward)))
     name = "reward-server" if remote else "reward"
     try:
         async with running(make_scorer(reward)) as scorer:
             context.reward_works = True
-            yield Finding("reward", name, "pass", f"{reward.kind} {'answers' if remote else 'starts'}")
-            if context.source is None:
-                return
-            for finding in await verify(context.config, scorer, list(context.source.untokenized())):
-                yield finding
+            findings.append(Finding("reward", name, "pass", f"{reward.kind} {'answers' if remote else 'starts'}"))
+            if context.source is not None:
+                findings += await verify(context.config, scorer, list(context.source.untokenized()))
     except RewardError as error:
         context.reward_works = context.reward_works or False
-        yield Finding("reward", name, "fail", str(error), _mended(reward))
+        findings.append(Finding("reward", name, "fail", str(error), _mended(reward)))
 
 
 def _mended(reward: RewardConfig) -> str:
@@ -258,32 +247,27 @@ async def scores(
 def shuffled(scored: Scored) -> list[tuple[Prompt, str]]:
     """Each row with the response of the next one whose response differs; rows that have none are left out."""
     texts = [text for _, text, _ in scored]
-    pairs = []
-    for place, (prompt, text, _) in enumerate(scored):
-        others = texts[place + 1 :] + texts[:place]
-        other = next((other for other in others if other.strip() != text.strip()), None)
-        if other is not None:
-            pairs.append((prompt, other))
-    return pairs
+    others = [texts[place + 1 :] + texts[:place] for place in range(len(texts))]
+    found = [[o for o in several if o.strip() != text.strip()] for several, text in zip(others, texts, strict=True)]
+    return [(prompt, several[0]) for (prompt, _, _), several in zip(scored, found, strict=True) if several]
 
 
 async def _with_verdicts(config: Config, scorer: Scorer, form: str, scored: Scored) -> list[Finding]:
-    known = config.reward.kind in ("math", "exact", "code")
     right, count = _right(scored), len(scored)
     if right < count:
         prompt, text, reward = next(item for item in scored if item[2].correct is not True)
         said = "" if reward.extracted is None else f" (it read {reward.extracted[:60]!r})"
         told = f"{count - right} of {count} reference answers ({form}) are not right, such as row {prompt.row + 1}: "
         told += f"{text[:80]!r}{said}"
-        status: Any = "fail" if known and right <= count / 2 else "warn"
+        status: Any = "fail" if config.reward.kind in ("math", "exact", "code") and right <= count / 2 else "warn"
         found = [Finding("reward", "gold-is-right", status, told, _mend_gold(config, prompt))]
         if not right:  # a reward that calls nothing right says nothing by calling others wrong
             return found
     else:
         found = [Finding("reward", "gold-is-right", "pass", f"{count} of {count} reference answers ({form})")]
-    found += await _as_a_model_writes(config, scorer, form, [prompt for prompt, _, _ in scored])
-    pairs = shuffled(scored)
-    empty = [(prompt, "") for prompt, _, _ in scored]
+    prompts = [prompt for prompt, _, _ in scored]
+    found += await _as_a_model_writes(config, scorer, form, prompts)
+    pairs, empty = shuffled(scored), [(prompt, "") for prompt in prompts]
     verdicts = await scores(scorer, [*pairs, *empty])
     wrongly = [pair for pair, reward in zip(pairs, verdicts, strict=False) if reward.correct]
     empty_right = sum(reward.correct is True for reward in verdicts[len(pairs) :])
@@ -298,7 +282,7 @@ async def _with_verdicts(config: Config, scorer: Scorer, form: str, scored: Scor
     if pairs:
         told = f"none of {len(pairs)} answers of other rows is right"
         found.append(Finding("reward", "shuffled-is-wrong", "pass", told))
-    if listed := await _right_in_a_list(config, scorer, [prompt for prompt, _, _ in scored]):
+    if listed := await _right_in_a_list(config, scorer, prompts):
         found.append(Finding("reward", "list-is-wrong", "warn", listed, fix))
     if empty_right:
         told = f"{empty_right} of {len(empty)} empty responses are right"
@@ -339,10 +323,8 @@ async def _right_in_a_list(config: Config, scorer: Scorer, prompts: Sequence[Pro
     if len(right) <= len(lists) / 2:
         return None
     prompt, text = right[0]
-    return (
-        f"{len(right)} of {len(lists)} responses that list the answers of many rows are right, such as {text[:60]!r} "
-        f"for row {prompt.row + 1}: a model learns to list"
-    )
+    told = f"{len(right)} of {len(lists)} responses that list the answers of many rows are right, such as "
+    return f"{told}{text[:60]!r} for row {prompt.row + 1}: a model learns to list"
 
 
 def _mend_gold(config: Config, prompt: Prompt) -> str:

@@ -91,20 +91,15 @@ def check(
 
         config = _config(recipe, words or [], template, tokenizer)
         train, evaluation = _files(config, recipe, words or [], against or [])
-        if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
+        every = (*train, *evaluation)
+        if output is not None and any(output.resolve() == Path(item.path).resolve() for item in every):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
         measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
-        with status_line(quiet, "reading") as progress:
-            found = check_data(
-                train,
-                evaluation,
-                config.data,
-                measure,
-                answer_required=None if needed and recipe is None else needed,
-                progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
-            )
+        required = None if needed and recipe is None else needed
+        with status_line(quiet, "reading") as line:
+            found = check_data(train, evaluation, config.data, measure, answer_required=required, progress=line)
         doubts = eaten_in(config.model_dump(mode="json"))
-        doubts += [line for item in (*train, *evaluation) for line in _answers(config, item)]
+        doubts += [line for item in every for line in _answers(config, item)]
         for line in report_lines(found, config, doubts):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
         if output is not None:

@@ -79,7 +79,7 @@ def evaluate(
         layers = [preset.settings] if preset else []
         found, config = settings_for(model, given, *layers, recipe=recipe, overrides=overrides)
         _check_data(config)
-        places = _Output(output, save_samples, average)
+        place = _place(output, save_samples)
         trained = recipe or found.recipe
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
 
@@ -88,10 +88,14 @@ def evaluate(
                 listener.phase(line)
             if trained == found.recipe and preset is None and (why := function_of(found)):
                 listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
-            from dapo.inference.evaluate import evaluate_files, report
+            from dapo.inference.evaluate import average_of, evaluate_files, report
 
             def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
-                return places.write(report(config, results, about, sys.argv), results)
+                found = report(config, results, about, sys.argv)
+                found |= {"average": average_of(results)} if average else {}
+                if place is not None:
+                    _write(place, found, results, save_samples)
+                return found
 
             results, told = evaluate_files(config, listener, write, preset.published if preset else None)
         _show(Terminal(), results, told)
@@ -116,39 +120,30 @@ def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:
     return lines + ([f"benchmark {about['benchmark']}"] if about["benchmark"] else [])
 
 
-class _Output:
+def _place(output: Path | None, save_samples: bool) -> Path | None:
     """Where the results go, tried before anything is computed. Raises UserError if it cannot be written to, ConfigError
     if samples have none."""
-
-    def __init__(self, output: Path | None, save_samples: bool, average: bool) -> None:
-        if save_samples and output is None:
+    if output is None:
+        if save_samples:
             raise ConfigError("--save-samples: needs a place; use --output FOLDER")
-        self.results: Path | None = None
-        self.save_samples, self.average = save_samples, average
-        if output is None:
-            return
-        is_file = output.suffix == ".json" and not output.is_dir()
-        self.results = output if is_file else output / "evaluation.json"
-        require_writable("--output", output, self.results)
+        return None
+    is_file = output.suffix == ".json" and not output.is_dir()
+    place = output if is_file else output / "evaluation.json"
+    require_writable("--output", output, place)
+    return place
 
-    def write(self, report: dict[str, Any], results: Sequence[FileResult]) -> dict[str, Any]:
-        """Write evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced. Returns the
-        report, with the mean over the files if that is asked for."""
-        from dapo.inference.evaluate import average_of
-        from dapo.util.files import json_line, write_atomic, write_json
 
-        report |= {"average": average_of(results)} if self.average else {}
-        if self.results is None:
-            return report
+def _write(place: Path, report: Mapping[str, Any], results: Sequence[FileResult], save_samples: bool) -> None:
+    """evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced."""
+    from dapo.util.files import json_line, write_atomic, write_json
 
-        try:
-            write_json(self.results, report)
-            for result in results if self.save_samples else ():
-                path = self.results.with_name(f"samples-{result.name}.jsonl")
-                write_atomic(path, map(json_line, result.evaluation.sample_lines()))
-        except OSError as error:
-            raise UserError(f"--output: cannot write {self.results}: {error.strerror or error}") from None
-        return report
+    try:
+        write_json(place, report)
+        for result in results if save_samples else ():
+            path = place.with_name(f"samples-{result.name}.jsonl")
+            write_atomic(path, map(json_line, result.evaluation.sample_lines()))
+    except OSError as error:
+        raise UserError(f"--output: cannot write {place}: {error.strerror or error}") from None
 
 
 def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:
@@ -156,17 +151,15 @@ def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, 
         title = f"{result.name}: {counted(found['prompts'], 'prompt')}"
         table = Table("", "", "95% interval", title=title, title_justify="left")
         for name, estimate in found["metrics"].items():
-            if name in ("pass@1", "maj@1"):  # the same as avg@k
-                continue
-            table.add_row(name, *_estimate(name, estimate))
+            if name not in ("pass@1", "maj@1"):  # the same as avg@k
+                table.add_row(name, *_estimate(name, estimate))
         for name, share in found["shares"].items():
             if name in _SHARES and (share or name != "failed"):
                 table.add_row(_SHARES[name], f"{share:.1%}")
         table.add_row("response length, tokens", f"{result.evaluation.response_length:.1f}")
         console.print(table)
-        console.print(
-            f"{result.seconds:.1f} s, {found['tokens_per_second']:.0f} tokens/s", style="dim", highlight=False
-        )
+        speed = f"{result.seconds:.1f} s, {found['tokens_per_second']:.0f} tokens/s"
+        console.print(speed, style="dim", highlight=False)
         for count, what in (
             (found["prompts_unscored"], "without any verdict: left out"),
             (found["prompts_short"], "with fewer verdicts than samples: pass@j and maj@j over those they have"),

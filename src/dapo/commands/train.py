@@ -116,10 +116,7 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
     run that goes on, if it is none that begins."""
     from dapo.util.process import Shutdown, Stopped
 
-    def code_of(error: BaseException) -> int:
-        return exit_code(error) if isinstance(error, UserError) else 70
-
-    with Shutdown(within_s, code_of) as shutdown:
+    with Shutdown(within_s, lambda error: exit_code(error) if isinstance(error, UserError) else 70) as shutdown:
         shutdown.run = shutdown.saved = resume
         try:
             yield shutdown
@@ -175,7 +172,6 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     if resume is not None:
         plan |= _where_it_goes_on(resume, config)
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
-    notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
     if console.is_terminal:
         from rich.syntax import Syntax
 
@@ -185,30 +181,25 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
         for warning in warnings_for(config):
             console.print(Text.assemble(("warning: ", "bold yellow"), warning))
     else:  # as comments, so that the whole is YAML
-        print(config_yaml(config) + "\n".join(f"# {note}" for note in notes))
+        notes = [*plan.items(), *(("warning", text) for text in warnings_for(config))]
+        print(config_yaml(config) + "\n".join(f"# {name}: {value}" for name, value in notes))
     require_files(config, recipe)
-    _require_model(config)
-    _try_template(config)
+    _try_model(config)
 
 
-def _require_model(config: Config) -> None:
-    """Raises ModelError if its folder, or that of its tokenizer, does not exist."""
+def _try_model(config: Config) -> None:
+    """Raises UserError: there is no folder of the model or of its tokenizer, or a tokenizer that lies in one cannot
+    write prompts as the recipe says."""
     from dapo.model.hub import require_folder
 
-    require_folder("model.path:", config.model.path)
-    if config.model.tokenizer is not None:
-        require_folder("model.tokenizer:", config.model.tokenizer)
-
-
-def _try_template(config: Config) -> None:
-    """Raises UserError if a tokenizer that lies in a folder cannot write prompts as the recipe says."""
     name = config.model.tokenizer or config.model.path
-    if not Path(name).expanduser().is_dir():
-        return
-    from dapo.data.template import PromptTemplate
-    from dapo.model.loading import load_tokenizer
+    require_folder("model.path:", config.model.path)
+    require_folder("model.tokenizer:" if config.model.tokenizer is not None else "model.path:", name)
+    if Path(name).expanduser().is_dir():
+        from dapo.data.template import PromptTemplate
+        from dapo.model.loading import load_tokenizer
 
-    PromptTemplate(config.data, load_tokenizer(name, config.model.trust_remote_code))
+        PromptTemplate(config.data, load_tokenizer(name, config.model.trust_remote_code))
 
 
 def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:

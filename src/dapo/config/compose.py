@@ -74,7 +74,7 @@ class ComposeReward(RewardBase):
     def _parts_fit_together(self) -> ComposeReward:
         problems = list(compose_problems(self))
         if problems:
-            raise Problems(problems)
+            raise Problems(*problems)
         return self
 
 

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from dapo.config.section import PathText, Section, not_json
+from dapo.config.section import JsonMapping, PathText, Section
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".gz", ".zst")
@@ -99,7 +99,7 @@ class DataConfig(Section):
     (a base model) `chat` is refused, and `dapo` writes plain text."""
     chat_template: PathText | None = None
     """File with a chat template (Jinja) to use in place of the tokenizer's own, beside the recipe."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: JsonMapping = Field(default_factory=dict)
     """Variables of the chat template, such as `{enable_thinking: false}` for Qwen3. One that it does not have is
     refused."""
     today: date | None = None
@@ -120,8 +120,6 @@ class DataConfig(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _variables_of_a_template(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in not_json(value):
-            raise ValueError(problem)
         if taken := NO_VARIABLES & value.keys():
             raise ValueError(f"{', '.join(sorted(taken))}: is set by the program, and cannot be given; leave it out")
         return value

@@ -111,7 +111,7 @@ def _without_tags(path: list[str]) -> tuple[list[str], str | None]:
     kinds: list[str | None] = []  # of the section that each key stands in
     kind = None
     for name in path:
-        if name in ("[key]", "bool", "constrained-float"):
+        if name in ("[key]", "bool", "constrained-float") or name.startswith(("list[", "literal[")):
             continue
         if keys and keys[-1] in ("reward", "check") and name in REWARD_KINDS and kind is None:
             kind = name

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from dapo.config.section import PathText, Problems, Section, not_json
+from dapo.config.section import JsonMapping, PathText, Problems, Section
 
 
 class RewardBase(Section):
@@ -59,7 +59,7 @@ class FunctionReward(WorkerReward):
     function: PathText
     """`package.module:name`, or `file.py:name` with the file beside the recipe (or in the working folder); the name is
     that of the function, or the one that `@dapo.reward_function(name=...)` gave it."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: JsonMapping = Field(default_factory=dict)
     """Extra keyword arguments for the function."""
     responses_per_call: int | None = Field(None, ge=1)
     """Most responses in one call, for a function that takes lists (`prompts`, `responses`, `answers`); null: as it is
@@ -70,13 +70,6 @@ class FunctionReward(WorkerReward):
     def _names_a_function(cls, value: str) -> str:
         if value.endswith(".py"):
             raise ValueError(f"names a file; name the function in it, too: {value}:NAME")
-        return value
-
-    @field_validator("args")
-    @classmethod
-    def _args_can_be_written_down(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in not_json(value):
-            raise ValueError(problem)
         return value
 
 
@@ -144,10 +137,8 @@ class ModelReward(RewardBase):
     def _longest_text_fits(self) -> ModelReward:
         if self.max_length > self.tokens_per_batch:
             raise Problems(
-                [
-                    f"tokens_per_batch: {self.tokens_per_batch} cannot hold one text of max_length={self.max_length}; "
-                    f"use {self.max_length} or more"
-                ]
+                f"tokens_per_batch: {self.tokens_per_batch} cannot hold one text of max_length={self.max_length}; "
+                f"use {self.max_length} or more"
             )
         return self
 
@@ -195,7 +186,7 @@ class JudgeReward(RewardBase):
     def _grades_are_on_the_scale(self) -> JudgeReward:
         low, high = self.scale
         if low >= high:
-            raise Problems([f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]"])
+            raise Problems(f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]")
         if self.correct_at is not None and not low <= self.correct_at <= high:
             raise Problems(
                 [f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"]
@@ -242,7 +233,7 @@ class HttpReward(RemoteReward):
 
     kind: Literal["http"]
     """A service of the user's own: a POST of JSON, and JSON that comes back."""
-    request: dict[str, Any] = Field(default_factory=lambda: {"items": ["$item"]})
+    request: JsonMapping = Field(default_factory=lambda: {"items": ["$item"]})
     """The body. `$prompt`, `$response`, `$answer` and `$meta` (or `$meta.KEY`) are the fields of a response, `$item`
     all of them; they may also stand inside of text. In a list, an element that holds one stands for every response of
     the batch. With fields outside of lists a request is for one response (`responses_per_call: 1`)."""
@@ -256,8 +247,6 @@ class HttpReward(RemoteReward):
     @field_validator("request")
     @classmethod
     def _can_be_filled(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in not_json(value):
-            raise ValueError(problem)
         _check_fields(value)
         return value
 
@@ -265,10 +254,8 @@ class HttpReward(RemoteReward):
     def _holds_a_batch(self) -> HttpReward:
         if self.responses_per_call > 1 and not all(in_list for _, in_list in fields_of(self.request)):
             raise Problems(
-                [
-                    "request: fields outside of a list make it a request for one response; set responses_per_call=1 or "
-                    'put what is said of each response into a list, as in {"items": ["$item"]}'
-                ]
+                "request: fields outside of a list make it a request for one response; set responses_per_call=1 or "
+                'put what is said of each response into a list, as in {"items": ["$item"]}'
             )
         return self
 

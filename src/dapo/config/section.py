@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -29,9 +29,9 @@ class Problems(ValueError):
     """What is wrong with several keys of a section taken together: each as `key: what; what would work`, where the key
     counts from the section."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
-        self.lines = list(lines)
-        super().__init__("\n".join(self.lines))
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+        super().__init__("\n".join(lines))
 
 
 class Section(BaseModel):
@@ -106,3 +106,13 @@ def not_json(value: Any, key: str = "") -> Iterator[str]:
             yield f"{key}: holds half of a letter, which cannot be written as UTF-8"
     elif not isinstance(value, str | int | float | None):
         yield f"{key}: holds a {type(value).__name__}, where text, a number, a list or a mapping can stand"
+
+
+def _only_json(value: dict[str, Any]) -> dict[str, Any]:
+    for problem in not_json(value):
+        raise ValueError(problem)
+    return value
+
+
+JsonMapping = Annotated[dict[str, Any], AfterValidator(_only_json)]
+"""What a run folder can hold."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dapo.config.data import DataItem, Files
 from dapo.config.section import PathText, Section
@@ -88,18 +88,12 @@ class RolloutConfig(Section):
     """S: how many versions old a group may be when it is trained on. 0 is on-policy: surplus groups are discarded;
     with 1 or more they are carried over to the next step."""
 
-    @field_validator("top_p")
+    @field_validator("top_p", "top_k")
     @classmethod
-    def _no_top_p(cls, value: float) -> float:
-        if value != 1.0:
-            raise ValueError("truncated sampling is refused for rollouts (it changes the distribution): use 1.0")
-        return value
-
-    @field_validator("top_k")
-    @classmethod
-    def _no_top_k(cls, value: int) -> int:
-        if value != 0:
-            raise ValueError("truncated sampling is refused for rollouts (it changes the distribution): use 0")
+    def _not_truncated(cls, value: float, info: ValidationInfo) -> float:
+        off = cls.model_fields[info.field_name or ""].default
+        if value != off:
+            raise ValueError(f"truncated sampling is refused for rollouts (it changes the distribution): use {off}")
         return value
 
 

@@ -41,7 +41,7 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         problems = list(conflicts(self))
         if problems:
-            raise Problems(problems)
+            raise Problems(*problems)
         return self
 
     @property
@@ -65,8 +65,12 @@ class Config(Section):
 
 def conflicts(config: Config) -> Iterator[str]:
     """Every impossible combination, as `key: what is wrong, with the numbers; what would work`."""
-    rollout, algorithm, training = config.rollout, config.algorithm, config.training
+    yield from _conflicting_sizes(config)
+    yield from _conflicts_of_algorithm(config)
 
+
+def _conflicting_sizes(config: Config) -> Iterator[str]:
+    rollout, algorithm, training = config.rollout, config.algorithm, config.training
     if config.data.prompt_key == config.data.answer_key:
         yield (
             f"data.prompt_key: is the same key as data.answer_key ({config.data.answer_key!r}), which would show the "
@@ -103,6 +107,10 @@ def conflicts(config: Config) -> Iterator[str]:
             f"{config.data.max_prompt_length} (data.max_prompt_length) + {rollout.max_response_length} "
             f"(rollout.max_response_length) = {longest} tokens; use at least {longest}"
         )
+
+
+def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
     if algorithm.correction.kind != "none" and algorithm.proximal == "engine":
         yield (
             f"algorithm.correction.kind: {algorithm.correction.kind} weighs pi_prox against pi_engine, which are the "
@@ -118,11 +126,12 @@ def conflicts(config: Config) -> Iterator[str]:
             f"algorithm.kl.target: adapts the coefficient of the KL term, but algorithm.kl.mode is "
             f"{algorithm.kl.mode}; use mode=loss or mode=reward, or target=null"
         )
-    samples = n * rollout.samples_per_prompt
+    n, per_prompt = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    samples = n * per_prompt
     if algorithm.kl.target is not None and samples >= 5 * algorithm.kl.horizon:
         yield (
-            f"algorithm.kl.horizon: is {algorithm.kl.horizon}, but one step has {n} x {rollout.samples_per_prompt} = "
-            f"{samples} samples, on which the coefficient would fall below zero; use at least {samples}"
+            f"algorithm.kl.horizon: is {algorithm.kl.horizon}, but one step has {n} x {per_prompt} = {samples} "
+            f"samples, on which the coefficient would fall below zero; use at least {samples}"
         )
     key = _leaves_right_open(config.reward)
     if key is not None and algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc":

@@ -31,8 +31,8 @@ _ROWS = "rows.bin"
 _EXAMPLES = 5
 
 Places = npt.NDArray[np.int64]
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, rows done and rows in all."""
+Progress = Callable[[str], None]
+"""Called with what is being done, and how far it is."""
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ def check_data(
     measure: Measure,
     *,
     answer_required: bool | None = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda text: None,
 ) -> CheckReport:
     """Read all rows of all files. ``answer_required``: whether a row without an answer is bad; None: not known.
     Raises DataError: a file cannot be read at all."""
@@ -257,7 +257,7 @@ def _read_all(
     with (folder / _ROWS).open("wb") as found:
         for number in range(len(rows)):
             if number % 1000 == 0:
-                progress(rows.parts[0].table.name, number, len(rows))
+                progress(f"{rows.parts[0].table.name}: {number:,} of {len(rows):,} rows")
             try:
                 row = rows[number]
                 length = len(encode(row, template)) if template else len(words_of(row.text))
@@ -336,7 +336,7 @@ def _overlap(train: Sequence[_Scan], evaluation: Sequence[_Scan], progress: Prog
 def _texts(scan: _Scan, what: str, progress: Progress) -> Iterator[tuple[int, str]]:
     for done, number in enumerate(scan.good[:, 0].tolist()):
         if done % 1000 == 0:
-            progress(f"{what} {scan.report.file}", done, len(scan.good))
+            progress(f"{what} {scan.report.file}: {done:,} of {len(scan.good):,} rows")
         yield number, scan.rows[number].text
 
 

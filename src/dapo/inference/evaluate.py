@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,8 +33,6 @@ from dapo.observe.run_folder import describe_environment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer, needs_answer
-from dapo.reward.contract import Scorer
-from dapo.rollout.engine import Engine
 from dapo.util.escapes import eaten_in
 from dapo.util.files import file_hash
 from dapo.util.process import run_async
@@ -98,15 +96,18 @@ def evaluate_files(
 
     async def run() -> tuple[list[FileResult], Report]:
         results = []
-        async with _running(prompting, engine, inputs.reward) as scorer:
+        scorer = make_scorer(prompting.config.reward, inputs.reward)
+        async with contextlib.AsyncExitStack() as resources:  # each is closed whatever becomes of the other
+            resources.push_async_callback(scorer.close)
+            resources.push_async_callback(engine.close)
+            await scorer.start()
             for file, found in prompts.items():
                 await examine_rows(file, found, scorer, listener)
             for (file, found), name in zip(prompts.items(), short_names(list(prompts)), strict=True):
                 listener.phase(f"evaluating on {name}: {len(found)} rows")
                 started = time.perf_counter()
-                evaluation = await evaluate(
-                    found, engine, scorer, prompting.template.decode, prompting.config, listener.advance
-                )
+                decode = prompting.template.decode
+                evaluation = await evaluate(found, engine, scorer, decode, prompting.config, listener.advance)
                 results.append(FileResult(name, file, evaluation, time.perf_counter() - started))
                 listener.evaluated(name, evaluation.metrics())
                 written = write(prompting.config, results)
@@ -133,17 +134,6 @@ def _tell(
             listener.warning(doubt)
 
 
-@contextlib.asynccontextmanager
-async def _running(prompting: Prompting, engine: Engine, reward: Any) -> AsyncIterator[Scorer]:
-    """The scorer, started; it and the engine are closed at the end, each whatever becomes of the other."""
-    scorer = make_scorer(prompting.config.reward, reward)
-    async with contextlib.AsyncExitStack() as resources:
-        resources.push_async_callback(scorer.close)
-        resources.push_async_callback(engine.close)
-        await scorer.start()
-        yield scorer
-
-
 def _prompts(prompting: Prompting, item: DataItem, listener: Listener, inputs: RunOverrides) -> tuple[Prompt, ...]:
     """Raises DataError: a row is bad, or longer than ``data.max_prompt_length``."""
     config = prompting.config
@@ -159,12 +149,11 @@ def _prompts(prompting: Prompting, item: DataItem, listener: Listener, inputs: R
     if not prompts:
         raise DataError(f"{label_of(item)}: holds no rows")
     longest = max(prompts, key=lambda p: len(p.token_ids))
-    if len(longest.token_ids) > limit:
-        raise DataError(
-            f"{label_of(item)}, row {longest.row + 1}: the prompt has {len(longest.token_ids)} tokens, more than "
-            f"data.max_prompt_length={limit}; an evaluation leaves no row out: use "
-            f"data.max_prompt_length={len(longest.token_ids)}"
+    if (size := len(longest.token_ids)) > limit:
+        text = (
+            f"{label_of(item)}, row {longest.row + 1}: the prompt has {size} tokens, more than data.max_prompt_length="
         )
+        raise DataError(f"{text}{limit}; an evaluation leaves no row out: use data.max_prompt_length={size}")
     return prompts
 
 

@@ -184,13 +184,8 @@ def label_of(item: DataItem) -> str:
 def settings_lines(config: Config) -> list[str]:
     """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
     data, reward, sampling = config.data, config.reward, config.evaluation
-    prompt = f"template {data.template}"
-    for name, text in (
-        ("instruction", data.instruction),
-        ("system", data.system),
-        ("chat_template_kwargs", data.chat_template_kwargs),
-    ):
-        prompt += f", {name} {text!r}" if text else ""
+    written = {name: getattr(data, name) for name in ("instruction", "system", "chat_template_kwargs")}
+    prompt = f"template {data.template}" + "".join(f", {name} {text!r}" for name, text in written.items() if text)
     judged = {key: value for key, value in reward.model_dump(include={"extract", "after", "function"}).items() if value}
     said = "".join(f", {key} {', '.join(v) if isinstance(v, list) else repr(v)}" for key, v in judged.items())
     drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
@@ -309,20 +304,17 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_c
     from dapo.model.loading import POSITIONS_STATED, context_limit
 
     positions = context_limit(model_config)
-    longest, name = max(
-        ((p, name) for name, several in prompts.items() for p in several), key=lambda found: len(found[0].token_ids)
-    )
+    every = [(p, name) for name, several in prompts.items() for p in several]
+    longest, name = max(every, key=lambda found: len(found[0].token_ids))
     size = len(longest.token_ids)
     if positions is None or size + limit <= positions:
         return
+    row = f"{name}, row {longest.row + 1}"
     if size >= positions:
-        raise DataError(
-            f"{name}, row {longest.row + 1}: the prompt has {size} tokens, but the model was made for {positions} "
-            f"positions ({POSITIONS_STATED}); leave this row out"
-        )
-    error = ConfigError if limit >= positions else DataError
-    raise error(
-        f"{name}, row {longest.row + 1}: {size} prompt tokens and up to {limit} response tokens are more than the "
-        f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
-        f"--max-tokens {positions - size} or less (in Python: max_tokens)"
+        text = f"{row}: the prompt has {size} tokens, but the model was made for {positions} positions"
+        raise DataError(f"{text} ({POSITIONS_STATED}); leave this row out")
+    raise (ConfigError if limit >= positions else DataError)(
+        f"{row}: {size} prompt tokens and up to {limit} response tokens are more than the {positions} positions that "
+        f"the model was made for ({POSITIONS_STATED}); use --max-tokens {positions - size} or less (in Python: "
+        "max_tokens)"
     )

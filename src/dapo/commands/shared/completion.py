@@ -7,7 +7,7 @@ puts no space behind ``=``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,21 +57,21 @@ def complete_key(incomplete: str) -> Completions:
 
 
 def complete_metric(incomplete: str) -> Completions:
-    """Names of metrics, after a comma too."""
     from dapo.observe.metrics import METRICS
 
-    done, comma, name = incomplete.rpartition(",")
-    return [
-        (f"{done}{comma}{m.name}", m.meaning) for m in METRICS.values() if m.name.startswith(name) and "{" not in m.name
-    ]
+    return _after_comma(incomplete, {m.name: m.meaning for m in METRICS.values() if "{" not in m.name})
 
 
 def complete_status(incomplete: str) -> Completions:
-    """Statuses of samples, after a comma too."""
     from dapo.observe.samples import STATUSES
 
+    return _after_comma(incomplete, STATUSES)
+
+
+def _after_comma(incomplete: str, known: Mapping[str, str]) -> Completions:
+    """A list's last word."""
     done, comma, name = incomplete.rpartition(",")
-    return [(f"{done}{comma}{status}", meaning) for status, meaning in STATUSES.items() if status.startswith(name)]
+    return [(f"{done}{comma}{one}", meaning) for one, meaning in known.items() if one.startswith(name)]
 
 
 def _overrides(incomplete: str) -> Completions:
