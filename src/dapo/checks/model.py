@@ -252,12 +252,9 @@ def _padding(context: CheckContext, rows: int) -> Iterator[Finding]:
     tokenizer = context.tokenizer
     pad = tokenizer.pad_token_id
     if pad is not None and pad >= rows:
-        yield _warning(
-            "padding",
-            f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
-            "takes lengths from the engine and never pads, but other programs will",
-            "tokenizer.pad_token = tokenizer.eos_token, and save it",
-        )
+        text = f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
+        text += "takes lengths from the engine and never pads, but other programs will"
+        yield _warning("padding", text, "tokenizer.pad_token = tokenizer.eos_token, and save it")
         return
     told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
     if pad is not None and pad == tokenizer.eos_token_id:
@@ -277,17 +274,11 @@ def check_bos(context: CheckContext) -> Iterator[Finding]:
     opens = list(tokenizer("x")["input_ids"])[:1] == [bos]
     text = tokenizer.decode(ids[:8])
     if ids[:1] != [bos] and opens:
-        yield _warning(
-            "bos",
-            f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}",
-            "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)",
-        )
+        told = f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}"
+        yield _warning("bos", told, "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)")
     elif _written_twice(context) or (ids.count(bos) > 1 and opens):
-        yield _warning(
-            "bos",
-            f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be",
-            "take it out of the chat template, or of the rows",
-        )
+        told = f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be"
+        yield _warning("bos", told, "take it out of the chat template, or of the rows")
     else:
         yield Finding("model", "bos", "pass", f"{name}, {'once at the start' if ids[:1] == [bos] else 'not used'}")
 
@@ -307,18 +298,14 @@ def check_chat(context: CheckContext) -> Iterator[Finding]:
         return
     head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
     if asked == bare and head:
-        yield _warning(
-            "chat-template",
-            f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
-            "not end in it",
-            f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)",
-        )
+        text = f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
+        text += "not end in it"
+        fix = f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)"
+        yield _warning("chat-template", text, fix)
     if data.system and data.system.strip() not in str(system):
-        yield _warning(
-            "chat-template",
-            f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt",
-            "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE",
-        )
+        fix = "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE"
+        text = f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt"
+        yield _warning("chat-template", text, fix)
 
 
 def check_weights(context: CheckContext) -> Iterator[Finding]:

@@ -207,22 +207,17 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
         )
     blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
     if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
-        yield answers.data_warning(
-            "prompt-end",
-            f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
-            f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
-            " front of the next word, so the model has not seen such an end",
-            "take the space off the end of the rows",
-        )
+        told = f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
+        told += f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
+        told += " front of the next word, so the model has not seen such an end"
+        yield answers.data_warning("prompt-end", told, "take the space off the end of the rows")
     lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer))]
     if lost:
         prompt, letters = lost[0]
-        yield answers.data_warning(
-            "unknown-tokens",
-            f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "
-            f"{''.join(letters)!r} in row {prompt.row + 1}",
-            "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows",
-        )
+        told = f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "
+        told += f"{''.join(letters)!r} in row {prompt.row + 1}"
+        fix = "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows"
+        yield answers.data_warning("unknown-tokens", told, fix)
     yield from _written_before(config, prompts)
     yield from answers.check_content(answers.with_keys(config, config.data.train), prompts)
     if not context.own_reward:  # of which is not known what it compares with
@@ -241,20 +236,15 @@ def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Findi
     instruction = config.data.instruction.strip()
     twice = [p for p in prompts if instruction and instruction in p.text]
     if len(twice) > len(prompts) / 2:
-        yield answers.data_warning(
-            "instruction",
-            f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
-            "the model reads it twice",
-            "data.instruction=''",
-        )
+        text = f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
+        text += "the model reads it twice"
+        yield answers.data_warning("instruction", text, "data.instruction=''")
     answered = [p for p in prompts if _LAST_TURN.findall(p.text)[-1:] == ["assistant"]]
     if len(answered) > len(prompts) / 2:
-        yield answers.data_warning(
-            "last-turn",
-            f"{len(answered)} of {len(prompts)} chats end in what the assistant says, such as row "
-            f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that",
-            f'take the last message off the rows: row["{config.data.prompt_key}"].pop()',
-        )
+        text = f"{len(answered)} of {len(prompts)} chats end in what the assistant says, such as row "
+        text += f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that"
+        fix = f'take the last message off the rows: row["{config.data.prompt_key}"].pop()'
+        yield answers.data_warning("last-turn", text, fix)
 
 
 def _answer_format(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -278,9 +268,7 @@ def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) 
     read = "boxed" in (reward.after or "") or any("boxed" in (p.answer or "") for p in prompts)
     if asked > len(prompts) / 2 and not read:
         what = f"what follows {reward.after!r}" if reward.after else "the whole response"
-        yield answers.data_warning(
-            "answer-format",
-            f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
-            f"compares {what} with the answer",
-            "reward.kind=math, or ask for what the reward reads (data.instruction, or the rows)",
-        )
+        text = f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
+        text += f"compares {what} with the answer"
+        fix = "reward.kind=math, or ask for what the reward reads (data.instruction, or the rows)"
+        yield answers.data_warning("answer-format", text, fix)

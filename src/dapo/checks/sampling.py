@@ -297,14 +297,10 @@ def check_reading(context: CheckContext) -> Iterator[Finding]:
         )
         yield Finding("model", "reading", "pass", text)
         return
-    yield Finding(
-        "model",
-        "reading",
-        "warn",
-        f"{text}, and no better than with its ids shuffled: either its tokenizer is another model's, with other ids "
-        "for the same words, or it knows nothing of such text",
-        "model.tokenizer=FOLDER of the tokenizer that the model was trained with; dapo generate shows what it writes",
-    )
+    told = f"{text}, and no better than with its ids shuffled: either its tokenizer is another model's, with other ids "
+    told += "for the same words, or it knows nothing of such text"
+    fix = "model.tokenizer=FOLDER of the tokenizer that the model was trained with; dapo generate shows what it writes"
+    yield Finding("model", "reading", "warn", told, fix)
 
 
 def _texts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Sequence[Pair]]:

@@ -46,15 +46,11 @@ def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
     yield from _doubtful_reward(config)
     kl = config.algorithm.kl
     if kl.mode != "off" and kl.coef > 1:
-        yield (
-            f"algorithm.kl.coef={kl.coef:g} outweighs every reward: the model will stay what it is",
-            "algorithm.kl.coef=0.001",
-        )
+        text = f"algorithm.kl.coef={kl.coef:g} outweighs every reward: the model will stay what it is"
+        yield text, "algorithm.kl.coef=0.001"
     if config.data.shuffle_answers:
-        yield (
-            "data.shuffle_answers=true: the answers are permuted over the rows, so that nothing can be learned",
-            "data.shuffle_answers=false, unless this is the control experiment",
-        )
+        text = "data.shuffle_answers=true: the answers are permuted over the rows, so that nothing can be learned"
+        yield text, "data.shuffle_answers=false, unless this is the control experiment"
     if config.model.trust_remote_code:
         yield "model.trust_remote_code=true: Python code that comes with the model runs with your rights", ""
 
@@ -65,17 +61,13 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
         yield "training.steps=0: nothing is trained", "training.steps=100"
         return
     if training.learning_rate > 1e-3:
-        yield (
-            f"training.learning_rate={training.learning_rate:g} is far above what is usual (1e-6 for a large model, "
-            "1e-4 for a tiny one)",
-            "training.learning_rate=1.0e-6",
-        )
+        text = f"training.learning_rate={training.learning_rate:g} is far above what is usual (1e-6 for a large model, "
+        text += "1e-4 for a tiny one)"
+        yield text, "training.learning_rate=1.0e-6"
     if training.learning_rate <= 1e-8:
-        yield (
-            f"training.learning_rate={training.learning_rate:g} is far below what is usual (1e-6 for a large model, "
-            "1e-4 for a tiny one): an update is no more than the rounding of a weight",
-            "training.learning_rate=1.0e-6",
-        )
+        text = f"training.learning_rate={training.learning_rate:g} is far below what is usual (1e-6 for a large model, "
+        text += "1e-4 for a tiny one): an update is no more than the rounding of a weight"
+        yield text, "training.learning_rate=1.0e-6"
     if evaluation.every > training.steps and evaluation.data:
         yield (
             f"evaluation.every={evaluation.every} is more than training.steps={training.steps}: there is no evaluation "
@@ -88,15 +80,11 @@ def _doubtful_optimizer(config: Config) -> Iterator[tuple[str, str]]:
     training = config.training
     first, second = training.betas
     if first > second:
-        yield (
-            f"training.betas=[{first:g}, {second:g}]: the gradient is averaged over more updates than its square",
-            f"training.betas=[{second:g},{first:g}]",
-        )
+        text = f"training.betas=[{first:g}, {second:g}]: the gradient is averaged over more updates than its square"
+        yield text, f"training.betas=[{second:g},{first:g}]"
     if training.max_grad_norm < 1e-3:
-        yield (
-            f"training.max_grad_norm={training.max_grad_norm:g}: every gradient is cut down to next to nothing",
-            "training.max_grad_norm=1.0",
-        )
+        text = f"training.max_grad_norm={training.max_grad_norm:g}: every gradient is cut down to next to nothing"
+        yield text, "training.max_grad_norm=1.0"
     if training.weight_decay > 1:
         yield (
             f"training.weight_decay={training.weight_decay:g} pulls the weights to zero faster than rewards move them",
@@ -109,11 +97,9 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
     if not 0.5 <= rollout.temperature <= 1.5:
         yield f"rollout.temperature={rollout.temperature:g} is unusual for rollouts", "rollout.temperature=1.0"
     if evaluation.data and evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
-        yield (
-            f"evaluation.temperature=0 with samples_per_prompt={evaluation.samples_per_prompt}: all samples of a "
-            "prompt are alike",
-            "evaluation.temperature=1.0",
-        )
+        text = f"evaluation.temperature=0 with samples_per_prompt={evaluation.samples_per_prompt}: all samples of a "
+        text += "prompt are alike"
+        yield text, "evaluation.temperature=1.0"
     if rollout.samples_per_prompt < 4:
         yield (
             f"rollout.samples_per_prompt={rollout.samples_per_prompt}: a response is compared with "
@@ -126,21 +112,15 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
         why = "it outweighs rewards of ordinary size"
         if _is_plus_minus_one(config.reward):
             why = "with rewards from -1 to +1 a long response that is right gets less than a short one that is wrong"
-        yield (
-            f"algorithm.overlong_buffer.penalty_factor={buffer.penalty_factor:g}: {why}",
-            "algorithm.overlong_buffer.penalty_factor=1.0",
-        )
+        text = f"algorithm.overlong_buffer.penalty_factor={buffer.penalty_factor:g}: {why}"
+        yield text, "algorithm.overlong_buffer.penalty_factor=1.0"
     if buffer.enable and buffer.len > rollout.max_response_length // 2:
-        yield (
-            f"algorithm.overlong_buffer.len={buffer.len} is more than half of rollout.max_response_length="
-            f"{rollout.max_response_length}: responses of ordinary length are punished",
-            f"algorithm.overlong_buffer.len={max(1, rollout.max_response_length // 5)}",
-        )
+        text = f"algorithm.overlong_buffer.len={buffer.len} is more than half of rollout.max_response_length="
+        text += f"{rollout.max_response_length}: responses of ordinary length are punished"
+        yield text, f"algorithm.overlong_buffer.len={max(1, rollout.max_response_length // 5)}"
     if algorithm.filter_groups.enable and algorithm.filter_groups.max_num_gen_batches == 1:
-        yield (
-            "algorithm.filter_groups.max_num_gen_batches=1: a single group that is filtered out starves the step",
-            "algorithm.filter_groups.max_num_gen_batches=10",
-        )
+        text = "algorithm.filter_groups.max_num_gen_batches=1: a single group that is filtered out starves the step"
+        yield text, "algorithm.filter_groups.max_num_gen_batches=10"
     if algorithm.clip_ratio_high == 0 or algorithm.clip_ratio_low == 0:
         yield (
             f"algorithm.clip_ratio_low={algorithm.clip_ratio_low:g} and clip_ratio_high={algorithm.clip_ratio_high:g}: "
@@ -162,28 +142,20 @@ def _is_plus_minus_one(reward: RewardConfig) -> bool:
 def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
     for reward in plain_rewards(config.reward):
         if reward.on_error == "value" and reward.error_value > 0:
-            yield (
-                f"reward.error_value={reward.error_value:g}: a score that failed is rewarded",
-                "reward.error_value=-1.0, or reward.on_error=drop",
-            )
+            told = f"reward.error_value={reward.error_value:g}: a score that failed is rewarded"
+            yield told, "reward.error_value=-1.0, or reward.on_error=drop"
         if reward.max_error_rate == 1:
             yield "reward.max_error_rate=1: the run goes on even if every score fails", "reward.max_error_rate=0.2"
         after = reward.after if isinstance(reward, ExactReward) else None
         if after and any(text in after for text in config.rollout.stop):
-            yield (
-                f"rollout.stop ends a response at reward.after={after!r}, before there is an answer",
-                "rollout.stop=[]",
-            )
+            told = f"rollout.stop ends a response at reward.after={after!r}, before there is an answer"
+            yield told, "rollout.stop=[]"
         if isinstance(reward, CodeReward) and reward.sandbox == "none":
-            yield (
-                "reward.sandbox=none: programs that the model writes run with your rights",
-                "reward.sandbox=bubblewrap",
-            )
+            told = "reward.sandbox=none: programs that the model writes run with your rights"
+            yield told, "reward.sandbox=bubblewrap"
     if config.monitor.check is not None and config.monitor.check == config.reward:
-        yield (
-            "monitor.check is the reward itself, so it can never disagree with it",
-            "monitor.check={kind: math}, or another verifier; or leave it out",
-        )
+        told = "monitor.check is the reward itself, so it can never disagree with it"
+        yield told, "monitor.check={kind: math}, or another verifier; or leave it out"
 
 
 def check_files(context: CheckContext) -> Iterator[Finding]:
