@@ -320,7 +320,7 @@ def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
 
 
 def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "stop_token_ids", lambda *owners: ())
+    monkeypatch.setattr(model.loading, "stop_token_ids", lambda *owners: ())
     found = complaints(doctor(code=0))
     assert set(found) == {"stop-tokens"} and "rollout.stop_token_ids" in found["stop-tokens"]["fix"]
 

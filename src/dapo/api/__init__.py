@@ -142,7 +142,8 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
         changes = [f"{key}={json.dumps(value, default=str)}" for key, value in tree.items() if key != "run.dir"]
         return resume_config(folder.root, None, changes)
-    config = build_config(nested(dict(SIZES) | {"run.dir": _free_folder()} | dict(tree)), "settings")
+    free = next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
+    config = build_config(nested(dict(SIZES) | {"run.dir": free} | dict(tree)), "settings")
     if "template" in config.data.model_fields_set:
         return config
 
@@ -150,11 +151,6 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
     named = config.model.tokenizer or config.model.path
     return with_template(config, tokenizer or load_tokenizer(named, config.model.trust_remote_code))
-
-
-def _free_folder() -> str:
-    """Of a run that names none: so the result of an earlier one stays what it was."""
-    return next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
 
 
 def _run(config: Config, listener: Listener, inputs: RunOverrides) -> Result:

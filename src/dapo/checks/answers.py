@@ -1,6 +1,5 @@
 """Checks of the reference answers: what they hold, whether a response has room for them, and whether a prompt gives
-them away.
-"""
+them away."""
 
 from __future__ import annotations
 

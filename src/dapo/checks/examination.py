@@ -1,8 +1,7 @@
 """All checks in their order, and the two ways to run them: on a recipe, and the quick ones before a training.
 
 Consumes a recipe. Produces findings, one by one. Waits for each check no longer than its deadline; one that takes
-longer is left behind in its thread (a daemon) and told of.
-"""
+longer is left behind in its thread (a daemon) and told of."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ decoding       2 x 4 V s in a step of the rollout
 Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-the layers go backward. The larger ones count.
-"""
+the layers go backward. The larger ones count."""
 
 from __future__ import annotations
 
@@ -108,11 +107,6 @@ class Memory:
         return text + (f"; in the host's memory {gib(self.host)}" if self.host else "")
 
 
-def parameters_of(shape: Any) -> int:
-    """Of a model, one that stands in two places (tied embeddings) counted once."""
-    return sum(parameter.numel() for parameter in shape.parameters())
-
-
 def trained_of(shape: Any) -> int:
     return sum(parameter.numel() for parameter in changing_parameters(shape).values())
 
@@ -127,7 +121,8 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
     on any device; only shapes and the config are looked at."""
     text = shape.config.get_text_config()
     rollout, training = config.rollout, config.training
-    parameters, trained = parameters_of(shape), trained_of(shape)
+    parameters = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
+    trained = trained_of(shape)
     width = _width(config)
     longest, rows = _longest(config), _rows(config)
     cache = rows * longest * _pairs(text) * text.num_hidden_layers * width

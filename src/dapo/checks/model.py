@@ -271,21 +271,17 @@ def check_bos(context: CheckContext) -> Iterator[Finding]:
         return
     ids = list(source.prompts[0].token_ids)
     name = f"{tokenizer.bos_token}={bos}"
+    written = _rendered(context, _USER, tokenize=False, add_generation_prompt=True) or ""
     opens = list(tokenizer("x")["input_ids"])[:1] == [bos]
     text = tokenizer.decode(ids[:8])
     if ids[:1] != [bos] and opens:
         told = f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}"
         yield _warning("bos", told, "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)")
-    elif _written_twice(context) or (ids.count(bos) > 1 and opens):
+    elif str(written).startswith(tokenizer.bos_token * 2) or (ids.count(bos) > 1 and opens):
         told = f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be"
         yield _warning("bos", told, "take it out of the chat template, or of the rows")
     else:
         yield Finding("model", "bos", "pass", f"{name}, {'once at the start' if ids[:1] == [bos] else 'not used'}")
-
-
-def _written_twice(context: CheckContext) -> bool:
-    text = _rendered(context, _USER, tokenize=False, add_generation_prompt=True)
-    return text is not None and str(text).startswith(context.tokenizer.bos_token * 2)
 
 
 def check_chat(context: CheckContext) -> Iterator[Finding]:

@@ -2,8 +2,7 @@
 
 The reference answer, written as the reward wants it, has to be right; another row's and an empty response must not be.
 Where the form is not known (a function, a judge, a server) several are tried, and the one that is right most often is
-taken.
-"""
+taken."""
 
 from __future__ import annotations
 

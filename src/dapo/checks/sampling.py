@@ -1,15 +1,10 @@
 """Checks with the model itself: does it know the ids, do engine and trainer agree, will dynamic sampling find enough.
 
-*Do the ids of model and tokenizer mean the same?* Told from how well the model reads the recipe's own text. A model
-that is given the right ids finds them likelier than a guess would, and one that was never trained about as likely. One
-that has learned something, and is given ids that mean something else to it, is surprised by more than ln V a token, V
-the vocabulary. So is one that was only ever trained on responses, by its prompts: the demo's takes 6.9 nats a token,
-where a guess is 2.9. So the answers behind the prompts are read, too, and the better one of the two counts. Once it has
-learned to think first, a bare answer surprises it as well (4.8). So where all of them do, the ids of each text are
-shuffled: whoever knows these ids reads them far better than he reads any others in their place, and to whom they mean
-something else, they are as good as shuffled. What is left may still be a text of which the model knows nothing: this
-warns, and refuses nothing.
-"""
+The ids are known where the model reads the recipe's text, or answers behind its prompts, better than a blind guess
+(ln V nats a token, V the vocabulary). A model that was only trained on responses reads prompts worse than that (the
+demo's: 6.9 nats, a guess 2.9), and one that thinks first also bare answers (4.8). So where all texts surprise it,
+their ids are shuffled: who knows the ids reads them far better than any others in their place. What is left may
+still be a text of which the model knows nothing, so that this only warns."""
 
 from __future__ import annotations
 

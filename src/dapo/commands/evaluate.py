@@ -84,8 +84,11 @@ def evaluate(
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
 
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            for line in _picked(model, found.path, about):
-                listener.phase(line)
+            if found.path != model:
+                listener.phase(f"{model}: its model is {found.path}")
+            for text in (f"settings of the recipe {trained}" if trained else "", preset and f"benchmark {preset.name}"):
+                if text:
+                    listener.phase(text)
             if trained == found.recipe and preset is None and (why := function_of(found)):
                 listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
             from dapo.inference.evaluate import average_of, evaluate_files, report
@@ -112,12 +115,6 @@ def _check_data(config: Config) -> None:
     if twice:
         raise ConfigError(f"--data: {twice[0]} is named twice")
     require_files(config)
-
-
-def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:
-    lines = [f"{model}: its model is {path}"] if str(path) != model else []
-    lines += [f"settings of the recipe {about['recipe']}"] if about["recipe"] else []
-    return lines + ([f"benchmark {about['benchmark']}"] if about["benchmark"] else [])
 
 
 def _place(output: Path | None, save_samples: bool) -> Path | None:

@@ -103,8 +103,10 @@ def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
         raise ConfigError("nothing to generate from: give a PROMPT, - for standard input, or --data FILE")
     if prompts.count("-") > 1:
         raise ConfigError("-: standard input can be read only once")
+    from dapo.config.messages import all_keys
+
     for prompt in prompts:
-        if _is_setting(prompt):
+        if "=" in prompt and prompt.partition("=")[0] in all_keys():
             raise ConfigError(f"the prompt {prompt!r} reads like a setting; give settings with --set {prompt}")
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     if not all(texts):
@@ -116,12 +118,6 @@ def _print_json(response: Response) -> None:
     from dapo.util.files import json_line
 
     print(json_line(response.as_json()), end="", flush=True)
-
-
-def _is_setting(text: str) -> bool:
-    from dapo.config.messages import all_keys
-
-    return text.partition("=")[0] in all_keys() and "=" in text
 
 
 def _printer(prompts: int, config: Any) -> Any:

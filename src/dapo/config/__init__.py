@@ -2,8 +2,7 @@
 
 Unknown keys are refused with the nearest valid one named; impossible combinations are refused with the numbers shown
 and a working value proposed. Defaults are the paper's (arXiv 2503.14476) and, where it is silent, its released code's.
-Names of sizes say what they count: prompts, samples, groups or tokens.
-"""
+Names of sizes say what they count: prompts, samples, groups or tokens."""
 
 from dapo.config.compose import ComposeReward, MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig

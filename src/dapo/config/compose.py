@@ -72,7 +72,7 @@ class ComposeReward(RewardBase):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> ComposeReward:
-        problems = list(compose_problems(self))
+        problems = [*_broken_names(self), *_broken_links(self), *_without_effect(self)]
         if problems:
             raise Problems(*problems)
         return self
@@ -109,13 +109,6 @@ def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
         yield from reward.rewards.values()
     else:
         yield reward
-
-
-def compose_problems(reward: ComposeReward) -> Iterator[str]:
-    """Every mistake, as `key: what is wrong; what would work`, where the key counts from the section."""
-    yield from _broken_names(reward)
-    yield from _broken_links(reward)
-    yield from _without_effect(reward)
 
 
 def _broken_names(reward: ComposeReward) -> Iterator[str]:

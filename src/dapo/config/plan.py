@@ -1,7 +1,6 @@
 """The numbers that follow from a recipe: what a step holds, how much of it, and at most how many tokens.
 
-Shown at the start of a run and by ``--dry-run``, because sizes multiply and the reader should not have to.
-"""
+Shown at the start of a run and by ``--dry-run``, because sizes multiply and the reader should not have to."""
 
 from __future__ import annotations
 

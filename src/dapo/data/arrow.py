@@ -20,13 +20,9 @@ from dapo.util.files import file_hash
 class ArrowTable(Table):
     def __init__(self, name: str, rows: Any, content: str) -> None:
         """``rows``: a ``datasets.Dataset``; ``content``: hash of what it holds."""
-        self.name = name
+        super().__init__(name, len(rows), content)
         self._data = rows
-        self._content = content
         self._short = {name: kind for name, kind in rows.features.items() if re.search("float(16|32)", str(kind))}
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def raw(self, number: int) -> Any:
         try:
@@ -34,12 +30,6 @@ class ArrowTable(Table):
         except Exception as error:  # decoders of images and sound raise their own kinds
             raise BadRow(f"cannot be read: {first_line(error.__cause__ or error)}") from None
         return row | {key: _as_printed(row[key], kind) for key, kind in self._short.items()}
-
-    def place(self, number: int) -> str:
-        return f"{self.name}:row {number + 1}"
-
-    def content(self) -> str:
-        return self._content
 
 
 def _as_printed(value: Any, feature: Any) -> Any:
@@ -80,7 +70,7 @@ def open_dataset(path: str, config: str | None, split: str | None, name: str) ->
     folder = Path(path)
     try:
         with _quiet(datasets):
-            if folder.is_dir() and _was_saved(folder):
+            if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):  # it was saved
                 found = datasets.load_from_disk(str(folder))
             else:
                 theirs = Path(datasets.config.HF_DATASETS_CACHE)
@@ -106,10 +96,6 @@ def _split_of(found: Any, split: str | None, name: str) -> Any:
         said = "name one with split:" if wanted is None else f"there is no split {wanted!r};"
         raise DataError(f"{name}: {said} it has {', '.join(names)}")
     return found[wanted]
-
-
-def _was_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _library(what: str) -> Any:

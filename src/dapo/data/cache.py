@@ -2,8 +2,7 @@
 
 The folder is ``$DAPO_CACHE``, else ``$XDG_CACHE_HOME/dapo``, else ``~/.cache/dapo``. It can be deleted at any time. An
 entry is a folder that appears whole or not at all; a damaged one is made again, and where the cache cannot be written
-to, a temporary folder is used that goes away with the process.
-"""
+to, a temporary folder is used that goes away with the process."""
 
 from __future__ import annotations
 
@@ -79,7 +78,8 @@ def cached(kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> tupl
     folder = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=parent))
     try:
         facts = build(folder)
-        _write_meta(folder, facts)
+        sums = {path.name: [path.stat().st_size, _checksum(path)] for path in folder.iterdir()}
+        (folder / _META).write_text(json.dumps({"facts": facts, "files": sums}), encoding="utf-8")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -99,11 +99,6 @@ def _move(folder: Path, entry: Path) -> Path:
             return entry
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return folder
-
-
-def _write_meta(folder: Path, facts: dict[str, Any]) -> None:
-    sums = {path.name: [path.stat().st_size, _checksum(path)] for path in folder.iterdir()}
-    (folder / _META).write_text(json.dumps({"facts": facts, "files": sums}), encoding="utf-8")
 
 
 def _read(entry: Path) -> dict[str, Any] | None:

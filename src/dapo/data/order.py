@@ -3,8 +3,7 @@
 A permutation of 10 million rows as a list would take 400 MB, and numpy does not promise the same one in its next
 version. Here a small Feistel cipher permutes the numbers below a power of two, and numbers beyond the size are
 enciphered again until they fall inside ("cycle walking", Black and Rogaway 2002). Only integers are used, so the order
-is the same on every machine.
-"""
+is the same on every machine."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ between them does not count. A training prompt is
 run of its whole length). Left out are runs that occur in more than 10 different prompts ("where m and n are relatively
 prime positive integers, find m + n" and the like), and runs with fewer than 4 words of two letters or
 more, which are formulas.
-*Exact* is a prompt whose characters are the same, white space and case apart.
-"""
+*Exact* is a prompt whose characters are the same, white space and case apart."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -211,11 +209,8 @@ class _Index:
         for match in matches:
             telling = prompts[match.runs] <= BOILERPLATE
             for run, row in zip(match.runs[telling].tolist(), match.rows[telling].tolist(), strict=True):
-                for eval_file, eval_row in self._rows_with(run):
+                low, high = np.searchsorted(self._runs, [run, run + 1])
+                for eval_file, eval_row in self._places[self._owners[low:high]].tolist():
                     if (match.file, row, eval_file) not in seen:
                         seen.add((match.file, row, eval_file))
                         yield Hit(match.file, row, eval_file, eval_row, exact=False, words=match.words[run])
-
-    def _rows_with(self, run: int) -> list[Any]:
-        low, high = np.searchsorted(self._runs, [run, run + 1])
-        return self._places[self._owners[low:high]].tolist()  # type: ignore[no-any-return]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,27 +18,26 @@ from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError
 
 
-class Table(ABC):
-    """The rows of one file, one data set of the hub, or one list from Python. Numbers count from 0."""
+class Table:
+    """The rows of one file, one data set of the hub, or one list from Python. Numbers count from 0.
+    ``name``: as the user wrote it. ``content``: a hash of all that the table holds."""
 
-    name: str
-    """As the user wrote it."""
+    def __init__(self, name: str, rows: int, content: str = "") -> None:
+        self.name, self._size, self._content = name, rows, content
 
-    @abstractmethod
     def __len__(self) -> int:
-        """How many rows there are."""
+        return self._size
 
-    @abstractmethod
     def raw(self, number: int) -> Any:
         """A row as it stands there. Raises BadRow: it cannot be read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def place(self, number: int) -> str:
         """Where a row stands, for people: ``file:line``, or ``file:row 3`` where there are no lines."""
+        return f"{self.name}:row {number + 1}"
 
-    @abstractmethod
     def content(self) -> str:
-        """A hash of all that the table holds."""
+        return self._content
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells this data from other data, in JSON types. The name is there for messages alone."""
@@ -48,12 +46,8 @@ class Table(ABC):
 
 class PythonRows(Table):
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        self.name = name
+        super().__init__(name, len(rows))
         self._rows = rows
-        self._content: str | None = None
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def raw(self, number: int) -> Any:
         return self._rows[number]
@@ -62,7 +56,7 @@ class PythonRows(Table):
         return f"{self.name}[{number}]"
 
     def content(self) -> str:
-        if self._content is None:
+        if not self._content:
             found = sha256()
             for row in self._rows:
                 line = json.dumps(plain_value(row), sort_keys=True) + "\n"

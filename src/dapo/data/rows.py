@@ -1,8 +1,7 @@
 """One row of data: what it may be, and the reason when it is not.
 
 Consumes raw rows (bytes of JSON, or mappings from Parquet, a hub data set or Python); produces :class:`Row` records.
-Numbers of JSON are kept as they are written, so that an answer 0.10 stays 0.10.
-"""
+Numbers of JSON are kept as they are written, so that an answer 0.10 stays 0.10."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Consumes tables (``parts.py``) and a template; produces :class:`~dapo.records.Prompt` records. Waits for nothing. The
 first 10,000 rows are checked at once, the others when they are drawn. The position is a few numbers, from which a
-resumed run draws the very same prompts.
-"""
+resumed run draws the very same prompts."""
 
 from __future__ import annotations
 

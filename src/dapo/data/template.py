@@ -1,6 +1,5 @@
 """From a row to the token ids that the model sees. The one place where prompts are tokenized: the length filter, the
-rollout and the evaluation all use it.
-"""
+rollout and the evaluation all use it."""
 
 from __future__ import annotations
 
@@ -91,13 +90,10 @@ def _name(text: str) -> str:
     return " ".join(word for word in _words(text) if word not in _OPENING | _CLOSING | {"of"})
 
 
-def _closes(text: str) -> bool:
-    return "/" in text or bool(_CLOSING & set(_words(text)))
-
-
 def _enclose_turn(text: str, partner: str, rendered: Sequence[str]) -> bool:
     """Whether a conversation holds a message, or a role's name, between the first of a pair and the second."""
-    first, second = (partner, text) if _closes(text) else (text, partner)
+    closes = "/" in text or bool(_CLOSING & set(_words(text)))
+    first, second = (partner, text) if closes else (text, partner)
     for whole in rendered:
         for piece in whole.split(first)[1:]:
             inside, end, _ = piece.partition(second)
@@ -212,11 +208,9 @@ class PromptTemplate:
     def text(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, control tokens too. An id that the tokenizer does not have (models have rows without a
         token) is U+FFFD, as what stands on its two sides is not one text."""
-        parts = groupby(map(int, token_ids), self._has_token)
+        # the vocabulary has each text but once
+        parts = groupby(map(int, token_ids), lambda one: one in self._vocabulary or bool(self._plain([one])))
         return "".join(self._plain([*ids]) if there else "\ufffd" * len([*ids]) for there, ids in parts)
-
-    def _has_token(self, token_id: int) -> bool:
-        return token_id in self._vocabulary or bool(self._plain([token_id]))  # which has each text but once
 
     @cached_property
     def _vocabulary(self) -> frozenset[int]:

@@ -1,8 +1,7 @@
 """JSON lines and JSON arrays, plain or compressed, row by row without holding them.
 
 An index of where each row begins is made in one pass. Small files stay in memory; of
-others the index, and what was compressed, is kept in the cache. Reading a row is two short reads.
-"""
+others the index, and what was compressed, is kept in the cache. Reading a row is two short reads."""
 
 from __future__ import annotations
 
@@ -42,17 +41,13 @@ _INDEX, _CONTENT = "index.bin", "content"
 class TextTable(Table):
     def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
         """``index``: 16 bytes for each row. ``facts``: ``rows``, ``sha256`` and ``array``."""
-        self.name = name
-        self._content, self._index = content, index
-        self._rows, self._sha256, self._array = int(facts["rows"]), str(facts["sha256"]), bool(facts["array"])
-
-    def __len__(self) -> int:
-        return self._rows
+        super().__init__(name, int(facts["rows"]), str(facts["sha256"]))
+        self._bytes, self._index, self._array = content, index, bool(facts["array"])
 
     def raw(self, number: int) -> Any:
         start, other = self._entry(number)
         try:
-            data = self._content.read(start, other - start) if self._array else self._content.line(start)
+            data = self._bytes.read(start, other - start) if self._array else self._bytes.line(start)
         except OSError as error:
             raise DataError(f"{self.place(number)}: cannot be read: {error.strerror or error}") from None
         except _Changed:
@@ -60,15 +55,12 @@ class TextTable(Table):
         return parse_json(data.removeprefix(_BOM) if start == 0 else data)
 
     def place(self, number: int) -> str:
-        return f"{self.name}:row {number + 1}" if self._array else f"{self.name}:{self._entry(number)[1]}"
-
-    def content(self) -> str:
-        return self._sha256
+        return super().place(number) if self._array else f"{self.name}:{self._entry(number)[1]}"
 
     def require_a_row_per_line(self) -> None:
         """Raises DataError if the first row goes on in the lines after it."""
         start, _ = self._entry(0)
-        text = self._content.read(start, _LOOKED_AT).decode("utf-8", errors="replace").lstrip("\ufeff \t\r")
+        text = self._bytes.read(start, _LOOKED_AT).decode("utf-8", errors="replace").lstrip("\ufeff \t\r")
         first, kind = text.partition("\n")[0].rstrip(), {"{": "object", "[": "array"}.get(text[:1])
         if self._array or kind is None:
             return

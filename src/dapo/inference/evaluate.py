@@ -1,8 +1,7 @@
 """``dapo evaluate`` without its printing: a model on files of prompts, each file a benchmark of its own.
 
 Consumes: a config and files. Produces: a :class:`FileResult` for each, and all of them as one JSON-able report. Waits
-for the engine and the scorer, one file after the other.
-"""
+for the engine and the scorer, one file after the other."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What ``dapo evaluate`` and ``dapo generate`` share: a model by any of its names, settings in layers, and an engine.
 
 The first part is light, so that mistakes in names and settings show at once; torch is loaded by the second one. No
-trainer and no float32 master weights are made: the model is loaded in ``model.compute_dtype``.
-"""
+trainer and no float32 master weights are made: the model is loaded in ``model.compute_dtype``."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dapo.commands.demo.task import Expression, draw_expressions, make_model, make_tokenizer
+from dapo.commands.demo.task import draw_expressions, make_model, make_tokenizer
 from dapo.commands.demo.warmup import OPERATORS, WarmUp, warm_up
-from dapo.commands.demo.word_problems import WordProblem, draw_problems, split_pairs
+from dapo.commands.demo.word_problems import draw_problems, split_pairs
 from dapo.config import Config, load_config
 from dapo.config.plan import recipe_path
 from dapo.errors import ConfigError
@@ -111,7 +111,9 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     taken: set[str] = set()
     sets = {name: draw_expressions(rng, size, taken, OPERATORS) for name, size in SIZES.items()}
     for name in ("train", "heldout"):
-        write_atomic(folder / f"{name}.jsonl", map(_row, sets[name]))
+        write_atomic(
+            folder / f"{name}.jsonl", (json_line({"prompt": one.prompt, "answer": one.answer}) for one in sets[name])
+        )
     tokenizer = make_tokenizer()
     model = load_model(make_model(config.seed, len(tokenizer)))
     set_threads(config, model)
@@ -127,10 +129,6 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
         "and then the habit of not doing so"
     )
     return warmed
-
-
-def _row(expression: Expression) -> str:
-    return json_line({"prompt": expression.prompt, "answer": expression.answer})
 
 
 def response_lengths(summary: Mapping[str, Any]) -> tuple[str, ...]:
@@ -236,11 +234,13 @@ def make_data(seed: int, folder: Path) -> None:
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for name, pairs, count in zip(("train", "heldout"), split_pairs(rng), (TRAIN_ROWS, HELDOUT_ROWS), strict=True):
-        write_atomic(folder / f"{name}.jsonl", map(_problem_row, draw_problems(rng, pairs, count)))
-
-
-def _problem_row(problem: WordProblem) -> str:
-    return json_line({"prompt": problem.messages, "answer": problem.answer, "operation": problem.operation})
+        write_atomic(
+            folder / f"{name}.jsonl",
+            (
+                json_line({"prompt": one.messages, "answer": one.answer, "operation": one.operation})
+                for one in draw_problems(rng, pairs, count)
+            ),
+        )
 
 
 def shares(evaluation: Evaluation) -> dict[str, float]:

@@ -2,8 +2,7 @@
 
 ``7*3+4-5=`` means ((7 * 3) + 4) - 5 with every intermediate result taken modulo 10, so 0. A response either works it
 out step by step and then answers, ``7*3=1;1+4=5;5-5=0;#0``, or jumps to an answer, ``#0``. What follows the last ``#``
-is the answer.
-"""
+is the answer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The demo's warm-up: imitation of step-by-step demonstrations, frequent at first and rare at the end.
 
-After it the model *can* work in steps but mostly jumps to an answer. That is the state from which reinforcement
-learning can show something: it never teaches to copy an operand, but it finds out that writing the steps pays. So the
-first phase goes on until the steps themselves are right, whatever the seed.
-"""
+After it the model *can* work in steps but mostly jumps to an answer: reinforcement learning never teaches to copy an
+operand, but finds out that writing the steps pays. So the first phase goes on until the steps themselves are right."""
 
 from __future__ import annotations
 

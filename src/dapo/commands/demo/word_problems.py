@@ -1,13 +1,9 @@
 """Easy word problems for a small pretrained model: one addition, subtraction or multiplication, told as a story.
 
-Which *numbers* belong together is split between training and held-out problems: a pair of numbers that occurs in one of
-them, in whatever order, story and operation, never occurs in the other. So a held-out problem cannot be answered by
-remembering the sum of a training problem.
-
-``score`` is the reward. It keeps format and reasoning apart: a response is right if it states the right number after
-"Answer:", and beside that it is noted whether there was such an answer at all and whether the last number of the
-response, wherever it stands, is the right one.
-"""
+A pair of numbers that occurs in training problems, in whatever order, story and operation, never occurs in held-out
+ones: these cannot be answered by remembering a sum. ``score``, the reward, keeps format and reasoning apart: a response
+is right if it states the right number after "Answer:"; its parts say whether there was such an answer, and whether the
+last number of the response, wherever it stands, is the right one."""
 
 from __future__ import annotations
 

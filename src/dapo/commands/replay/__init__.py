@@ -2,5 +2,4 @@
 
 Nothing in a run folder is changed. ``stored`` reads a step, ``recompute`` makes rewards, shaping and advantages again
 and looks at single samples, ``weights`` finds and makes the weights that an update started from, ``replay`` puts it
-together.
-"""
+together."""

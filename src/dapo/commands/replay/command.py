@@ -100,7 +100,8 @@ def report(found: Replay) -> Iterator[str]:
         yield f"weights: from {found.start}{again}"
     if _made_again(found):  # otherwise there is nothing to show of them but what was planned
         yield ""
-        yield from columns(_HEADER, [_row(one, _differing(found)) for one in found.updates])
+        differing = {one.update for one in found.differences if one.what.startswith(f"step {found.step}: ")}
+        yield from columns(_HEADER, [_row(one, differing) for one in found.updates])
         yield from _norms(found.updates)
     yield from (f"note: {visible(text)}" for text in found.notes)
     if found.differences:
@@ -109,11 +110,6 @@ def report(found: Replay) -> Iterator[str]:
 
 
 _HEADER = ("update", "groups", "loss tokens", "token weight", "loss", "clip low", "clip high", "grad norm", "recorded")
-
-
-def _differing(found: Replay) -> set[int | None]:
-    """Numbers of the step's updates that did not come out as recorded."""
-    return {one.update for one in found.differences if one.what.startswith(f"step {found.step}: ")}
 
 
 def _row(update: Mapping[str, Any], differing: set[int | None]) -> list[str]:

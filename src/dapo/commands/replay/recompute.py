@@ -218,11 +218,6 @@ def _alone(update: Update, number: int) -> tuple[PackedBatch, TokenInputs]:
     return part.batch, select_tokens(update.inputs, part.index)
 
 
-def place_in(update: Update, draw: int, index: int) -> int | None:
-    found = np.flatnonzero((update.batch.draws == draw) & (update.batch.indices == index))
-    return int(found[0]) if len(found) else None
-
-
 def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str, Any]]:
     return [
         {"token": int(token), "text": decode(int(token)), "version": int(version), "engine_logprob": float(logprob)}

@@ -1,8 +1,7 @@
 """``dapo replay``: a rollout step made again, and what comes out otherwise than it was recorded.
 
 Consumes a run folder, of which nothing is changed. Produces a :class:`Replay`. Every part stands by itself: where one
-cannot be made again, the result says why, and the others are there all the same.
-"""
+cannot be made again, the result says why, and the others are there all the same."""
 
 from __future__ import annotations
 
@@ -16,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from dapo.commands.replay import recompute
 from dapo.commands.replay.stored import StoredStep, differing_texts, read_step
@@ -255,9 +256,10 @@ class _Trace:
             self.norms[number] = recompute.gradient_norms(policy, update, objective, self.gradients)
         if self.wanted is not None and self.traced is None:
             group, _, sample = self.wanted
-            place = recompute.place_in(update, group.draw, sample.index)
-            if place is not None:
-                self.traced, self.traced_in = recompute.traced_tokens(policy, update, objective, place), number
+            places = np.flatnonzero((update.batch.draws == group.draw) & (update.batch.indices == sample.index))
+            if len(places):
+                self.traced = recompute.traced_tokens(policy, update, objective, int(places[0]))
+                self.traced_in = number
 
     def as_json(self) -> dict[str, Any]:
         assert self.wanted is not None

@@ -1,7 +1,6 @@
 """One rollout step as it lies in the run folder, as the records that went through training.
 
-Runs of versions that stored no tokens have texts and numbers per sample only: ``tokens`` says what is missing then.
-"""
+Runs of versions that stored no tokens have texts and numbers per sample only: ``tokens`` says what is missing then."""
 
 from __future__ import annotations
 

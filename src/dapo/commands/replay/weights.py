@@ -1,8 +1,7 @@
 """The weights that an update started from: kept, or made again by re-running the stored updates since an older place.
 
 Sampling is not repeated: every step that is re-run trains on its stored batch. So what has to be the same is the
-trainer alone, which in deterministic mode on the same machine it is, to the bit.
-"""
+trainer alone, which in deterministic mode on the same machine it is, to the bit."""
 
 from __future__ import annotations
 
@@ -131,7 +130,9 @@ class Rerun:
         """Re-run the updates of all steps before ``step``, up to the first that does not come out as recorded."""
         while self._step < step - 1 and not self.differences:  # after one, all others would differ too
             phase(f"making the updates of step {self._step + 1} again")
-            self.make(self._stored(self._step + 1))
+            stored = read_step(self._folder, self._step + 1)
+            self.differences += faults(stored.faults, f"step {stored.step}: ")
+            self.make(stored)
 
     def make(self, stored: StoredStep, last: int | None = None, visit: Visit | None = None) -> dict[int, UpdateReport]:
         """Make the updates of the next step and compare them with what was recorded.
@@ -193,11 +194,6 @@ class Rerun:
                         f"step {stored.step}: sample {group.draw}:{sample.index} has a token {odd}, but the model "
                         f"knows {size}"
                     )
-
-    def _stored(self, step: int) -> StoredStep:
-        stored = read_step(self._folder, step)
-        self.differences += faults(stored.faults, f"step {step}: ")
-        return stored
 
     def _compare(self, stored: StoredStep, number: int, report: UpdateReport) -> None:
         if stored.reports is None or number >= len(stored.reports):

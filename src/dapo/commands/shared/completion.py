@@ -1,8 +1,7 @@
 """What the shell completes: recipes, run folders, keys of the config and their values. Loads nothing heavy.
 
 A key that is the only one left comes with its values (``algorithm.kl.mode=off``, ``=loss``, ...), so that the shell
-puts no space behind ``=``.
-"""
+puts no space behind ``=``."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ def complete_recipe(incomplete: str) -> Completions:
 
 
 def complete_run(incomplete: str) -> Completions:
-    return [(str(Path(path).parent), "") for path in _below(incomplete, "config.yaml") if _is_run(Path(path).parent)]
+    folders = [Path(path).parent for path in _below(incomplete, "config.yaml")]
+    return [(str(one), "") for one in folders if any((one / n).exists() for n in ("metrics.jsonl", "environment.json"))]
 
 
 def complete_override(context: typer.Context, incomplete: str) -> Completions:
@@ -115,7 +115,3 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _walk(entry, depth - 1)
         else:
             yield entry
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("metrics.jsonl", "environment.json"))
