@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from dapo.checks import memory, model, rewards, sampling, settings
 from dapo.checks import rows as prompt_rows
-from dapo.checks.context import CheckContext, NotAtHand
+from dapo.checks.context import CheckContext, Finding, NotAtHand, exit_code
 from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
-from dapo.checks.finding import Finding, exit_code
 from dapo.checks.sampling import as_batch
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer

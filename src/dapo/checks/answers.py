@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from dapo.checks.finding import Finding
+from dapo.checks.context import Finding
 from dapo.config import CodeReward, Config, ExactReward
 from dapo.config.data import DataItem
 from dapo.config.reading import with_values

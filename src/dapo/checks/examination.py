@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.checks.context import CheckContext, NotAtHand
-from dapo.checks.finding import Area, Finding, area_of
+from dapo.checks.context import Area, CheckContext, Finding, NotAtHand, area_of
 from dapo.config.plan import demo_of, existing_recipe, remedy
 from dapo.errors import ConfigError, UserError
 
@@ -117,7 +116,7 @@ def run_check(context: CheckContext, entry: Entry) -> tuple[list[Finding], str |
             for finding in entry.check(context):
                 findings.append(finding)
         except NotAtHand as absent:
-            missing.append(absent.what)
+            missing.append(str(absent))
         except UserError as error:
             findings.append(Finding(area_of(error, entry.area), entry.name, "fail", str(error)))
         except Exception as error:

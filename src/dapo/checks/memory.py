@@ -42,8 +42,7 @@ from typing import Any
 
 import torch
 
-from dapo.checks.context import CheckContext
-from dapo.checks.finding import Finding
+from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config
 from dapo.config.changeable import may_change
 from dapo.config.reading import with_values

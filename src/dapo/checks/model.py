@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo.checks.context import CheckContext, on_this_machine
-from dapo.checks.finding import Finding
+from dapo.checks.context import CheckContext, Finding, on_this_machine
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, first_line

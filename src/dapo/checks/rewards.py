@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from dapo.checks.answers import marker_of, spread, strip_marker
-from dapo.checks.context import CheckContext
-from dapo.checks.finding import Finding
+from dapo.checks.context import CheckContext, Finding
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
 from dapo.config.compose import plain_rewards
 from dapo.config.reward import RemoteReward

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dapo.checks import answers
-from dapo.checks.context import CheckContext
-from dapo.checks.finding import Finding
+from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
 from dapo.data.rows import EATEN, NO_ANSWER

@@ -21,8 +21,7 @@ import torch
 
 from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.checks.answers import spread
-from dapo.checks.context import CheckContext, NotAtHand
-from dapo.checks.finding import Finding
+from dapo.checks.context import CheckContext, Finding, NotAtHand
 from dapo.checks.rewards import forms_of, impatient, scores
 from dapo.config import Config
 from dapo.evaluation.statistics import estimate_share

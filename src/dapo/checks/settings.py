@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dapo.checks.context import CheckContext
-from dapo.checks.finding import Finding
+from dapo.checks.context import CheckContext, Finding
 from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
 from dapo.config import CodeReward, Config, ExactReward, RewardConfig, warnings_for
 from dapo.config.compose import plain_rewards

@@ -96,8 +96,8 @@ def check(
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
         measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
         required = None if needed and recipe is None else needed
-        with status_line(quiet, "reading") as line:
-            found = check_data(train, evaluation, config.data, measure, answer_required=required, progress=line)
+        with status_line(quiet, "reading") as told:
+            found = check_data(train, evaluation, config.data, measure, answer_required=required, progress=told)
         doubts = eaten_in(config.model_dump(mode="json"))
         doubts += [line for item in every for line in _answers(config, item)]
         for line in report_lines(found, config, doubts):

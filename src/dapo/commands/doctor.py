@@ -15,7 +15,7 @@ from dapo.commands.shared.output import status_line
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
-    from dapo.checks.finding import Finding
+    from dapo.checks.context import Finding
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -47,9 +47,9 @@ def doctor(
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
     with errors_for_people(debug):
+        from dapo.checks.context import as_json as told
+        from dapo.checks.context import exit_code, not_checked, summary
         from dapo.checks.examination import examine
-        from dapo.checks.finding import as_json as told
-        from dapo.checks.finding import exit_code, not_checked, summary
 
         console = Terminal()
         table = console.is_terminal and not as_json

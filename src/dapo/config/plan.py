@@ -45,8 +45,9 @@ def plan_of(config: Config) -> dict[str, int | str]:
     evaluation = config.evaluation
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)
+        shown = rows if rows is not None else "all" if evaluation.rows is None else f"up to {evaluation.rows}"
         per_row = counted(evaluation.samples_per_prompt, "sample")
-        plan["evaluation"] = f"{_shown(rows, evaluation.rows)} rows x {per_row}, temperature {evaluation.temperature:g}"
+        plan["evaluation"] = f"{shown} rows x {per_row}, temperature {evaluation.temperature:g}"
         between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
         plan[f"evaluations{most}"] = between + (2 if training.steps else 1)
     else:
@@ -94,12 +95,6 @@ def remedy(recipe: Path) -> str:
 
 
 _HUB = " (a data set of the hub is named owner/name, or has a split: or name:)"
-
-
-def _shown(rows: int | None, limit: int | None) -> str:
-    if rows is None:
-        return "all" if limit is None else f"up to {limit}"
-    return str(rows)
 
 
 def _is_file(name: str) -> bool:

@@ -189,7 +189,7 @@ class JudgeReward(RewardBase):
             raise Problems(f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]")
         if self.correct_at is not None and not low <= self.correct_at <= high:
             raise Problems(
-                [f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"]
+                f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"
             )
         return self
 

@@ -39,10 +39,6 @@ class Table:
     def content(self) -> str:
         return self._content
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What tells this data from other data, in JSON types. The name is there for messages alone."""
-        return {"name": self.name, "rows": len(self), "content": self.content()}
-
 
 class PythonRows(Table):
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -100,8 +96,7 @@ class Part:
     weight: float | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        found = self.table.fingerprint()
-        found.pop("name")
+        found = {"rows": len(self.table), "content": self.table.content()}
         return found if self.weight is None else {**found, "weight": self.weight}
 
 

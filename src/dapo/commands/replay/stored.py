@@ -20,11 +20,8 @@ from dapo.observe.samples import STATUSES, TokenArrays, checksum, read_samples, 
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.util.files import read_json
 
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    words: str
-    holds: Callable[[Any], bool]
+Kind = tuple[str, Callable[[Any], bool]]
+"""What a value must be: in words, and whether one is."""
 
 
 def _is_number(value: Any) -> bool:
@@ -34,23 +31,23 @@ def _is_number(value: Any) -> bool:
 
 def _one_of(names: Iterable[str]) -> Kind:
     known = tuple(names)
-    return Kind(f"one of {', '.join(known)}", lambda value: isinstance(value, str) and value in known)
+    return (f"one of {', '.join(known)}", lambda value: isinstance(value, str) and value in known)
 
 
 def _or_null(kind: Kind) -> Kind:
-    return Kind(f"{kind.words} or null", lambda value: value is None or kind.holds(value))
+    return (f"{kind[0]} or null", lambda value: value is None or kind[1](value))
 
 
-_NUMBER = Kind("a finite number", _is_number)
-_COUNT = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < 2**53)
-_LENGTH = Kind("a number of tokens", lambda value: type(value) is int and 0 <= value < 2**31)
-_TEXT = Kind("text", lambda value: isinstance(value, str))
-_TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
-_PARTS = Kind(
+_NUMBER = ("a finite number", _is_number)
+_COUNT = ("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value < 2**53)
+_LENGTH = ("a number of tokens", lambda value: type(value) is int and 0 <= value < 2**31)
+_TEXT = ("text", lambda value: isinstance(value, str))
+_TRUTH = ("true or false", lambda value: isinstance(value, bool))
+_PARTS = (
     "an object of finite numbers or null",
     lambda value: isinstance(value, dict) and all(one is None or _is_number(one) for one in value.values()),
 )
-_PAIR = Kind(
+_PAIR = (
     "a sum and a count, or null",
     lambda value: isinstance(value, list) and len(value) == 2 and all(one is None or _is_number(one) for one in value),
 )
@@ -110,8 +107,8 @@ def check_report(report: Mapping[str, Any], place: str) -> None:
 
 def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[str]:
     for key, kind in kinds.items():
-        if key in values and not kind.holds(values[key]):
-            yield f"{key}: expected {kind.words}, found {_shown(values[key])}"
+        if key in values and not kind[1](values[key]):
+            yield f"{key}: expected {kind[0]}, found {_shown(values[key])}"
 
 
 def _refuse(wrong: list[str], place: str) -> None:
