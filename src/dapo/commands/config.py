@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.completion import complete_key, complete_recipe
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, is_setting
+from dapo.commands.shared.options import Debug, Overrides, complete_key, complete_recipe, is_setting
 from dapo.commands.shared.output import print_json
 from dapo.errors import ConfigError
 

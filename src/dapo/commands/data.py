@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dapo.commands.shared.completion import complete_recipe
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, is_setting
+from dapo.commands.shared.options import Debug, JsonFile, complete_recipe, is_setting
 from dapo.commands.shared.output import status_line, write_results
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, visible

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.commands.shared.completion import complete_recipe
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Overrides
+from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
 from dapo.commands.shared.output import status_line
 from dapo.util.terminal import Terminal, visible
 

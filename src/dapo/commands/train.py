@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from dapo.commands.shared.completion import complete_recipe, complete_run
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
-from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
+from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, complete_run, is_setting
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal
 

@@ -332,19 +332,16 @@ def flat(tree: Mapping[str, Any], prefix: str = "", leaves: Container[str] = ())
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
     for override in overrides:
-        key, value = _parse_override(override)
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+            raise ConfigError(f"override {override!r}: expected section.key=value, such as training.steps=20")
+        try:
+            value = load_yaml(text)
+        except Exception:  # not only YAMLError: see _parse_yaml
+            raise ConfigError(f"override {override!r}: the value is not valid YAML; quote it") from None
         _assign(tree, key, value, override)
         where[key] = f"override {override}"
-
-
-def _parse_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key.strip()):
-        raise ConfigError(f"override {text!r}: expected section.key=value, such as training.steps=20")
-    try:
-        return key.strip(), load_yaml(value)
-    except Exception:  # not only YAMLError: see _parse_yaml
-        raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
 
 
 def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:

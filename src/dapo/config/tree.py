@@ -109,6 +109,10 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
         )
 
 
+_SAYS_RIGHT = {"compose": "correct", "model": "correct_above", "judge": "correct_at", "kserve": "correct"}
+"""By kind of reward the key that says what is right; null: it is left open."""
+
+
 def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.correction.kind != "none" and algorithm.proximal == "engine":
@@ -133,8 +137,13 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
             f"algorithm.kl.horizon: is {algorithm.kl.horizon}, but one step has {n} x {per_prompt} = {samples} "
             f"samples, on which the coefficient would fall below zero; use at least {samples}"
         )
-    key = _leaves_right_open(config.reward)
-    if key is not None and algorithm.filter_groups.enable and algorithm.filter_groups.metric == "acc":
+    key = _SAYS_RIGHT.get(config.reward.kind)
+    if (
+        key is not None
+        and getattr(config.reward, key) is None
+        and algorithm.filter_groups.enable
+        and algorithm.filter_groups.metric == "acc"
+    ):
         yield (
             f"reward.{key}: is null, so that right and wrong are left open, but algorithm.filter_groups.metric=acc "
             "decides by them; give it, or use algorithm.filter_groups.metric=score"
@@ -144,13 +153,6 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
             f"algorithm.loss_constant: is used by loss_agg_mode=constant only, which is "
             f"{algorithm.loss_agg_mode}; use loss_agg_mode=constant or loss_constant=null"
         )
-
-
-def _leaves_right_open(reward: RewardConfig) -> str | None:
-    """The key that would say what is right, in a reward of which it is known here that it says nothing of it."""
-    keys = {"compose": "correct", "model": "correct_above", "judge": "correct_at", "kserve": "correct"}
-    key = keys.get(reward.kind)
-    return key if key is not None and getattr(reward, key) is None else None
 
 
 def _divisors_near(total: int, wanted: int) -> list[int]:

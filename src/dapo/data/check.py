@@ -295,22 +295,19 @@ def _between(scans: Sequence[_Scan]) -> tuple[list[Shared], list[str]]:
     good = np.concatenate([scan.good for scan in scans])
     files = np.repeat(np.arange(len(scans)), [len(scan.good) for scan in scans])
     again, originals, other = _repeated(good)
-    examples = [
-        _conflict(scans, [(int(files[k]), int(good[k, 0])) for k in both])
-        for both in list(zip(originals[other], again[other], strict=True))[:_EXAMPLES]
-    ]
+
+    def told(place: int) -> str:
+        rows, number = scans[int(files[place])].rows, int(good[place, 0])
+        return f"{rows.place(number)} has {rows[number].answer!r}"
+
+    pairs = list(zip(originals[other].tolist(), again[other].tolist(), strict=True))[:_EXAMPLES]
+    examples = [f"{told(first)}, {told(second)}" for first, second in pairs]
     shared = []
     for a, b in sorted({(int(x), int(y)) for x, y in zip(files[again], files[originals], strict=True) if x != y}):
         pair = (files[again] == a) & (files[originals] == b)
         names = scans[a].report.file, scans[b].report.file
         shared.append(Shared(*names, exact=int(pair.sum()), conflicts=int((pair & other).sum())))
     return shared, examples
-
-
-def _conflict(scans: Sequence[_Scan], places: Sequence[tuple[int, int]]) -> str:
-    (first, row), (second, again) = places
-    one, two = scans[first].rows, scans[second].rows
-    return f"{one.place(row)} has {one[row].answer!r}, {two.place(again)} has {two[again].answer!r}"
 
 
 def _overlap(train: Sequence[_Scan], evaluation: Sequence[_Scan], progress: Progress) -> list[Shared]:

@@ -49,10 +49,6 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _is_language(word: str) -> bool:
-    return (len(word) > 1 and word[0].isalpha()) or word > "\u3000"
-
-
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
 
@@ -112,7 +108,8 @@ class _Batch:
         for word in set(flat).difference(known):
             known[word] = _hash(word)
         self._hashes = np.array([known[word] for word in flat], dtype=np.uint64)
-        self._letters = np.concatenate([[0], np.cumsum([_is_language(word) for word in flat])]).astype(np.int64)
+        language = [(len(word) > 1 and word[0].isalpha()) or word > "\u3000" for word in flat]
+        self._letters = np.concatenate([[0], np.cumsum(language)]).astype(np.int64)
 
     def runs(self, size: int) -> tuple[Hashes, Numbers, Numbers]:
         """Every run of ``size`` words: its hash, the place of its prompt in the batch, and its first word there."""

@@ -161,19 +161,13 @@ def _keys_as_published(config: Config, published: Published) -> Config:
     usual, theirs = Keys().prompt, published.prompt_key
     items = []
     for item in config.evaluation.data:
-        row = _first_row(item) if (item.prompt_key or config.data.prompt_key) == usual else {}
-        found = theirs in row and usual not in row
+        row: Any = {}
+        if (item.prompt_key or config.data.prompt_key) == usual:
+            with contextlib.suppress(BadRow):  # which is told of when all rows are read
+                row = open_table(item).raw(0)
+        found = isinstance(row, Mapping) and theirs in row and usual not in row
         items.append(item.model_copy(update={"prompt_key": theirs}) if found else item)
     return with_values(config, {"evaluation.data": items})
-
-
-def _first_row(item: DataItem) -> Mapping[str, Any]:
-    """As it stands there; empty where it cannot be read, which is told of when all rows are."""
-    try:
-        row = open_table(item).raw(0)
-    except BadRow:
-        return {}
-    return row if isinstance(row, Mapping) else {}
 
 
 def _bare_answers(

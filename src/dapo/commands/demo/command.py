@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dapo.commands.shared.completion import complete_override
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Quiet
+from dapo.commands.shared.options import Debug, Quiet, complete_override
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.commands.shared.completion import complete_metric, complete_run, complete_status
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug
+from dapo.commands.shared.options import AsJson, Debug, complete_metric, complete_run, complete_status
 from dapo.commands.shared.output import print_json, print_lines
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal, counted, visible

@@ -120,7 +120,8 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
     """What the updates of the step consist of, as far as it follows without weights: groups, samples, tokens in the
     loss and the range of a loss token's weight. A correction that masks tokens may still take some out of the loss.
     ``groups``: that were trained on, with advantages and tokens, or zeros in place of these."""
-    packed = pack([_with_prompt(group) for group in groups])
+    # of prompts nothing here depends on the tokens, where these are not known
+    packed = pack([g if g.prompt.token_ids else replace(g, prompt=replace(g.prompt, token_ids=(0,))) for g in groups])
     found: list[dict[str, Any]] = []
     for _ in range(config.training.epochs_per_rollout):
         for batch in packed.updates(config.training.groups_per_update):
@@ -144,11 +145,6 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
                 }
             )
     return found
-
-
-def _with_prompt(group: Group) -> Group:
-    """With a prompt of one token where its tokens are not known: nothing here depends on it."""
-    return group if group.prompt.token_ids else replace(group, prompt=replace(group.prompt, token_ids=(0,)))
 
 
 def same(one: Any, other: Any) -> bool:
