@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from dapo.config import Config
-from dapo.data.source import PromptSource
-from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, RewardError, UserError
 from dapo.model.hub import is_name
-from dapo.records import Prompt
 from dapo.util.files import holds_model
 from dapo.util.terminal import visible
+
+if TYPE_CHECKING:
+    from dapo.config import Config
+    from dapo.data.source import PromptSource
+    from dapo.data.template import PromptTemplate
+    from dapo.records import Prompt
 
 T = TypeVar("T")
 
@@ -102,18 +104,15 @@ class Finding:
 
 
 def area_of(error: UserError, otherwise: Area) -> Area:
-    kinds: tuple[tuple[type[UserError], Area], ...] = (
-        *((ConfigError, "recipe"), (DataError, "data"), (ModelError, "model"), (RewardError, "reward")),
-    )
-    return next((area for kind, area in kinds if isinstance(error, kind)), otherwise)
+    kinds: dict[type[UserError], Area] = {ConfigError: "recipe", DataError: "data", ModelError: "model"}
+    kinds[RewardError] = "reward"
+    return next((area for kind, area in kinds.items() if isinstance(error, kind)), otherwise)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
     """0 without a failure; else as of the command that would have met it: 2 for recipe and data, 1 for the rest."""
     failed = {finding.area for finding in findings if finding.status == "fail"}
-    if not failed:
-        return 0
-    return 2 if failed & {"recipe", "data"} else 1
+    return 0 if not failed else 2 if failed & {"recipe", "data"} else 1
 
 
 def as_json(findings: Iterable[Finding]) -> dict[str, Any]:

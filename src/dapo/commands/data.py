@@ -38,13 +38,9 @@ def _one_by_one(args: Sequence[str], option: str) -> Iterator[str]:
     for arg in args:
         if arg == option:
             inside = True
-        elif arg.startswith("-") or is_setting(arg):
-            inside = False
-            yield arg
-        elif inside:
-            yield from (option, arg)
-        else:
-            yield arg
+            continue
+        inside = inside and not (arg.startswith("-") or is_setting(arg))
+        yield from (option, arg) if inside else (arg,)
 
 
 @app.command(cls=_SeveralFiles, epilog=EXIT_CODES)

@@ -169,13 +169,16 @@ class PromptTemplate:
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
         Raises DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens."""
         messages = self._messages(prompt)
+        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         if self._uses_chat:
-            return self._known(self._one_bos(self._chat_ids(messages)))
-        text = "\n\n".join(message["content"] for message in messages)
-        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
-        return self._known(self._one_bos(self._without_eos(ids)))
-
-    def _known(self, ids: list[int]) -> list[int]:
+            ids = self._chat_ids(messages)
+        else:
+            text = "\n\n".join(message["content"] for message in messages)
+            ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+            while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
+                ids = ids[:-1]
+        while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:  # of the template and of the tokenizer
+            ids = ids[1:]
         if ids and self.embedding_rows is not None and max(ids) >= self.embedding_rows:
             raise DataError(
                 f"the prompt, template included, holds {self._tokenizer.convert_ids_to_tokens(max(ids))!r}, which is "
@@ -274,20 +277,6 @@ class PromptTemplate:
         except Exception as error:  # templates raise their own kinds, such as for a role that they do not know
             raise DataError(f"the tokenizer's chat template refuses the prompt: {error}") from None
         return list(ids)
-
-    def _without_eos(self, ids: list[int]) -> list[int]:
-        """Some tokenizers end every text with EOS; a response to that would be a response to nothing."""
-        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
-        while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):
-            ids = ids[:-1]
-        return ids
-
-    def _one_bos(self, ids: list[int]) -> list[int]:
-        """Templates that write the BOS themselves and tokenizers that add one must not add up to two."""
-        bos = self._tokenizer.bos_token_id
-        while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
-            ids = ids[1:]
-        return ids
 
 
 def lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:

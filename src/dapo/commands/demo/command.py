@@ -50,8 +50,6 @@ def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:
     name = named[0] if named else DEMOS[0]
     if name not in DEMOS:
         raise ConfigError(f"dapo demo {name}: there is no such demo; there are: {', '.join(DEMOS)}")
-    if name == DEMOS[0]:
-        from dapo.commands.demo.run import run_demo as run
-    else:
-        from dapo.commands.demo.run import run_word_problems as run
-    return run, arguments[len(named) :]
+    from dapo.commands.demo.run import run_demo, run_word_problems
+
+    return run_demo if name == DEMOS[0] else run_word_problems, arguments[len(named) :]

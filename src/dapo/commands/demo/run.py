@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -63,17 +63,12 @@ def run_demo(
     folder.write_summary(summary)
     if console is not None:
         assert experiment.before is not None and experiment.after is not None  # the demo has held-out rows
-        show_change(
-            console,
-            f"on {summary['heldout_rows']:,} held-out expressions",
-            [("right answers", *(f"{summary[f'greedy_{when}']:.1%}" for when in WHEN)), response_lengths(summary)],
-            ["from left to right, every step modulo 10:"],
-            (experiment.before.groups, experiment.after.groups),
-            lambda prompt: Text.assemble(("prompt ", "dim"), prompt.text, ("  answer ", "dim"), str(prompt.answer)),
+        said = (
             f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward "
-            f"saw the final answer only.\n{files_of(summary)}\n{_control(config.data.shuffle_answers)}",
-            summary["run_dir"],
         )
+        lines = (f"{said}saw the final answer only.", _control(config.data.shuffle_answers))
+        groups = (experiment.before.groups, experiment.after.groups)
+        print_change(console, summary, "expressions", (("right answers", "greedy"),), groups, _expression, lines)
     return summary
 
 
@@ -131,39 +126,39 @@ def make_world(config: Config, folder: Path, listener: Listener) -> WarmUp:
     return warmed
 
 
-def response_lengths(summary: Mapping[str, Any]) -> tuple[str, ...]:
-    return "response length, tokens", *(f"{summary[f'response_length_{when}']:.1f}" for when in WHEN)
-
-
-def files_of(summary: Mapping[str, Any]) -> str:
-    return f"run folder: {summary['run_dir']} (metrics.jsonl, samples/, model-before/, model-after/)"
-
-
-def show_change(
+def print_change(
     console: Console,
-    title: str,
-    rows: Iterable[Sequence[str]],
-    notes: Iterable[str],
+    summary: Mapping[str, Any],
+    what: str,
+    shares: Sequence[tuple[str, str]],
     groups: tuple[Sequence[Group], Sequence[Group]],
     question: Callable[[Prompt], Text],
-    last: str,
-    root: str,
+    lines: Sequence[str],
 ) -> None:
-    """A table of numbers before and after, some responses (``groups``: before and after), and where all of it is."""
-    table = Table(title, "before RL", "after RL", title="What changed")
-    for row in rows:
-        table.add_row(*row)
+    """A table of ``shares`` (what each is called, and its key in the summary) before and after, some responses
+    (``groups``: before and after), and where all of it is, after the first of the ``lines``."""
+    table = Table(f"on {summary['heldout_rows']:,} held-out {what}", "before RL", "after RL", title="What changed")
+    for name, key in shares:
+        table.add_row(name, *(f"{summary[f'{key}_{when}']:.1%}" for when in WHEN))
+    table.add_row("response length, tokens", *(f"{summary[f'response_length_{when}']:.1f}" for when in WHEN))
     console.print(table)
-    for note in notes:
-        console.print(note, style="dim")
+    if what == "expressions":
+        console.print("from left to right, every step modulo 10:", style="dim")
     for several in list(zip(*groups, strict=True))[:SHOWN]:
         console.print(question(several[0].prompt))
         for label, group in zip(WHEN, several, strict=True):
             sample = group.samples[0]
             mark = ("right", "green") if sample.verdict.correct else ("wrong", "red")
             console.print(Text.assemble((f"  {label:>6} ", "dim"), " ".join(sample.text.split()), "  ", mark))
+    root = summary["run_dir"]
     program = ".venv/bin/dapo" if "MAKELEVEL" in os.environ else "dapo"  # as whoever called the demo has to type it
-    console.print(f"{last}\nlook at it in a browser: {program} ui {root}", highlight=False, soft_wrap=True)
+    files = f"run folder: {root} (metrics.jsonl, samples/, model-before/, model-after/)"
+    told = [lines[0], files, *lines[1:], f"look at it in a browser: {program} ui {root}"]
+    console.print("\n".join(told), highlight=False, soft_wrap=True)
+
+
+def _expression(prompt: Prompt) -> Text:
+    return Text.assemble(("prompt ", "dim"), prompt.text, ("  answer ", "dim"), str(prompt.answer))
 
 
 def _control(shuffled: bool) -> str:
@@ -205,18 +200,9 @@ def run_word_problems(
         summary |= {f"{share}_{name}": value for share, value in shares(evaluation).items()}
     experiment.folder.write_summary(summary)
     if console is not None:
-        rows = [(name, *(f"{summary[f'{key}_{when}']:.1%}" for when in WHEN)) for name, key in _SHOWN_SHARES]
-        show_change(
-            console,
-            f"on {summary['heldout_rows']:,} held-out problems",
-            [*rows, response_lengths(summary)],
-            [],
-            (experiment.before.groups, experiment.after.groups),
-            _question,
-            f"{summary['seconds_total']:.0f} s in all. No pair of numbers is in both training and held-out problems.\n"
-            f"{files_of(summary)}",
-            summary["run_dir"],
-        )
+        groups = (experiment.before.groups, experiment.after.groups)
+        said = f"{summary['seconds_total']:.0f} s in all. No pair of numbers is in both training and held-out problems."
+        print_change(console, summary, "problems", _SHOWN_SHARES, groups, _question, (said,))
     return summary
 
 

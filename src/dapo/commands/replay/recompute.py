@@ -234,15 +234,8 @@ def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, numb
     known = inputs.selected()
     ratio = policy_ratio(logprobs, inputs.proximal_logprobs)
     safe = torch.where(inputs.mask, logprobs, 0)
-    loss = clipped_loss(
-        safe,
-        known.proximal_logprobs,
-        known.advantages,
-        known.importance,
-        low=objective.clip_ratio_low,
-        high=objective.clip_ratio_high,
-        c=objective.clip_ratio_c,
-    )
+    low, high, c = objective.clip_ratio_low, objective.clip_ratio_high, objective.clip_ratio_c
+    loss = clipped_loss(safe, known.proximal_logprobs, known.advantages, known.importance, low=low, high=high, c=c)
     if objective.kl_in_loss and known.reference_logprobs is not None:
         loss = loss + objective.kl_coef * kl_estimate(safe, known.reference_logprobs, objective.kl_estimator)
     columns = {
