@@ -98,7 +98,10 @@ def test_histogram_and_quantiles():
     lengths = Lengths("words")
     lengths.counts.update({0: 1, 1: 2, 3: 4, 4: 1, 100: 2})
     assert lengths.histogram()[:4] == [(0, 0, 1), (1, 1, 2), (2, 3, 4), (4, 7, 1)]
-    assert lengths.histogram()[-1] == (64, 127, 2) and sum(n for _, _, n in lengths.histogram()) == lengths.total == 10
+    assert (
+        lengths.histogram()[-1] == (64, 127, 2)
+        and sum(n for _, _, n in lengths.histogram()) == lengths.counts.total() == 10
+    )
     assert (lengths.at(0.5), lengths.at(0.8), lengths.at(0.81), lengths.at(1.0), lengths.above(3)) == (
         3,
         4,

@@ -53,7 +53,11 @@ def check_rows(context: CheckContext) -> Iterator[Finding]:
     if not failed:
         rows = sum(report.rows for report in found.train)
         held_out = sum(report.rows for report in found.evaluation)
-        text = f"{rows:,} to train on, {held_out:,} to evaluate on, every one read{_lengths(found)}"
+        reports, lengths = [report for report in found.train if report.lengths.unit == "tokens"], ""
+        if reports:
+            median = max(report.lengths.at(0.5) for report in reports)
+            lengths = f"; prompts of {median} tokens (median) to {_longest(reports)}"
+        text = f"{rows:,} to train on, {held_out:,} to evaluate on, every one read{lengths}"
         yield Finding("data", "rows", "pass", text)
     near = sum(pair.near for pair in found.overlap)
     if found.evaluation and not sum(pair.exact for pair in found.overlap):
@@ -61,13 +65,6 @@ def check_rows(context: CheckContext) -> Iterator[Finding]:
         yield Finding("data", "overlap", "pass", f"no row to train on holds a prompt that is evaluated on{also}")
     if template is not None:
         yield from _load(context, template, needed, already=failed)
-
-
-def _lengths(found: CheckReport) -> str:
-    reports = [report for report in found.train if report.lengths.unit == "tokens"]
-    if not reports:
-        return ""
-    return f"; prompts of {max(r.lengths.at(0.5) for r in reports)} tokens (median) to {_longest(reports)}"
 
 
 def _longest(reports: Sequence[FileReport]) -> int:

@@ -201,10 +201,6 @@ def check_run_folder(context: CheckContext) -> Iterator[Finding]:
     yield Finding("machine", "run-folder", "fail" if fix else "pass", text, fix)
 
 
-def _nearest(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-
-
 def check_disk(context: CheckContext) -> Iterator[Finding]:
     """Whether checkpoints and samples fit into the file system of the run folder.
 
@@ -213,7 +209,8 @@ def check_disk(context: CheckContext) -> Iterator[Finding]:
     training at 4. Samples: at most 4 bytes of text for each token that can be drawn."""
     config = context.config
     trained = trained_of(context.need(context.shape, "model"))
-    free = shutil.disk_usage(_nearest(Path(config.run.dir or "runs/run"))).free
+    folder = Path(config.run.dir or "runs/run")
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir())).free
     kept, one, samples = _checkpoints_kept(config), checkpoint_bytes(trained), _samples_bytes(config)
     needed = kept * one + 2 * 4 * trained
     text = f"{kept} checkpoints of {gib(one)} and weights before and after take {gib(needed)}, {gib(free)} are free"

@@ -154,10 +154,8 @@ def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] =
     prompt_works = max(1, min(prompt, limit // 4))
     works = max(1, limit - prompt_works)
     proposed = {"data.max_prompt_length": prompt_works} if prompt_works < prompt else {}
-    if config.rollout.max_response_length > works:
-        proposed["rollout.max_response_length"] = works
-    if (config.evaluation.max_response_length or 0) > works:
-        proposed["evaluation.max_response_length"] = works
+    given = {"rollout": config.rollout.max_response_length, "evaluation": config.evaluation.max_response_length or 0}
+    proposed |= {f"{section}.max_response_length": works for section, length in given.items() if length > works}
     buffer = config.algorithm.overlong_buffer
     if buffer.enable and buffer.len > works:
         proposed["algorithm.overlong_buffer.len"] = works // 5

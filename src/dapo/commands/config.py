@@ -41,10 +41,14 @@ def config(
     What is printed is itself a recipe. Without RECIPE: the defaults, to start a recipe from.
     """
     from dapo.config.reference import keys_in
+    from dapo.config.secrets import redact
 
     with errors_for_people(debug):
         resolved, open_keys = _resolve(recipe, overrides or [])
-        values = _values(resolved, open_keys)
+        values: dict[str, Any] = redact(resolved.model_dump(mode="json"))
+        for name in open_keys:
+            section, _, last = name.rpartition(".")
+            values[section][last] = None
         if key is not None:
             values = _restricted(values, key, resolved)
         reference = keys_in(resolved)
@@ -61,16 +65,6 @@ def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list
     if recipe is not None and is_setting(recipe):
         return config_of_overrides([recipe, *overrides])
     return config_of_overrides(overrides) if recipe is None else (load_config(recipe, overrides), [])
-
-
-def _values(config: Config, open_keys: Sequence[str]) -> dict[str, Any]:
-    from dapo.config.secrets import redact
-
-    values: dict[str, Any] = redact(config.model_dump(mode="json"))
-    for name in open_keys:
-        section, _, last = name.rpartition(".")
-        values[section][last] = None
-    return values
 
 
 def _restricted(values: Mapping[str, Any], key: str, config: Config) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -239,7 +240,7 @@ def _histogram(title: str, reports: Sequence[FileReport], limit: int) -> Iterato
     from dapo.data.check import Lengths
 
     unit = reports[0].lengths.unit
-    lengths: Lengths = Lengths.together((report.lengths for report in reports), unit)
+    lengths = Lengths(unit, sum((report.lengths.counts for report in reports), Counter()))
     bins = lengths.histogram()
     if not bins:
         return

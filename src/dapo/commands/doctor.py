@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,7 +63,14 @@ def doctor(
             print(json_line(told(findings)), end="")
         else:
             if table:
-                _print_table(console, [finding for finding in findings if _is_shown(finding, quiet)])
+                from rich.table import Table
+                from rich.text import Text
+
+                shown = Table("", "check", "found", "to do")
+                for one in (one for one in findings if _is_shown(one, quiet)):
+                    words = (Text(one.name), Text(visible(one.found)), Text(visible(one.fix)))
+                    shown.add_row(Text(one.status, _STYLES[one.status]), *words)
+                console.print(shown)
             for line in (not_checked(findings) if quiet else "", summary(findings)):
                 if line:
                     console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -75,15 +81,3 @@ def doctor(
 
 def _is_shown(finding: Finding, quiet: bool) -> bool:
     return not quiet or finding.status in ("warn", "fail")
-
-
-def _print_table(console: Terminal, findings: Sequence[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", "check", "found", "to do")
-    for one in findings:
-        table.add_row(
-            Text(one.status, _STYLES[one.status]), Text(one.name), Text(visible(one.found)), Text(visible(one.fix))
-        )
-    console.print(table)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -95,6 +95,7 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
     with closing(make_listener(quiet)) as listener:
         with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
             listener.phase("loading")
+            from dapo.orchestrator.budget import Budget
             from dapo.orchestrator.inputs import RunOverrides
             from dapo.orchestrator.launch import run_experiment
 
@@ -102,8 +103,12 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
             summary = run_experiment(config, listener, RunOverrides(resume=folder), shutdown)
         listener.finished(summary)
     if not quiet:
+        budget, longer = Budget(config.training, summary.get("steps", 0)), None
+        over = budget.steps < config.training.steps and config.training.minutes is not None
+        if over and not str(summary.get("stopped")).startswith("converged"):  # the minutes were over before the steps
+            longer = budget.how_to_go_on()
         secrets = list(blanks(redact(config.model_dump(mode="json"))))
-        for line in next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets):
+        for line in next_commands(summary.get("run_dir") or config.run.dir, longer, secrets):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -126,15 +131,6 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
             can = f"to go on: dapo train --resume {shutdown.run}" if shutdown.run else "before the run had begun"
             complain(f"stopped by {shutdown.signal.name}, {can} (exit code {code})")
             raise typer.Exit(code) from None
-
-
-def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
-    """The setting with which a run whose minutes were over before its steps would train on; None: it was another."""
-    from dapo.orchestrator.budget import Budget
-
-    budget = Budget(config.training, summary.get("steps", 0))
-    unfinished = budget.steps < config.training.steps and config.training.minutes is not None
-    return budget.how_to_go_on() if unfinished and not str(summary.get("stopped")).startswith("converged") else None
 
 
 def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:

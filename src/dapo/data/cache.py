@@ -83,22 +83,16 @@ def cached(kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> tupl
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return _move(folder, entry), facts
-
-
-def _move(folder: Path, entry: Path) -> Path:
-    """Put a filled folder in its place; what stands there is damaged, or was made by another process just now."""
-    if _read(entry) is None:
+    if _read(entry) is None:  # what stands there is damaged
         shutil.rmtree(entry, ignore_errors=True)
     try:
         folder.rename(entry)
-        return entry
-    except OSError:
-        if _read(entry) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            return entry
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder
+    except OSError:  # another process made it just now, or it cannot be made
+        if _read(entry) is None:
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            return folder, facts
+        shutil.rmtree(folder, ignore_errors=True)
+    return entry, facts
 
 
 def _read(entry: Path) -> dict[str, Any] | None:

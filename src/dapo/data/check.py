@@ -7,7 +7,7 @@ about a file is kept in the cache under the hash of its content and the settings
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from hashlib import blake2b
@@ -42,24 +42,9 @@ class Lengths:
     unit: str
     counts: Counter[int] = field(default_factory=Counter)
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, int], unit: str) -> Lengths:
-        return cls(unit, Counter({int(length): count for length, count in value.items()}))
-
-    @classmethod
-    def together(cls, several: Iterable[Lengths], unit: str) -> Lengths:
-        total: Counter[int] = Counter()
-        for lengths in several:
-            total += lengths.counts
-        return cls(unit, total)
-
-    @property
-    def total(self) -> int:
-        return self.counts.total()
-
     def at(self, share: float) -> int:
         """The shortest length that at least this share of the prompts do not exceed; 0 if there are none."""
-        reached, wanted = 0, share * self.total
+        reached, wanted = 0, share * self.counts.total()
         for length in sorted(self.counts):
             reached += self.counts[length]
             if reached >= wanted:
@@ -226,7 +211,7 @@ def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: Load, 
     settings = [_VERSION, table.content(), asdict(keys), measure.identity]
     folder, facts = cached("checks", key_of(settings), build)
     good = np.fromfile(folder / _ROWS, dtype="<u8").reshape(-1, 3)
-    lengths = Lengths.from_json(facts["lengths"], measure.unit)
+    lengths = Lengths(measure.unit, Counter({int(length): count for length, count in facts["lengths"].items()}))
     duplicates, _, conflicts = _repeated(good)
     report = FileReport(
         file=table.name,

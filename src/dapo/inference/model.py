@@ -48,7 +48,10 @@ def find_model(name: str) -> FoundModel:
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
             raise ModelError(f"model {name!r}: no such folder")
         return FoundModel(name)  # whether the hub has it shows when it is loaded
-    places = [folder, folder / "model", folder / "model-after", *_checkpoints(folder)]
+    runs = folder / "checkpoints"
+    furthest_first = reversed(Checkpoints(runs).places() if runs.is_dir() else [])
+    kept = (runs / place.name / "model" for place in furthest_first)
+    places = [folder, folder / "model", folder / "model-after", *kept]
     found = next((place for place in places if holds_model(place)), None)
     if found is None:
         raise ModelError(
@@ -57,12 +60,6 @@ def find_model(name: str) -> FoundModel:
             "folder)"
         )
     return FoundModel(str(found), _recipe_of(found))
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    folder = run / "checkpoints"
-    places = Checkpoints(folder).places() if folder.is_dir() else []
-    return [folder / place.name / "model" for place in reversed(places)]
 
 
 def _recipe_of(model: Path) -> Path | None:

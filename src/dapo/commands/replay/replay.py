@@ -127,9 +127,8 @@ def replay(
 def _require_step(view: RunView, step: int) -> None:
     there = view.steps_with_samples
     if (share := view.share_of_samples) not in (0, 1):
-        raise UserError(
-            f"{view.folder.root}: its recipe says run.save_samples={share:g}: a step is replayed from all of its groups"
-        )
+        text = f"its recipe says run.save_samples={share:g}: a step is replayed from all of its groups"
+        raise UserError(f"{view.folder.root}: {text}")
     if not there:
         why = "none yet" if view.saves_samples else "its recipe says run.save_samples=false"
         raise UserError(f"{view.folder.root}: no samples were saved, which a replay is made from: {why}")
@@ -141,17 +140,15 @@ def _wanted(stored: StoredStep, sample: tuple[int, int] | None) -> tuple[Group, 
     if sample is None:
         return None
     draw, index = sample
+    option = f"--sample {draw}:{index}"
     groups = {group.draw: (group, status) for group, status in stored.groups}
     if draw not in groups:
-        raise ConfigError(
-            f"--sample {draw}:{index}: step {stored.step} has no draw {draw}; there are {_some(sorted(groups))}"
-        )
+        raise ConfigError(f"{option}: step {stored.step} has no draw {draw}; there are {_some(sorted(groups))}")
     group, status = groups[draw]
-    for one in group.samples:
-        if one.index == index:
-            return group, status, one
-    there = _some([one.index for one in group.samples])
-    raise ConfigError(f"--sample {draw}:{index}: draw {draw} has no sample {index}; there are {there}")
+    samples = {one.index: one for one in group.samples}
+    if index not in samples:
+        raise ConfigError(f"{option}: draw {draw} has no sample {index}; there are {_some(list(samples))}")
+    return group, status, samples[index]
 
 
 def _some(numbers: Sequence[int]) -> str:
@@ -214,14 +211,12 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
     phase("scoring the samples again")
     changes: list[StepChange] = []
     try:
-        found.notes += [
-            f"the reward is not the one that the run started with: {x}" for x in view.changes_of_reward(config)
-        ]
+        changed = view.changes_of_reward(config)
+        found.notes += [f"the reward is not the one that the run started with: {one}" for one in changed]
         rows = StoredRows(config, config.reward, found.notes.append)
         with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one, such as a notebook's
-            thread.submit(
-                asyncio.run, rescore(view.folder, [found.step], config.reward, config, rows, changes.append)
-            ).result()
+            work = rescore(view.folder, [found.step], config.reward, config, rows, changes.append)
+            thread.submit(asyncio.run, work).result()
     except UserError as error:
         found.missing.append(f"rewards: {error}")
         return

@@ -190,10 +190,8 @@ class Rerun:
                 ids = [*group.prompt.token_ids, *sample.token_ids.tolist()]
                 odd = next((token for token in ids if not 0 <= token < size), None)
                 if odd is not None:
-                    raise UserError(
-                        f"step {stored.step}: sample {group.draw}:{sample.index} has a token {odd}, but the model "
-                        f"knows {size}"
-                    )
+                    which = f"step {stored.step}: sample {group.draw}:{sample.index}"
+                    raise UserError(f"{which} has a token {odd}, but the model knows {size}")
 
     def _compare(self, stored: StoredStep, number: int, report: UpdateReport) -> None:
         if stored.reports is None or number >= len(stored.reports):
