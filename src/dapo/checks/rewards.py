@@ -92,9 +92,8 @@ def impatient(reward: RewardConfig) -> RewardConfig:
 
 
 def check_sandbox(context: CheckContext) -> Iterator[Finding]:
-    rewards = [*plain_rewards(context.config.reward)]
-    if context.config.monitor.check is not None:
-        rewards += plain_rewards(context.config.monitor.check)
+    named = [reward for reward in (context.config.reward, context.config.monitor.check) if reward is not None]
+    rewards = [one for reward in named for one in plain_rewards(reward)]
     wanted = [reward for reward in rewards if isinstance(reward, CodeReward) and reward.sandbox != "none"]
     if not wanted:
         return

@@ -286,10 +286,8 @@ def check_reading(context: CheckContext) -> Iterator[Finding]:
     shuffled = [min(log_loss(policy, pairs) for pairs in _shuffles(pairs, special)) for pairs in texts]
     gain, loss, other = max((other - loss, loss, other) for loss, other in zip(losses, shuffled, strict=True))
     if gain >= _KNOWN:
-        text = (
-            f"the model reads text of this kind at {loss:.1f} nats a token, and at {other:.1f} or more with other ids"
-        )
-        yield Finding("model", "reading", "pass", text)
+        text = f"the model reads text of this kind at {loss:.1f} nats a token, and at {other:.1f} or more with other "
+        yield Finding("model", "reading", "pass", f"{text}ids")
         return
     told = f"{text}, and no better than with its ids shuffled: either its tokenizer is another model's, with other ids "
     told += "for the same words, or it knows nothing of such text"

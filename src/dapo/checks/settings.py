@@ -170,8 +170,8 @@ def check_files(context: CheckContext) -> Iterator[Finding]:
             yield Finding("data", "files", "fail", text, f"{context.remedy}; or {fix}" if context.remedy else fix)
     if config.data.train and not missing:
         context.files = True
-        items = [*config.data.train, *config.evaluation.data]
-        yield Finding("data", "files", "pass", f"{len(items)} named, all there")
+        count = len(config.data.train) + len(config.evaluation.data)
+        yield Finding("data", "files", "pass", f"{count} named, all there")
 
 
 # --- the run folder -----------------------------------------------------------------------------------------------

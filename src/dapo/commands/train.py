@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -95,7 +95,6 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
     with closing(make_listener(quiet)) as listener:
         with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
             listener.phase("loading")
-            from dapo.orchestrator.budget import Budget
             from dapo.orchestrator.inputs import RunOverrides
             from dapo.orchestrator.launch import run_experiment
 
@@ -103,12 +102,8 @@ def _train(config: Config, resume: Path | None, quiet: bool) -> None:
             summary = run_experiment(config, listener, RunOverrides(resume=folder), shutdown)
         listener.finished(summary)
     if not quiet:
-        budget, longer = Budget(config.training, summary.get("steps", 0)), None
-        over = budget.steps < config.training.steps and config.training.minutes is not None
-        if over and not str(summary.get("stopped")).startswith("converged"):  # the minutes were over before the steps
-            longer = budget.how_to_go_on()
         secrets = list(blanks(redact(config.model_dump(mode="json"))))
-        for line in next_commands(summary.get("run_dir") or config.run.dir, longer, secrets):
+        for line in next_commands(summary.get("run_dir") or config.run.dir, _longer(config, summary), secrets):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -133,6 +128,15 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
             raise typer.Exit(code) from None
 
 
+def _longer(config: Config, summary: Mapping[str, Any]) -> str | None:
+    """The setting with which a run whose minutes were over before its steps would train on; None: it was another."""
+    from dapo.orchestrator.budget import Budget
+
+    budget = Budget(config.training, summary.get("steps", 0))
+    unfinished = budget.steps < config.training.steps and config.training.minutes is not None
+    return budget.how_to_go_on() if unfinished and not str(summary.get("stopped")).startswith("converged") else None
+
+
 def next_commands(run_dir: str | None, longer: str | None = None, secrets: Sequence[str] = ()) -> list[str]:
     """What to do after a run, as far as the files for it exist. ``longer``: a setting with which it would train on.
     ``secrets``: keys of its recipe that config.yaml does not keep."""
@@ -140,8 +144,7 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
         return []
     folder = Path(run_dir)
     lines = []
-    first = next(iter(sorted((folder / "samples").glob("step-*.jsonl"))), None)
-    if first is not None:
+    if any((folder / "samples").glob("step-*.jsonl")):
         lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
     if longer:
         lines.append(f"go on with this run: dapo train --resume {folder} {longer}")
