@@ -134,3 +134,17 @@ def test_each_folder_imports_only_from_those_below_it() -> None:
         if ORDER.index(other) > ORDER.index(room)
     ]
     assert upwards == []
+
+
+@pytest.mark.parametrize("folder", ["api", "checks", "commands/replay", "config", "data", "inference"])
+def test_no_circles_inside_a_folder(folder: str) -> None:
+    base = f"dapo.{folder.replace('/', '.')}."
+    names = {path.stem for path in files(folder)} - {"__init__"}
+    named = {
+        path.stem: {m.removeprefix(base).split(".")[0] for m in named_anywhere(path) if m.startswith(base)} & names
+        for path in files(folder)
+    }
+    while leaves := [name for name, others in named.items() if not others & named.keys()]:
+        for name in leaves:
+            del named[name]
+    assert named == {}

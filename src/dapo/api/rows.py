@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dapo.data.parts import PythonRows, Table
+from dapo.data.rows import PythonRows, Table
 from dapo.errors import DataError
 
 Data: TypeAlias = Iterable[Mapping[str, Any]] | Iterable[str | Path] | str | Path

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from dapo.data.cache import cache_folder, cached, can_be_written_to, file_key
-from dapo.data.parts import Table
-from dapo.data.rows import BadRow
+from dapo.data.rows import BadRow, Table
 from dapo.errors import DataError, first_line, install
 from dapo.util.files import file_hash
 

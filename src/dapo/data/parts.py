@@ -1,64 +1,19 @@
-"""Rows: numbered ones of every kind of data, read one by one, in any order, and the rows of several files as one."""
+"""The rows of several files as one: which part a row is in, what its keys are called, and its token ids."""
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from dapo.config import DataConfig
 from dapo.config.data import DataItem, names_a_data_set
-from dapo.data.rows import BadRow, Keys, Row, check_row, listed, plain_value
+from dapo.data.rows import BadRow, Keys, PythonRows, Row, Table, check_row, listed
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError
-
-
-class Table:
-    """The rows of one file, one data set of the hub, or one list from Python. Numbers count from 0.
-    ``name``: as the user wrote it. ``content``: a hash of all that the table holds."""
-
-    def __init__(self, name: str, rows: int, content: str = "") -> None:
-        self.name, self._size, self._content = name, rows, content
-
-    def __len__(self) -> int:
-        return self._size
-
-    def raw(self, number: int) -> Any:
-        """A row as it stands there. Raises BadRow: it cannot be read."""
-        raise NotImplementedError
-
-    def place(self, number: int) -> str:
-        """Where a row stands, for people: ``file:line``, or ``file:row 3`` where there are no lines."""
-        return f"{self.name}:row {number + 1}"
-
-    def content(self) -> str:
-        return self._content
-
-
-class PythonRows(Table):
-    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        super().__init__(name, len(rows))
-        self._rows = rows
-
-    def raw(self, number: int) -> Any:
-        return self._rows[number]
-
-    def place(self, number: int) -> str:
-        return f"{self.name}[{number}]"
-
-    def content(self) -> str:
-        if not self._content:
-            found = sha256()
-            for row in self._rows:
-                line = json.dumps(plain_value(row), sort_keys=True) + "\n"
-                found.update(line.encode("utf-8", "backslashreplace"))
-            self._content = found.hexdigest()
-        return self._content
 
 
 def open_table(item: DataItem) -> Table:

@@ -1,4 +1,4 @@
-"""One row of data: what it may be, and the reason when it is not.
+"""One row of data: what it may be, and the reason when it is not; and tables, from which rows are read one by one.
 
 Consumes raw rows (bytes of JSON, or mappings from Parquet, a hub data set or Python); produces :class:`Row` records.
 Numbers of JSON are kept as they are written, so that an answer 0.10 stays 0.10."""
@@ -9,9 +9,10 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from hashlib import sha256
 from typing import Any, NoReturn
 
 from dapo.errors import shortened
@@ -249,3 +250,46 @@ def _kind(value: Any) -> str:
     names = {_Number: "a number", str: "text", bool: "true or false", int: "a number", float: "a number"}
     names |= {list: "a list", tuple: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
+
+
+class Table:
+    """The rows of one file, one data set of the hub, or one list from Python. Numbers count from 0.
+    ``name``: as the user wrote it. ``content``: a hash of all that the table holds."""
+
+    def __init__(self, name: str, rows: int, content: str = "") -> None:
+        self.name, self._size, self._content = name, rows, content
+
+    def __len__(self) -> int:
+        return self._size
+
+    def raw(self, number: int) -> Any:
+        """A row as it stands there. Raises BadRow: it cannot be read."""
+        raise NotImplementedError
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for people: ``file:line``, or ``file:row 3`` where there are no lines."""
+        return f"{self.name}:row {number + 1}"
+
+    def content(self) -> str:
+        return self._content
+
+
+class PythonRows(Table):
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        super().__init__(name, len(rows))
+        self._rows = rows
+
+    def raw(self, number: int) -> Any:
+        return self._rows[number]
+
+    def place(self, number: int) -> str:
+        return f"{self.name}[{number}]"
+
+    def content(self) -> str:
+        if not self._content:
+            found = sha256()
+            for row in self._rows:
+                line = json.dumps(plain_value(row), sort_keys=True) + "\n"
+                found.update(line.encode("utf-8", "backslashreplace"))
+            self._content = found.hexdigest()
+        return self._content

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from dapo.data.cache import cached, file_key, write_with_room
-from dapo.data.parts import Table
-from dapo.data.rows import parse_json
+from dapo.data.rows import Table, parse_json
 from dapo.errors import DataError, install
 from dapo.util.files import file_hash
 

@@ -27,8 +27,8 @@ from typing import Any, get_args
 
 from dapo.config import CodeReward, RewardConfig
 from dapo.config.data import DataItem
-from dapo.data.parts import Table, open_table
-from dapo.data.rows import BadRow, Keys, check_row, listed, plain_value
+from dapo.data.parts import open_table
+from dapo.data.rows import BadRow, Keys, Table, check_row, listed, plain_value
 from dapo.errors import DataError, RewardError, shortened
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer, needs_answer

@@ -4,7 +4,6 @@ Runs of versions that stored no tokens have texts and numbers per sample only: `
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from dapo.errors import UserError, shortened
+from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import STATUSES, TokenArrays, checksum, read_samples, samples_path, tokens_path, updates_path
 from dapo.records import Group, Prompt, Reward, Sample
+from dapo.util.differences import shown
 from dapo.util.files import read_json
 
 Kind = tuple[str, Callable[[Any], bool]]
@@ -98,7 +98,7 @@ def check_report(report: Mapping[str, Any], place: str) -> None:
     for name in ("statistics", "mismatch"):
         nested = report.get(name, {})
         if not isinstance(nested, dict):
-            wrong.append(f"{name}: expected an object, found {_shown(nested)}")
+            wrong.append(f"{name}: expected an object, found {shown(nested, 40)}")
             continue
         kinds = _MISMATCH if name == "mismatch" else dict.fromkeys(nested, _PAIR)
         wrong += [f"{name}.{text}" for text in _wrong(nested, kinds)]
@@ -108,16 +108,12 @@ def check_report(report: Mapping[str, Any], place: str) -> None:
 def _wrong(values: Mapping[str, Any], kinds: Mapping[str, Kind]) -> Iterator[str]:
     for key, kind in kinds.items():
         if key in values and not kind[1](values[key]):
-            yield f"{key}: expected {kind[0]}, found {_shown(values[key])}"
+            yield f"{key}: expected {kind[0]}, found {shown(values[key], 40)}"
 
 
 def _refuse(wrong: list[str], place: str) -> None:
     if wrong:
         raise UserError(f"{place}: {'; '.join(wrong)}; the file was changed after the run wrote it")
-
-
-def _shown(value: Any) -> str:
-    return shortened(json.dumps(value, ensure_ascii=False), 40)
 
 
 @dataclass(frozen=True, slots=True)
