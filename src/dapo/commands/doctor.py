@@ -67,9 +67,10 @@ def doctor(
                 from rich.text import Text
 
                 shown = Table("", "check", "found", "to do")
-                for one in (one for one in findings if _is_shown(one, quiet)):
-                    words = (Text(one.name), Text(visible(one.found)), Text(visible(one.fix)))
-                    shown.add_row(Text(one.status, _STYLES[one.status]), *words)
+                for one in findings:
+                    if _is_shown(one, quiet):
+                        words = (Text(one.name), Text(visible(one.found)), Text(visible(one.fix)))
+                        shown.add_row(Text(one.status, _STYLES[one.status]), *words)
                 console.print(shown)
             for line in (not_checked(findings) if quiet else "", summary(findings)):
                 if line:

@@ -82,13 +82,13 @@ def evaluate(
         place = _place(output, save_samples)
         trained = recipe or found.recipe
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
-
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             if found.path != model:
                 listener.phase(f"{model}: its model is {found.path}")
-            for text in (f"settings of the recipe {trained}" if trained else "", preset and f"benchmark {preset.name}"):
-                if text:
-                    listener.phase(text)
+            if trained:
+                listener.phase(f"settings of the recipe {trained}")
+            if preset:
+                listener.phase(f"benchmark {preset.name}")
             if trained == found.recipe and preset is None and (why := function_of(found)):
                 listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
             from dapo.inference.evaluate import average_of, evaluate_files, report
