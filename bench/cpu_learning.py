@@ -24,7 +24,7 @@ from rich.table import Table
 
 from dapo.commands.demo.run import make_world
 from dapo.config import Config, load_config
-from dapo.config.recipes import recipe_path
+from dapo.config.plan import recipe_path
 from dapo.observe.progress import QuietListener
 from dapo.orchestrator.launch import run_experiment
 

@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from rollout_ours import measure_limits
 
     from dapo.config import load_config
-    from dapo.config.recipes import recipe_path
+    from dapo.config.plan import recipe_path
     from dapo.model.placement import device_of
     from dapo.observe.progress import make_listener
     from dapo.orchestrator.launch import run_experiment

@@ -20,7 +20,7 @@ from typing import Any
 
 from dapo.commands.demo.run import make_world
 from dapo.config import load_config
-from dapo.config.recipes import recipe_path
+from dapo.config.plan import recipe_path
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import QuietListener
 from dapo.orchestrator.launch import run_experiment

@@ -12,8 +12,9 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
-from dapo.config import Config, _section_types
+from dapo.config import Config
 from dapo.config.reference import Key, key_of, keys_of
+from dapo.config.section import section_types
 from dapo.observe.metrics import METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -28,7 +29,7 @@ def configuration() -> str:
         "false (`filter_groups: false`).",
     ]
     for name, info in Config.model_fields.items():
-        kinds = _section_types(info.annotation)
+        kinds = section_types(info.annotation)
         if not kinds:
             lines += ["", f"`{name}` (default `{info.default}`): {key_of(name, info).text}"]
         for kind in kinds:
@@ -56,7 +57,7 @@ def _rows(section: type[BaseModel]) -> Iterator[str]:
 def _parts(section: type[BaseModel]) -> Iterator[str]:
     """The keys of a mapping of sections, under a name that the user gives."""
     for name, info in section.model_fields.items():
-        if get_origin(info.annotation) is dict and (inner := _section_types(get_args(info.annotation)[1])):
+        if get_origin(info.annotation) is dict and (inner := section_types(get_args(info.annotation)[1])):
             yield from (row.replace("| `", f"| `{name}.NAME.", 1) for kind in inner for row in _rows(kind))
 
 

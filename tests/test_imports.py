@@ -40,6 +40,10 @@ def test_light_modules_stay_light(module: str) -> None:
     assert not loaded_by(f"import {module}") & set(HEAVY)
 
 
+def test_help_reads_no_config() -> None:
+    assert not loaded_by("import dapo.commands") & {"numpy", "pydantic", "yaml"}
+
+
 def test_import_dapo_is_next_to_nothing() -> None:
     assert not loaded_by("import dapo") & {*HEAVY, "numpy", "pydantic", "yaml", "rich", "typer"}
 

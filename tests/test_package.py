@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_package_its_types_its_rubric_and_every_recipe(wheel
 
 def test_an_installed_program_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = "from dapo.config import load_config\nfrom dapo.config.recipes import recipe_path\n"
+    code = "from dapo.config import load_config\nfrom dapo.config.plan import recipe_path\n"
     code += "path = recipe_path('cpu-demo'); load_config(path); print(path)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(

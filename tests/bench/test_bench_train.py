@@ -33,7 +33,7 @@ from rollout_work import SHAPES, Shape  # noqa: E402
 import dapo.orchestrator.inputs  # noqa: E402
 import rollout  # noqa: E402
 from dapo.config import load_config  # noqa: E402
-from dapo.config.recipes import recipe_path  # noqa: E402
+from dapo.config.plan import recipe_path  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,11 @@ import torch
 from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
 from typer.testing import CliRunner
 
-from dapo.checks import host, memory, model, rewards, sampling, settings
+from dapo.checks import memory, model, rewards, sampling, settings
 from dapo.checks import rows as prompt_rows
+from dapo.checks.context import CheckContext, Finding, NotAtHand, exit_code
 from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
-from dapo.checks.finding import Finding, exit_code
-from dapo.checks.patient import CheckContext, NotAtHand
-from dapo.checks.reading import as_batch
+from dapo.checks.sampling import as_batch
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config
@@ -248,9 +247,9 @@ def test_a_probe_of_a_reward_that_leaves_right_and_wrong_open_is_no_fault_of_dap
     monkeypatch.setattr(sampling, "set_threads", lambda *_: None)
     source = SimpleNamespace(draw=lambda: Prompt(0, "1+1=", (1,), "2"))
     config = load_config("recipe.yaml", ["model.path=./model"])
-    patient = CheckContext(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
+    context = CheckContext(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
     with pytest.raises(NotAtHand, match="right or wrong"):
-        list(sampling.check_probe(patient))
+        list(sampling.check_probe(context))
 
 
 @pytest.mark.parametrize(("shift", "which"), [(1, "next"), (-1, "previous"), (0, None), (7, None)])
@@ -281,45 +280,46 @@ def test_a_snapshot_that_does_not_fit_beside_the_run(case: Path, monkeypatch: py
     shape = load_model("./model")
     parameters = sum(p.numel() for p in shape.parameters())
     run = memory.predict_memory(load_config("recipe.yaml", ["model.path=./model"]), shape).total(on_gpu=False)
-    monkeypatch.setattr(host, "free_memory", lambda: run + 11 * parameters)
+    monkeypatch.setattr(memory, "_TIGHT", 1.0)
+    monkeypatch.setattr(memory, "free_memory", lambda: run + 11 * parameters)
     found = complaints(doctor(code=1))
     assert set(found) == {"snapshot"}
-    monkeypatch.setattr(host, "free_memory", lambda: run + 12 * parameters)
+    monkeypatch.setattr(memory, "free_memory", lambda: run + 12 * parameters)
     assert not complaints(doctor(code=0))
 
 
 def test_a_snapshot_takes_main_memory_on_a_gpu_too(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = load_model("./model")
     parameters = sum(p.numel() for p in shape.parameters())
-    patient = CheckContext(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
+    context = CheckContext(load_config("recipe.yaml", ["model.path=./model"]), shape=shape, device=torch.device("cuda"))
     for bytes_, status in ((12 * parameters, "pass"), (12 * parameters - 1, "fail")):
-        monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
-        assert [one.status for one in host.check_snapshot(patient)] == [status]
+        monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
+        assert [one.status for one in memory.check_snapshot(context)] == [status]
 
 
 def test_a_snapshot_of_an_adapter_is_small_and_moments_in_main_memory_count(
     case: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config("recipe.yaml", ["model.path=./model", "training.offload_optimizer=true"])
-    patient = CheckContext(config, shape=load_model("./model"), device=torch.device("cuda"))
-    every = memory.trained_of(patient.shape)
+    context = CheckContext(config, shape=load_model("./model"), device=torch.device("cuda"))
+    every = memory.trained_of(context.shape)
 
     def statuses(*free: int) -> list[str]:
         found = []
         for bytes_ in free:
-            monkeypatch.setattr(host, "free_memory", lambda bytes_=bytes_: bytes_)
-            found += [one.status for one in host.check_snapshot(patient)]
+            monkeypatch.setattr(memory, "free_memory", lambda bytes_=bytes_: bytes_)
+            found += [one.status for one in memory.check_snapshot(context)]
         return found
 
     assert statuses(20 * every, 20 * every - 1) == ["pass", "fail"]
-    patient.config = load_config("recipe.yaml", ["model.path=./model", "model.lora.rank=1"])
-    patient.shape = trainable_shape(patient.config.model, patient.shape.config)
-    adapter = memory.trained_of(patient.shape)
+    context.config = load_config("recipe.yaml", ["model.path=./model", "model.lora.rank=1"])
+    context.shape = trainable_shape(context.config.model, context.shape.config)
+    adapter = memory.trained_of(context.shape)
     assert adapter < every / 4 and statuses(12 * adapter, 12 * adapter - 1) == ["pass", "fail"]
 
 
 def test_responses_that_never_end(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "stop_token_ids", lambda *owners: ())
+    monkeypatch.setattr(model.loading, "stop_token_ids", lambda *owners: ())
     found = complaints(doctor(code=0))
     assert set(found) == {"stop-tokens"} and "rollout.stop_token_ids" in found["stop-tokens"]["fix"]
 
@@ -445,8 +445,8 @@ def test_a_reward_from_python_is_not_taken_for_the_recipes(case: Path) -> None:
     source = load_prompts(config.data, config.data.train, PromptTemplate(config.data, tokenizer))
     names = {}
     for own in (False, True):
-        patient = CheckContext(config, files=True, tokenizer=tokenizer, source=source, own_reward=own)
-        names[own] = {one.name for one in prompt_rows.check_odd(patient)}
+        context = CheckContext(config, files=True, tokenizer=tokenizer, source=source, own_reward=own, at_start=True)
+        names[own] = {one.name for one in prompt_rows.check_sample(context)}
     assert names[False] - names[True] == {"answer-format"}
 
 
@@ -463,30 +463,30 @@ def test_plain_lines_where_there_is_no_terminal(case: Path) -> None:
     assert last.endswith("1 warn, 0 fail") and done.exit_code == 0
 
 
-def _patient() -> CheckContext:
+def _context() -> CheckContext:
     return CheckContext(build_config({"model": {"path": "m"}}))
 
 
 def test_a_check_that_hangs_or_breaks_hides_no_other() -> None:
-    def hangs(patient: CheckContext) -> Any:
+    def hangs(context: CheckContext) -> Any:
         import time
 
         yield Finding("model", "begun", "pass", "")
         time.sleep(3)
 
-    def breaks(patient: CheckContext) -> Any:
+    def breaks(context: CheckContext) -> Any:
         raise ZeroDivisionError("oh")
         yield
 
-    def works(patient: CheckContext) -> Any:
+    def works(context: CheckContext) -> Any:
         yield Finding("data", "works", "pass", "")
 
-    def waits(patient: CheckContext) -> Any:
-        patient.need(None, "moon")
+    def waits(context: CheckContext) -> Any:
+        context.need(None, "moon")
         yield
 
     checks = [Entry("hangs", "model", hangs, 0.1), Entry("breaks", "data", breaks), Entry("waits", "data", waits)]
-    found = list(run_checks(_patient(), [*checks, Entry("works", "data", works)]))
+    found = list(run_checks(_context(), [*checks, Entry("works", "data", works)]))
     assert [(one.name, one.status) for one in found] == [
         *(("begun", "pass"), ("hangs", "fail"), ("breaks", "fail"), ("works", "pass"), ("not-checked", "skip"))
     ]
@@ -507,11 +507,11 @@ def test_the_exit_code_is_that_of_the_command_that_would_have_failed() -> None:
 
 
 def test_a_check_keeps_what_it_found_before_it_broke() -> None:
-    def half(patient: CheckContext) -> Any:
+    def half(context: CheckContext) -> Any:
         yield Finding("model", "half", "pass", "")
         raise RuntimeError("gone")
 
-    found, missing = run_check(_patient(), Entry("half", "model", half))
+    found, missing = run_check(_context(), Entry("half", "model", half))
     assert [one.status for one in found] == ["pass", "fail"] and missing is None
     assert "RuntimeError: gone" in found[1].found
 

@@ -141,13 +141,13 @@ def test_a_tensor_larger_than_a_group_is_streamed_whole(monkeypatch: pytest.Monk
 
 def test_memory_that_just_does_is_tight_and_a_byte_less_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = predicted().total(on_gpu=False)
-    patient = SimpleNamespace(config=config(), shape=random_model("qwen2", **SHAPE), device=torch.device("cpu"))
-    patient.model, patient.need = None, lambda value, name: value
+    context = SimpleNamespace(config=config(), shape=random_model("qwen2", **SHAPE), device=torch.device("cpu"))
+    context.model, context.need = None, lambda value, name: value
     seen = []
     for free in (needed - 1, needed, int(needed / 0.85) - 1, int(needed / 0.85) + 2):
         monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
-        (finding,) = memory.check_memory(patient)  # type: ignore[arg-type]
-        seen.append((finding.status, patient.fits))
+        (finding,) = memory.check_memory(context)  # type: ignore[arg-type]
+        seen.append((finding.status, context.fits))
     assert seen == [("fail", None), ("warn", True), ("warn", True), ("pass", True)]
 
 

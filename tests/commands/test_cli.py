@@ -23,7 +23,7 @@ from dapo.commands.shared.options import files_and_settings
 from dapo.commands.train import _longer as longer
 from dapo.commands.train import next_commands
 from dapo.config import build_config, load_config
-from dapo.config.recipes import recipe_path
+from dapo.config.plan import recipe_path
 from dapo.errors import DataError, ModelError, NumericalError, RewardError, StarvedError, UserError
 from dapo.rollout.engine import NotFiniteError
 
@@ -252,8 +252,8 @@ def test_demo_hands_over_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_signal_ends_a_demo_as_it_ends_a_training(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
-    def demo(overrides: Any, listener: Any, console: Any, stopping: Any) -> None:
-        stopping.run = Path("runs/cpu-demo") if begun else None
+    def demo(overrides: Any, listener: Any, console: Any, shutdown: Any) -> None:
+        shutdown.run = Path("runs/cpu-demo") if begun else None
         signal.raise_signal(signal.SIGTERM)
 
     replace_run(monkeypatch, {})

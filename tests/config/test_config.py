@@ -237,7 +237,7 @@ def test_what_would_change_the_logits_is_refused_by_name_and_says_why(message: M
 
 def test_refused_names_are_keys_nowhere_and_belong_to_sampling_only(message: Message) -> None:
     """Elsewhere such a name is an unknown key like another."""
-    from dapo.config.processors import PROCESSORS, TRUNCATIONS
+    from dapo.config.messages import PROCESSORS, TRUNCATIONS
 
     assert not {key.rpartition(".")[2] for key in all_keys()} & (PROCESSORS | TRUNCATIONS)
     assert "is refused" in message(RECIPE + "repetition_penalty: 1.1\n")
@@ -603,21 +603,21 @@ def test_a_section_without_enable_is_refused_with_the_key_that_works(
 
 
 def _sections(section: type[BaseModel]) -> list[type[BaseModel]]:
-    from dapo.config import _section_types
+    from dapo.config.section import section_types
 
-    inner = [kind for info in section.model_fields.values() for kind in _section_types(info.annotation)]
+    inner = [kind for info in section.model_fields.values() for kind in section_types(info.annotation)]
     return [section, *(s for kind in inner for s in _sections(kind))]
 
 
 def test_every_key_is_documented() -> None:
-    from dapo.config import _section_types
+    from dapo.config.section import section_types
 
     undocumented = [
         f"{section.__name__}.{name}"
         for section in _sections(Config)
         for name, info in section.model_fields.items()
         if not info.description
-        and not _section_types(info.annotation)
+        and not section_types(info.annotation)
         and not (section is MathReward and name == "kind")
     ]
     undocumented = [key for key in undocumented if key.rpartition(".")[2] not in ("kind", "path")]

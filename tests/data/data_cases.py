@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers_for_tests import char_tokenizer
 
 from dapo.config import DataConfig
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import Row
 from dapo.data.source import PromptSource, load_prompts, read_prompts

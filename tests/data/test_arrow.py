@@ -6,7 +6,7 @@ import sys
 import pytest
 from data_cases import draws, items, read, source
 
-from dapo.config.data_sets import names_a_data_set
+from dapo.config.data import names_a_data_set
 from dapo.errors import DataError
 
 datasets = pytest.importorskip("datasets")

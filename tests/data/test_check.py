@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 import dapo.data.check
 from dapo.commands import app
 from dapo.config import DataConfig
-from dapo.data.check import Measure, check_data
-from dapo.data.lengths import Lengths
+from dapo.data.check import Lengths, Measure, check_data
 from dapo.errors import DataError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "math"
@@ -99,7 +98,10 @@ def test_histogram_and_quantiles():
     lengths = Lengths("words")
     lengths.counts.update({0: 1, 1: 2, 3: 4, 4: 1, 100: 2})
     assert lengths.histogram()[:4] == [(0, 0, 1), (1, 1, 2), (2, 3, 4), (4, 7, 1)]
-    assert lengths.histogram()[-1] == (64, 127, 2) and sum(n for _, _, n in lengths.histogram()) == lengths.total == 10
+    assert (
+        lengths.histogram()[-1] == (64, 127, 2)
+        and sum(n for _, _, n in lengths.histogram()) == lengths.counts.total() == 10
+    )
     assert (lengths.at(0.5), lengths.at(0.8), lengths.at(0.81), lengths.at(1.0), lengths.above(3)) == (
         3,
         4,

@@ -12,9 +12,9 @@ import zstandard
 from data_cases import read, source, write
 
 import dapo.data.text
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.cache import cache_folder, cached
-from dapo.data.files import open_table
+from dapo.data.parts import open_table
 from dapo.errors import DataError
 
 ROWS = [{"prompt": f"p{k}é", "answer": k + 0.5, "x": {"y": [k]}} for k in range(50)]

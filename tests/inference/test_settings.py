@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dapo.config import build_config
-from dapo.config.layers import layered_config, merged
+from dapo.config.reading import layered_config, merged
 from dapo.errors import ConfigError, ModelError
 from dapo.evaluation.benchmarks import BENCHMARKS, benchmark_named
 from dapo.evaluation.evaluate import evaluation_sampling

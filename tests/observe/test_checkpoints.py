@@ -450,12 +450,12 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     folder, best = RunFolder(tmp_path), EarlyStopping(EvaluationConfig())
     config = config_for(tmp_path, {"run.stop_within_s": 100})
     at = RunState(Budget(config.training))
-    keeper = Checkpointer(folder, config.run, at, best, {}, trainer, TOKENIZER, Shutdown(), print)
-    assert keeper.seconds_to_save == pytest.approx(3 * 12 * count / 100e6 + 2)
-    keeper._writer.longest_s = 7.0
-    assert keeper.seconds_to_save == 23
-    keeper._writer.longest_s = 70.0
-    assert keeper.seconds_to_save == 50  # half of the time
+    checkpointer = Checkpointer(folder, config.run, at, best, {}, trainer, TOKENIZER, Shutdown(), print)
+    assert checkpointer.seconds_to_save == pytest.approx(3 * 12 * count / 100e6 + 2)
+    checkpointer._writer.longest_s = 7.0
+    assert checkpointer.seconds_to_save == 23
+    checkpointer._writer.longest_s = 70.0
+    assert checkpointer.seconds_to_save == 50  # half of the time
 
 
 def test_arrays_of_one_type_and_numbers_that_are_none_come_back_from_their_places(tmp_path: Path) -> None:

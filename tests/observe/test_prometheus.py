@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dapo.config import load_config
-from dapo.config.recipes import recipe_path
+from dapo.config.plan import recipe_path
 from dapo.errors import ConfigError
 from dapo.observe.prometheus import PrometheusTracker
 from dapo.observe.trackers import check_trackers

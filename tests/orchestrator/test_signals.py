@@ -221,13 +221,13 @@ def test_the_same_signal_passed_on_twice_counts_once() -> None:
     """A terminal sends Ctrl-C to a launcher and to its child, and the launcher passes it on."""
     asked: list[int] = []
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without it
-    with Shutdown(within_s=60) as stopping:
-        stopping.ask(lambda: asked.append(1))
+    with Shutdown(within_s=60) as shutdown:
+        shutdown.ask(lambda: asked.append(1))
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert asked == [1] and stopping.signal == signal.SIGINT and stopping.exit_code == 130
-        stopping.run = Path("run")
-        assert stopping.exit_code == RESUMABLE and 55 < stopping.seconds_left <= 60
+        assert asked == [1] and shutdown.signal == signal.SIGINT and shutdown.exit_code == 130
+        shutdown.run = Path("run")
+        assert shutdown.exit_code == RESUMABLE and 55 < shutdown.seconds_left <= 60
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer) and not t.finished.is_set()]
 
@@ -237,16 +237,16 @@ def test_each_signal_that_leaves_time_is_heard_unless_the_program_was_started_to
     number, asked = signal.Signals[name], list[int]()
     before = signal.signal(number, signal.SIG_DFL)
     try:
-        with Shutdown(within_s=60) as stopping:
-            stopping.ask(lambda: asked.append(1))
+        with Shutdown(within_s=60) as shutdown:
+            shutdown.ask(lambda: asked.append(1))
             signal.raise_signal(number)
-            assert asked == [1] and stopping.signal == number and stopping.exit_code == 128 + number
+            assert asked == [1] and shutdown.signal == number and shutdown.exit_code == 128 + number
         assert signal.getsignal(number) == signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)  # as `nohup` does, and `&` in a script with SIGINT
-        with Shutdown(within_s=60) as stopping:
-            stopping.ask(lambda: asked.append(2))
+        with Shutdown(within_s=60) as shutdown:
+            shutdown.ask(lambda: asked.append(2))
             signal.raise_signal(number)
-        assert asked == [1] and stopping.signal is None and signal.getsignal(number) == signal.SIG_IGN
+        assert asked == [1] and shutdown.signal is None and signal.getsignal(number) == signal.SIG_IGN
     finally:
         signal.signal(number, before)
 
@@ -255,8 +255,8 @@ def test_the_kernel_repeats_the_signal_of_a_limit_and_that_is_no_second_one(monk
     monkeypatch.setattr("dapo.util.process._ECHO_S", 0.0)
     monkeypatch.setattr(Shutdown, "_end", staticmethod(lambda code, text: ends.append(code)))
     ends: list[int] = []
-    with Shutdown(within_s=60) as stopping:
-        stopping.ask(lambda: None)
+    with Shutdown(within_s=60) as shutdown:
+        shutdown.ask(lambda: None)
         for number in (signal.SIGXCPU, signal.SIGXCPU):
             signal.raise_signal(number)
         assert ends == []
@@ -278,13 +278,13 @@ def test_a_signal_that_another_thread_gets_wakes_the_loop_at_once() -> None:
 
     async def main() -> None:
         with awake_for_signals():
-            stopping.ask(lambda: heard.append(-1.0))
+            shutdown.ask(lambda: heard.append(-1.0))
             await asyncio.to_thread(work)
-            stopping.ask(None)
+            shutdown.ask(None)
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        with Shutdown() as stopping:
+        with Shutdown() as shutdown:
             asyncio.run(main())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

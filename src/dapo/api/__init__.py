@@ -47,8 +47,7 @@ class Result:
     """What a run came to.
 
     ``metrics``: one mapping per rollout step. ``summary``: as in summary.json. ``model_path``: the trained weights, in
-    Hugging Face layout; of an interrupted run those of its last checkpoint. ``run_dir``: everything else.
-    """
+    Hugging Face layout; of an interrupted run those of its last checkpoint. ``run_dir``: everything else."""
 
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
@@ -124,22 +123,16 @@ def train(
     with closing(listener or make_listener()) as listener:
         train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
         heldout_files, held = ([], None) if heldout is None else files_or_rows(heldout, "heldout", listener.phase)
-        tree |= {"data.train": train_files} if train_files else {}
-        tree |= {"evaluation.data": heldout_files} if heldout_files else {}
+        named_files = {"data.train": train_files, "evaluation.data": heldout_files}
+        tree |= {key: files for key, files in named_files.items() if files}
         folder = RunFolder(Path(resume)) if resume is not None else None
         config = _config(tree, folder, tokenizer)
 
         from dapo.orchestrator.inputs import RunOverrides
 
         scorer = named(reward) if isinstance(reward, str) else reward
-        attention = None if by_name else getattr(model.config, "_attn_implementation", None)
-        try:
-            return _run(
-                config, listener, RunOverrides(None if by_name else model, tokenizer, rows, held, scorer, resume=folder)
-            )
-        finally:
-            if attention is not None:  # so that the caller's model can be used as before
-                model.set_attn_implementation(attention)
+        loaded = None if by_name else model
+        return _run(config, listener, RunOverrides(loaded, tokenizer, rows, held, scorer, resume=folder))
 
 
 def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -> Config:
@@ -149,7 +142,8 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
 
         changes = [f"{key}={json.dumps(value, default=str)}" for key, value in tree.items() if key != "run.dir"]
         return resume_config(folder.root, None, changes)
-    config = build_config(nested(dict(SIZES) | {"run.dir": _free_folder()} | dict(tree)), "settings")
+    free = next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
+    config = build_config(nested(dict(SIZES) | {"run.dir": free} | dict(tree)), "settings")
     if "template" in config.data.model_fields_set:
         return config
 
@@ -159,17 +153,14 @@ def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -
     return with_template(config, tokenizer or load_tokenizer(named, config.model.trust_remote_code))
 
 
-def _free_folder() -> str:
-    """Of a run that names none: so the result of an earlier one stays what it was."""
-    return next(name for k in range(1, 10_000) if not Path(name := f"runs/python-{k}".removesuffix("-1")).exists())
-
-
 def _run(config: Config, listener: Listener, inputs: RunOverrides) -> Result:
     from dapo.orchestrator.experiment import Experiment
     from dapo.orchestrator.launch import run_to_end
 
-    experiment = Experiment(config, listener, inputs)
+    attention = None if inputs.model is None else getattr(inputs.model.config, "_attn_implementation", None)
+    experiment = None
     try:
+        experiment = Experiment(config, listener, inputs)
         summary = run_to_end(experiment)
         listener.finished(summary)
         return _result(summary)
@@ -180,6 +171,9 @@ def _run(config: Config, listener: Listener, inputs: RunOverrides) -> Result:
         if not hasattr(sys, "ps1"):  # a script: what follows counts on a whole run, and Ctrl-C is meant for all of it
             raise Interrupted(result) from None
         return result
+    finally:
+        if attention is not None:  # so that the caller's model can be used as before
+            inputs.model.set_attn_implementation(attention)
 
 
 def _result(summary: Mapping[str, Any]) -> Result:
@@ -189,9 +183,9 @@ def _result(summary: Mapping[str, Any]) -> Result:
     return Result(summary, steps, run_dir, Path(find_model(str(run_dir)).path))
 
 
-def _interrupted(experiment: Experiment) -> Result | None:
+def _interrupted(experiment: Experiment | None) -> Result | None:
     """What an interrupted run came to; None: there is no checkpoint yet."""
-    if not hasattr(experiment, "metrics"):  # it has not begun to train
+    if experiment is None or not hasattr(experiment, "metrics"):  # it has not begun to train
         return None
     try:
         folder = experiment.folder

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dapo.data.tables import PythonRows, Table
+from dapo.data.rows import PythonRows, Table
 from dapo.errors import DataError
 
 Data: TypeAlias = Iterable[Mapping[str, Any]] | Iterable[str | Path] | str | Path
@@ -20,10 +20,7 @@ MOST_ROWS = 1_000_000
 
 def files_or_rows(data: Any, name: str, tell: Callable[[str], None]) -> tuple[list[str], Table | None]:
     """``(files, None)`` or ``([], rows)``. ``name``: of the argument. ``tell``: hears of rows that take long to come.
-
-    Raises:
-        DataError: it is neither, or both (one kind would be lost), or a generator gives no rows or does not end.
-    """
+    Raises DataError: it is neither, or both (one kind would be lost), or a generator gives no rows or does not end."""
     if isinstance(data, str | Path):
         return [str(data)], None
     if hasattr(data, "num_rows") and isinstance(data, Mapping):  # a DatasetDict
@@ -55,7 +52,6 @@ def files_or_rows(data: Any, name: str, tell: Callable[[str], None]) -> tuple[li
 
 
 def _kind(data: Any) -> str:
-    """The name of its type; of a data frame with repeated columns these, too."""
     columns = getattr(data, "columns", None)
     twice = [] if columns is None else sorted({str(name) for name in columns[columns.duplicated()]})
     return type(data).__name__ + (f" with two columns {', '.join(twice)}" if twice else "")

@@ -1,6 +1,4 @@
 """``dapo doctor``: a mistake is found in the first seconds, not after the first hour.
 
-Each check is a small function of a :class:`~dapo.checks.patient.CheckContext` that yields
-:class:`~dapo.checks.finding.Finding` records; ``examination.py`` has the list of them, runs them in order, each with a
-deadline, and keeps one that fails from hiding the others or from dragging them along.
-"""
+Each check is a function of a :class:`~dapo.checks.context.CheckContext` that yields findings; ``examination.py`` has
+the list of them and runs each with a deadline."""

@@ -1,6 +1,5 @@
 """Checks of the reference answers: what they hold, whether a response has room for them, and whether a prompt gives
-them away.
-"""
+them away."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from dapo.checks.finding import Finding
+from dapo.checks.context import Finding
 from dapo.config import CodeReward, Config, ExactReward
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
+from dapo.config.reading import with_values
 from dapo.data.parts import keys_of
 from dapo.records import Prompt
 from dapo.util.terminal import visible
@@ -35,6 +35,10 @@ _LONG_SOLUTIONS = 0.1
 """Share of worked solutions without room that is told: a model may well be shorter than they are."""
 
 
+def data_warning(name: str, found: str, fix: str) -> Finding:
+    return Finding("data", name, "warn", found, fix)
+
+
 def marker_of(answer: str | None) -> str | None:
     """``#### `` or the like, which stands in front of a final answer that should be bare."""
     found = _MARKER.match(answer.strip()) if answer else None
@@ -42,7 +46,6 @@ def marker_of(answer: str | None) -> str | None:
 
 
 def strip_marker(config: Config, marker: str) -> str:
-    """What to do about it."""
     key = config.data.answer_key
     end = '.removesuffix("</answer>")' if marker.startswith("<") else ""
     does = f'take it off the rows (no key does): row["{key}"] = row["{key}"].removeprefix("{marker}"){end}'
@@ -52,7 +55,6 @@ def strip_marker(config: Config, marker: str) -> str:
 
 
 def named(prompts: Sequence[Prompt]) -> str:
-    """Which rows they are, the first of them by number."""
     shown = ", ".join(str(prompt.row + 1) for prompt in prompts[:5])
     more = f" and {len(prompts) - 5:,} more" if len(prompts) > 5 else ""
     return f"{'row' if len(prompts) == 1 else 'rows'} {shown}{more}"
@@ -75,8 +77,7 @@ def with_keys(config: Config, items: Sequence[DataItem]) -> Config:
     if not items:
         return config
     keys = keys_of(items[0], config.data, answer_required=False)
-    data = config.data.model_copy(update={"prompt_key": keys.prompt, "answer_key": keys.answer})
-    return config.model_copy(update={"data": data})
+    return with_values(config, {"data.prompt_key": keys.prompt, "data.answer_key": keys.answer})
 
 
 def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -85,7 +86,7 @@ def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding
     reward, key = config.reward, config.data.answer_key
     if len(answers) == 1 and len(prompts) > 3 and reward.kind != "code":
         found = f"all of {len(prompts)} rows looked at have the same answer, {answers.pop()[:60]!r}"
-        yield Finding("data", "answers", "warn", found, f"data.answer_key, now {key!r}: is it the key of the answer?")
+        yield data_warning("answers", found, f"data.answer_key, now {key!r}: is it the key of the answer?")
         return
     if reward.kind not in ("math", "exact"):
         return
@@ -94,35 +95,25 @@ def check_content(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding
     # what the reward's own check finds by itself is left to it: no answer is right, or none can be read
     silent = marker.startswith("<") if reward.kind == "math" else isinstance(reward, ExactReward) and not reward.after
     if len(marked) > len(prompts) / 2 and silent:
-        found = (
-            f"{len(marked)} of {len(prompts)} answers begin with {marker!r}, such as row {marked[0].row + 1}: "
-            f"{(marked[0].answer or '')[:60]!r}; a response with the answer alone would be wrong"
-        )
-        yield Finding("data", "answers", "warn", found, strip_marker(config, marker))
+        found = f"{len(marked)} of {len(prompts)} answers begin with {marker!r}, such as row {marked[0].row + 1}: "
+        found += f"{(marked[0].answer or '')[:60]!r}; a response with the answer alone would be wrong"
+        yield data_warning("answers", found, strip_marker(config, marker))
         return
     long = [p for p in prompts if p.answer is not None and (len(p.answer) > 100 or "####" in p.answer.strip()[1:])]
     if len(long) > len(prompts) / 2 and not marked:
         cut = f': row["{key}"] = row["{key}"].rpartition("####")[2].strip()' if "####" in (long[0].answer or "") else ""
-        yield Finding(
-            "data",
-            "answers",
-            "warn",
-            f"{len(long)} of {len(prompts)} answers are whole solutions, such as row {long[0].row + 1}: "
-            f"{(long[0].answer or '')[-60:]!r}; reward.kind={reward.kind} compares with the final answer alone",
-            f"keep only the final answer in the rows{cut}, or name the key that holds it (data.answer_key)",
-        )
+        text = f"{len(long)} of {len(prompts)} answers are whole solutions, such as row {long[0].row + 1}: "
+        text += f"{(long[0].answer or '')[-60:]!r}; reward.kind={reward.kind} compares with the final answer alone"
+        fix = f"keep only the final answer in the rows{cut}, or name the key that holds it (data.answer_key)"
+        yield data_warning("answers", text, fix)
         return
     said = [p for p in prompts if p.answer is not None]
     longer = sum(len(p.answer or "") > len(p.text) for p in said)
     if longer > 0.9 * len(said) and len(said) > 3 and not marked:
-        yield Finding(
-            "data",
-            "answers",
-            "warn",
-            f"{longer} of {len(said)} answers are longer than their prompts, such as row {said[0].row + 1}: prompt "
-            f"{said[0].text[:40]!r}, answer {(said[0].answer or '')[:40]!r}",
-            f"data.prompt_key, now {config.data.prompt_key!r}, data.answer_key, now {key!r}: were they swapped?",
-        )
+        text = f"{longer} of {len(said)} answers are longer than their prompts, such as row {said[0].row + 1}: prompt "
+        text += f"{said[0].text[:40]!r}, answer {(said[0].answer or '')[:40]!r}"
+        fix = f"data.prompt_key, now {config.data.prompt_key!r}, data.answer_key, now {key!r}: were they swapped?"
+        yield data_warning("answers", text, fix)
 
 
 def check_stops(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -131,14 +122,10 @@ def check_stops(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     for stop in config.rollout.stop:
         cut = [p for p in said if stop in (p.answer or "").strip()]
         if cut and config.reward.kind in ("math", "exact"):  # elsewhere an answer may be anything
-            yield Finding(
-                "data",
-                "answers",
-                "warn",
-                f"{len(cut)} of {len(said)} answers hold the stop text {stop!r}, such as row {cut[0].row + 1}: "
-                f"{(cut[0].answer or '')[:60]!r}; the response ends before the answer does",
-                f"rollout.stop={[text for text in config.rollout.stop if text != stop]}",
-            )
+            told = f"{len(cut)} of {len(said)} answers hold the stop text {stop!r}, such as row {cut[0].row + 1}: "
+            told += f"{(cut[0].answer or '')[:60]!r}; the response ends before the answer does"
+            fix = f"rollout.stop={[text for text in config.rollout.stop if text != stop]}"
+            yield data_warning("answers", told, fix)
 
 
 def check_given_away(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -152,10 +139,8 @@ def check_given_away(config: Config, prompts: Sequence[Prompt]) -> Iterator[Find
         if len(shown) <= len(telling) / 2 or len(shown) <= 3:
             return
     first = shown[0]
-    yield Finding(
-        "data",
+    yield data_warning(
         "answer-shown",
-        "warn",
         f"{len(shown):,} of {len(prompts):,} prompts hold their own answer: {named(shown)}; row {first.row + 1} ends "
         f"in {first.text[-60:]!r}" + (f", and its answer is {first.answer[:40]!r}" if first.answer else ""),
         f"data.prompt_key, now {config.data.prompt_key!r}: is it the key of the question alone?",
@@ -167,7 +152,6 @@ def _solution_key(config: Config) -> str:
 
 
 def _holds(text: str, solution: Any) -> bool:
-    """Whether the worked solution is part of the prompt, line breaks apart."""
     if not isinstance(solution, str) or len(solution) < 20:
         return False
     return " ".join(solution.split()) in " ".join(text.split())
@@ -203,10 +187,8 @@ def check_room(config: Config, prompts: Sequence[Prompt], tokenizer: Any, positi
     keys = f"rollout.max_response_length={room}"
     if config.training.tokens_per_micro_batch < config.data.max_prompt_length + room:
         keys += f" training.tokens_per_micro_batch={config.data.max_prompt_length + room}"
-    yield Finding(
-        "data",
+    yield data_warning(
         "answer-length",
-        "warn",
         f"{over} of {len(texts)} {what} are longer than rollout.max_response_length={limit} (the longest has "
         f"{max(lengths)} tokens): such responses are cut before they come to an end",
         f"{keys}, or leave those rows out" if room > limit else "leave those rows out: the model has no more positions",

@@ -1,30 +1,25 @@
-"""All checks in their order, and the two ways to run them: on a recipe, and in brief before a training.
+"""All checks in their order, and the two ways to run them: on a recipe, and the quick ones before a training.
 
 Consumes a recipe. Produces findings, one by one. Waits for each check no longer than its deadline; one that takes
-longer is left behind in its thread (a daemon) and told of.
-"""
+longer is left behind in its thread (a daemon) and told of."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dapo.checks.finding import Area, Finding, area_of
-from dapo.checks.patient import CheckContext, NotAtHand
-from dapo.config.plan import remedy
-from dapo.config.recipes import demo_of, existing_recipe
+from dapo.checks.context import Area, CheckContext, Finding, NotAtHand, area_of
+from dapo.config.plan import demo_of, existing_recipe, remedy
 from dapo.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from dapo.config import Config
-    from dapo.data.source import PromptSource
-    from dapo.data.template import PromptTemplate
-    from dapo.records import Prompt
     from dapo.reward.contract import Scorer
 
 Check = Callable[[CheckContext], Iterator[Finding]]
@@ -32,17 +27,19 @@ Check = Callable[[CheckContext], Iterator[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A check: its name for those who wait, what it is about, and how long it may take, in seconds."""
+    """A check: its name for those who wait, what it is about, and how long it may take, in seconds. ``at_start``: it is
+    made before each training, too."""
 
     name: str
     area: Area
     check: Check
     seconds: float = 30.0
+    at_start: bool = False
 
 
 def entries() -> list[Entry]:
     """All checks, what others need first. Loads torch."""
-    from dapo.checks import host, memory, model, reading, rewards, rows, sampling, settings
+    from dapo.checks import memory, model, rewards, rows, sampling, settings
 
     return [
         Entry("settings", "recipe", settings.check_settings),
@@ -51,19 +48,19 @@ def entries() -> list[Entry]:
         Entry("device", "machine", model.check_device),
         Entry("tokenizer", "model", model.check_tokenizer),
         Entry("architecture", "model", model.check_architecture),
-        Entry("tokens", "model", model.check_tokens),
+        Entry("tokens", "model", model.check_tokens, at_start=True),
         Entry("rows", "data", rows.check_rows, 120.0),
-        Entry("prompt", "data", rows.check_sample),
-        Entry("chat", "model", model.check_chat),
-        Entry("bos", "model", model.check_bos),
+        Entry("prompt", "data", rows.check_sample, at_start=True),
+        Entry("chat", "model", model.check_chat, at_start=True),
+        Entry("bos", "model", model.check_bos, at_start=True),
         Entry("context", "model", model.check_context),
-        Entry("disk", "machine", settings.check_disk),
-        Entry("memory", "machine", memory.check_memory),
-        Entry("snapshot", "machine", host.check_snapshot),
+        Entry("disk", "machine", settings.check_disk, at_start=True),
+        Entry("memory", "machine", memory.check_memory, at_start=True),
+        Entry("snapshot", "machine", memory.check_snapshot, at_start=True),
         Entry("sandbox", "reward", rewards.check_sandbox),
         Entry("reward", "reward", rewards.check_reward, rewards.SECONDS + 15.0),
         Entry("weights", "model", model.check_weights, 300.0),
-        Entry("reading", "model", reading.check_reading, 120.0),
+        Entry("reading", "model", sampling.check_reading, 120.0),
         Entry("agreement", "model", sampling.check_agreement, 120.0),
         Entry("probe", "data", sampling.check_probe, sampling.PROBE_SECONDS + 30.0),
     ]
@@ -74,8 +71,7 @@ def examine(
 ) -> Iterator[Finding]:
     """Look at a recipe and all that it names. Nothing is written, nothing is downloaded.
 
-    ``probe``: how many prompts to sample from and score. ``tell`` hears the name of each check before it begins.
-    """
+    ``probe``: how many prompts to sample from and score. ``tell`` hears the name of each check before it begins."""
     from dapo.config import load_config
 
     recipe = existing_recipe(recipe)
@@ -87,19 +83,19 @@ def examine(
         return
     yield Finding("recipe", "recipe", "pass", f"{recipe} can be read, and its keys go together")
     tell("loading the libraries")
-    patient = CheckContext(config, demo=demo_of(recipe), remedy=remedy(recipe), probe=probe)
-    yield from run_checks(patient, entries(), tell)
+    context = CheckContext(config, demo=demo_of(recipe), remedy=remedy(recipe), probe=probe)
+    yield from run_checks(context, entries(), tell)
 
 
 def run_checks(
-    patient: CheckContext, checks: Sequence[Entry], tell: Callable[[str], None] = lambda name: None
+    context: CheckContext, checks: Sequence[Entry], tell: Callable[[str], None] = lambda name: None
 ) -> Iterator[Finding]:
     """The findings of each check. What a check could not look at, because something that it needs is missing, is told
     of in one line for each thing, and not as a mistake: that the thing is missing has been told."""
     waiting: dict[str, list[str]] = {}
     for entry in checks:
         tell(entry.name)
-        findings, missing = run_check(patient, entry)
+        findings, missing = run_check(context, entry)
         yield from findings
         if missing is not None:
             waiting.setdefault(missing, []).append(entry.name)
@@ -108,20 +104,19 @@ def run_checks(
         yield Finding("recipe", "not-checked", "skip", f"{', '.join(names)}: the {thing} {lacks}")
 
 
-def run_check(patient: CheckContext, entry: Entry) -> tuple[list[Finding], str | None]:
+def run_check(context: CheckContext, entry: Entry) -> tuple[list[Finding], str | None]:
     """Findings of one check, and the thing that it needed and that is not there (or None).
 
-    Whatever it raises becomes a finding: no check hides the others.
-    """
+    Whatever it raises becomes a finding: no check hides the others."""
     findings: list[Finding] = []
     missing: list[str] = []
 
     def work() -> None:
         try:
-            for finding in entry.check(patient):
+            for finding in entry.check(context):
                 findings.append(finding)
         except NotAtHand as absent:
-            missing.append(absent.what)
+            missing.append(str(absent))
         except UserError as error:
             findings.append(Finding(area_of(error, entry.area), entry.name, "fail", str(error)))
         except Exception as error:
@@ -133,7 +128,7 @@ def run_check(patient: CheckContext, entry: Entry) -> tuple[list[Finding], str |
     thread = threading.Thread(target=work, name=f"dapo-doctor-{entry.name}", daemon=True)
     thread.start()
     thread.join(entry.seconds)
-    patient.seconds[entry.name] = time.perf_counter() - started
+    context.seconds[entry.name] = time.perf_counter() - started
     found = list(findings)  # the thread may still be at work
     if thread.is_alive():
         text = f"not done after {entry.seconds:g} s, so it was left"
@@ -141,53 +136,20 @@ def run_check(patient: CheckContext, entry: Entry) -> tuple[list[Finding], str |
     return found, missing[0] if missing else None
 
 
-async def brief(
-    config: Config,
-    *,
-    model: Any,
-    tokenizer: Any,
-    template: PromptTemplate,
-    source: PromptSource,
-    heldout: Sequence[Prompt],
-    device: Any,
-    scorer: Scorer | None,
-) -> list[Finding]:
-    """The short form, for a training that has loaded everything already: what takes no second, and nothing that loading
-    has said already. Raises nothing: what it finds is for the user to judge.
+async def brief(config: Config, *, model: Any, scorer: Scorer | None, **loaded: Any) -> list[Finding]:
+    """The checks at the start of a training, which has loaded everything already: what takes no second, and nothing
+    that loading has said already. Raises nothing: what it finds is for the user to judge.
 
     ``scorer`` is started; None: a function from Python scores, which is left out, as what it costs is not known.
-    """
-    import asyncio
-
-    from dapo.checks import host, memory, rewards, rows, settings
-    from dapo.checks import model as models
+    ``loaded``: ``tokenizer``, ``template``, ``source``, ``heldout`` and ``device``, as in :class:`CheckContext`."""
     from dapo.checks.answers import spread
+    from dapo.checks.rewards import verify_within
 
-    patient = CheckContext(
-        config,
-        files=True,
-        tokenizer=tokenizer,
-        template=template,
-        source=source,
-        heldout=heldout,
-        model_config=model.config,
-        shape=model,
-        device=device,
-        model=model,
-        own_reward=scorer is None,
-    )
-    checks = [
-        Entry("tokens", "model", models.check_tokens, 5.0),
-        Entry("prompt", "data", rows.check_odd, 5.0),
-        Entry("chat", "model", models.check_chat, 5.0),
-        Entry("bos", "model", models.check_bos, 5.0),
-        Entry("disk", "machine", settings.check_disk, 5.0),
-    ]
-    if device.type != "cuda":  # there the engine has taken what is free by now
-        checks.append(Entry("memory", "machine", memory.check_memory, 5.0))
-    checks.append(Entry("snapshot", "machine", host.check_snapshot, 5.0))
-    found = await asyncio.to_thread(lambda: list(run_checks(patient, checks)))
+    own = {"model": model, "shape": model, "model_config": model.config, "own_reward": scorer is None}
+    context = CheckContext(config, files=True, at_start=True, **own, **loaded)
+    checks = [replace(entry, seconds=5.0) for entry in entries() if entry.at_start]
+    found = await asyncio.to_thread(lambda: list(run_checks(context, checks)))
     if scorer is not None and config.reward.kind in ("math", "exact", "code", "function"):
-        prompts = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
-        found += await rewards.verify_within(config, scorer, spread(source.prompts, prompts), seconds=20.0)
+        count = 2 if config.reward.kind == "function" else 16  # what a function of the user's costs is not known
+        found += await verify_within(config, scorer, spread(loaded["source"].prompts, count), seconds=20.0)
     return found

@@ -29,8 +29,7 @@ decoding       2 x 4 V s in a step of the rollout
 Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-the layers go backward. The larger ones count.
-"""
+the layers go backward. The larger ones count."""
 
 from __future__ import annotations
 
@@ -43,10 +42,10 @@ from typing import Any
 
 import torch
 
-from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext
+from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config
 from dapo.config.changeable import may_change
+from dapo.config.reading import with_values
 from dapo.errors import UserError, first_line
 from dapo.model.adapters import changing_parameters, find_adapter, has_adapter
 from dapo.model.attention import WRITTEN_OUT_TOKENS
@@ -69,8 +68,6 @@ _SHORT = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Predicted bytes by use."""
-
     weights: int
     gradients: int
     adam: int
@@ -90,7 +87,6 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        """What is there all the time."""
         return self.weights + self.adam + self.engine + self.reference
 
     def total(self, on_gpu: bool) -> int:
@@ -103,7 +99,6 @@ class Memory:
         return int(_HOLES * (parts + max(self.logits, self.decoding)))
 
     def told(self, on_gpu: bool) -> str:
-        """The parts in GiB, those below a hundredth left out."""
         parts = {part.name.replace("_", " "): getattr(self, part.name) for part in fields(self) if part.name != "host"}
         text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size >= GIB / 200)
         text = f"{text} GiB" if text else "each part less than 0.01 GiB"
@@ -111,13 +106,7 @@ class Memory:
         return text + (f"; in the host's memory {gib(self.host)}" if self.host else "")
 
 
-def parameters_of(shape: Any) -> int:
-    """Of a model, one that stands in two places (tied embeddings) counted once."""
-    return sum(parameter.numel() for parameter in shape.parameters())
-
-
 def trained_of(shape: Any) -> int:
-    """How many of them are trained: those of an adapter, or else all."""
     return sum(parameter.numel() for parameter in changing_parameters(shape).values())
 
 
@@ -131,7 +120,8 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
     on any device; only shapes and the config are looked at."""
     text = shape.config.get_text_config()
     rollout, training = config.rollout, config.training
-    parameters, trained = parameters_of(shape), trained_of(shape)
+    parameters = sum(p.numel() for p in shape.parameters())  # tied embeddings, in two places, count once
+    trained = trained_of(shape)
     width = _width(config)
     longest, rows = _longest(config), _rows(config)
     cache = rows * longest * _pairs(text) * text.num_hidden_layers * width
@@ -181,7 +171,6 @@ def _head_dim(text: Any) -> int:
 
 
 def _pairs(text: Any) -> int:
-    """Numbers of keys and values for a token in a layer."""
     return 2 * int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * _head_dim(text)
 
 
@@ -192,7 +181,6 @@ def _casts(config: Config, shape: Any) -> int:
 
 
 def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
-    """Bytes for a token that the layers keep for the backward pass."""
     text, layer = shape.config.get_text_config(), _layer(config, shape, on_gpu)
     if not config.training.activation_checkpointing:
         return float(text.num_hidden_layers * layer)
@@ -200,7 +188,6 @@ def _kept(config: Config, shape: Any, on_gpu: bool) -> float:
 
 
 def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
-    """Bytes for a token of one layer."""
     text, width = shape.config.get_text_config(), _width(config)
     hidden, heads = text.hidden_size, text.num_attention_heads
     mlp = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -212,18 +199,15 @@ def _layer(config: Config, shape: Any, on_gpu: bool) -> float:
 
 
 def _residual(config: Config, shape: Any) -> int:
-    """Bytes of a number of the residual stream."""
     return _width(config) if has_adapter(shape) else 4
 
 
 def _trained_in(part: Any, shape: Any) -> int:
-    """How many of the parameters of a part of the model are trained."""
     trained = {id(parameter) for parameter in changing_parameters(shape).values()}
     return sum(p.numel() for p in part.parameters() if id(p) in trained)
 
 
 def predicted_from(config: Config) -> str:
-    """The prediction in words, from the config of a model and without its weights; or why there is none."""
     name = config.model.path
     try:
         adapter = find_adapter(name)
@@ -240,7 +224,6 @@ def predicted_from(config: Config) -> str:
 
 
 def gib(size: float) -> str:
-    """In GiB, or MiB where that says more."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 
@@ -256,7 +239,6 @@ def free_memory() -> int | None:
 
 
 def _left_in_containers() -> Iterator[int]:
-    """What control groups of both versions still allow."""
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -267,11 +249,12 @@ def _left_in_containers() -> Iterator[int]:
             continue
 
 
-def check_memory(patient: CheckContext) -> Iterator[Finding]:
-    """What the run will take of the device it runs on, and whether that is free."""
-    shape, config = patient.need(patient.shape, "model"), patient.config
-    elsewhere = patient.device is None and config.runtime.device == "cuda"  # a recipe for another machine
-    on_gpu = elsewhere or patient.need(patient.device, "device").type == "cuda"
+def check_memory(context: CheckContext) -> Iterator[Finding]:
+    shape, config = context.need(context.shape, "model"), context.config
+    elsewhere = context.device is None and config.runtime.device == "cuda"  # a recipe for another machine
+    on_gpu = elsewhere or context.need(context.device, "device").type == "cuda"
+    if on_gpu and context.at_start:  # the engine has taken what is free by now
+        return
     memory = predict_memory(config, shape, on_gpu)
     needed = memory.total(on_gpu)
     text = f"about {gib(needed)} predicted"
@@ -280,10 +263,10 @@ def check_memory(patient: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "memory", "skip", f"{text}; there is no GPU here to compare it with")
         return
     free = torch.cuda.mem_get_info()[0] if on_gpu else free_memory()
-    if free is not None and patient.model is not None:
+    if free is not None and context.model is not None:
         free += memory.weights  # they are loaded already
     where = "GPU memory" if on_gpu else "RAM"
-    patient.fits = True if free is None or needed <= free else None
+    context.fits = True if free is None or needed <= free else None
     if free is None:
         yield Finding("machine", "memory", "pass", f"{text}; how much {where} is free cannot be told here")
         return
@@ -292,6 +275,29 @@ def check_memory(patient: CheckContext) -> Iterator[Finding]:
         yield Finding("machine", "memory", "pass", text)
         return
     yield Finding("machine", "memory", "fail" if needed > free else "warn", text, smaller(config, shape, free, on_gpu))
+
+
+def check_snapshot(context: CheckContext) -> Iterator[Finding]:
+    """Whether there is main memory for the copy of a checkpoint's state, which is written while the training goes on.
+    Nothing is said where the run itself does not fit, which has been told."""
+    shape, config = context.need(context.shape, "model"), context.config
+    on_gpu = context.need(context.device, "device").type == "cuda"
+    snapshot = checkpoint_bytes(trained_of(shape))
+    memory, free = predict_memory(config, shape, on_gpu), free_memory()
+    needed = snapshot + memory.host
+    if not on_gpu:
+        context.need(context.fits, "memory")
+        needed += memory.total(on_gpu=False)
+        if free is not None and context.model is not None:
+            free += memory.weights  # they are loaded already
+    text = f"a checkpoint takes {gib(snapshot)} of RAM while it is written"
+    text += "" if needed == snapshot else f", {gib(needed)} with what the run itself holds there"
+    if free is None:
+        yield Finding("machine", "snapshot", "pass", f"{text}; how much RAM is free cannot be told here")
+        return
+    fits = needed <= free
+    fix = "" if fits else f"a machine with {gib(1.2 * (needed - free))} more of RAM, or a smaller model"
+    yield Finding("machine", "snapshot", "pass" if fits else "fail", f"{text}; {gib(free)} are free", fix)
 
 
 @contextmanager
@@ -321,8 +327,7 @@ def smaller(config: Config, shape: Any, free: float, on_gpu: bool) -> str:
     found: dict[str, Any] = {}
     least = total(config)
     for key, value in 2 * list(_cheaper(config, on_gpu)):  # twice, as what is second largest at first counts later
-        section, name = key.split(".")
-        other = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+        other = with_values(config, {key: value})
         if (size := total(other)) < least:
             config, least = other, size
             found[key] = value

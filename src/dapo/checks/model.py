@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext, on_this_machine
+from dapo.checks.context import CheckContext, Finding, on_this_machine
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config
-from dapo.config import Config
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError, ModelError, first_line
+from dapo.model import loading
 from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
-from dapo.model.loading import (
-    check_supported,
-    context_limit,
-    load_tokenizer,
-    read_config,
-    stop_token_ids,
-    with_generation_config,
-)
 from dapo.model.placement import device_of, set_threads
 from dapo.observe.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
@@ -31,47 +22,45 @@ def _warning(name: str, found: str, fix: str) -> Finding:
     return Finding("model", name, "warn", found, fix)
 
 
-def check_device(patient: CheckContext) -> Iterator[Finding]:
-    """Whether the device that the recipe names is there."""
+def check_device(context: CheckContext) -> Iterator[Finding]:
     try:
-        patient.device = device_of(patient.config)
+        context.device = device_of(context.config)
     except ConfigError as error:
         yield Finding("recipe", "device", "fail", str(error), "runtime.device=auto")
         return
-    yield Finding("machine", "device", "pass", f"training runs on {patient.device}")
+    yield Finding("machine", "device", "pass", f"training runs on {context.device}")
 
 
-def check_tokenizer(patient: CheckContext) -> Iterator[Finding]:
-    """Whether there is one, and whether it can write prompts as the recipe says."""
-    config = patient.config
+def check_tokenizer(context: CheckContext) -> Iterator[Finding]:
+    config = context.config
     name = config.model.tokenizer or config.model.path
-    absent = _absent(patient, "tokenizer", name, "tokenizer_config.json")
+    absent = _absent(context, "tokenizer", name, "tokenizer_config.json")
     if absent:
         if absent.status == "skip" or config.model.tokenizer is not None:  # else the model's own line says it
             yield absent
         return
     try:
-        patient.tokenizer = load_tokenizer(name, config.model.trust_remote_code)
+        context.tokenizer = loading.load_tokenizer(name, config.model.trust_remote_code)
     except ModelError as error:
         if config.model.tokenizer is not None or Path(name).is_dir():  # else the model's own line says it
             yield Finding("model", "tokenizer", "fail", str(error), "model.tokenizer=FOLDER, or a name on the hub")
         return
     try:
-        patient.template = PromptTemplate(config.data, patient.tokenizer)
+        context.template = PromptTemplate(config.data, context.tokenizer)
     except ConfigError as error:
         text, _, fix = str(error).partition("; use ")
         yield Finding("recipe", "chat-template", "fail", text, fix or "data.chat_template=FILE that can be used")
         return
-    has = "with" if getattr(patient.tokenizer, "chat_template", None) else "without"
-    text = f"{len(patient.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}"
+    has = "with" if getattr(context.tokenizer, "chat_template", None) else "without"
+    text = f"{len(context.tokenizer):,} tokens, {has} a chat template; data.template={config.data.template}"
     yield Finding("model", "tokenizer", "pass", text)
 
 
-def check_architecture(patient: CheckContext) -> Iterator[Finding]:
+def check_architecture(context: CheckContext) -> Iterator[Finding]:
     """Whether the architecture is one that is computed right here. Reads config.json, and no weights."""
-    config = patient.config
+    config = context.config
     name = config.model.path
-    absent = _absent(patient, "model", name, "config.json")
+    absent = _absent(context, "model", name, "config.json")
     if absent:
         yield absent
         return
@@ -82,64 +71,62 @@ def check_architecture(patient: CheckContext) -> Iterator[Finding]:
     try:
         adapter = find_adapter(name)
         name = name if adapter is None else adapter.base
-        absent = _absent(patient, "model", name, "config.json")
+        absent = _absent(context, "model", name, "config.json")
         if absent:
             yield absent
             return
-        found = read_config(name, config.model.trust_remote_code)
+        found = loading.read_config(name, config.model.trust_remote_code)
     except ModelError as error:
         yield Finding("model", "model", "fail", f"model.path: {first_line(error)}", fix)
         return
     try:
-        check_supported(found)
+        loading.check_supported(found)
     except ModelError as error:
         yield Finding("model", "architecture", "fail", str(error), "a model that docs/models.md names")
         return
     try:
-        patient.shape = trainable_shape(config.model, found)
+        context.shape = trainable_shape(config.model, found)
     except (ModelError, ConfigError) as error:
         yield Finding("model", "adapter", "fail", str(error), "see docs/models.md, LoRA adapters")
         return
-    patient.model_config = found
-    trained = sum(p.numel() for p in adapter_parameters(patient.shape).values())
+    context.model_config = found
+    trained = sum(p.numel() for p in adapter_parameters(context.shape).values())
     of_it = f", {trained:,} of them in a LoRA adapter" if trained else ""
-    text = f"{found.model_type}, {patient.shape.num_parameters():,} parameters{of_it}"
+    text = f"{found.model_type}, {context.shape.num_parameters():,} parameters{of_it}"
     yield Finding("model", "architecture", "pass", text)
 
 
-def _absent(patient: CheckContext, what: str, name: str, file: str) -> Finding | None:
-    """Said of what is not on this machine and is not looked for elsewhere."""
-    if patient.demo and "/" in name and not Path(name).exists() and name.startswith("runs/"):
-        return Finding("model", what, "skip", f"{name} is made by `{patient.demo}`")
+def _absent(context: CheckContext, what: str, name: str, file: str) -> Finding | None:
+    if context.demo and "/" in name and not Path(name).exists() and name.startswith("runs/"):
+        return Finding("model", what, "skip", f"{name} is made by `{context.demo}`")
     if not on_this_machine(name, file):
-        if not patient.demo and not hub_answers():
+        if not context.demo and not hub_answers():
             text = f"{name} is neither a folder nor in the cache of downloads, and the hub cannot be reached from here"
             return Finding("model", what, "fail", text, "model.path=FOLDER that holds it, or a network")
         return Finding("model", what, "skip", f"{name} is not on this machine and is not downloaded for a check")
     return None
 
 
-def check_context(patient: CheckContext) -> Iterator[Finding]:
-    """Whether prompts and responses fit into the positions that the model was made for."""
-    found = patient.need(patient.model_config, "model")
+def check_context(context: CheckContext) -> Iterator[Finding]:
+    found = context.need(context.model_config, "model")
     try:
-        check_lengths(patient.config, found, patient.heldout)
+        check_lengths(context.config, found, context.heldout)
     except (ConfigError, DataError) as error:
         text, _, fix = str(error).rpartition("; ")
         yield Finding("recipe", "context", "fail", text or str(error), fix.removeprefix("use "))
         return
-    data, rollout, positions = patient.config.data, patient.config.rollout, context_limit(found) or "any number of"
-    text = f"{data.max_prompt_length} prompt and {rollout.max_response_length} response tokens fit into {positions}"
+    prompt, response = context.config.data.max_prompt_length, context.config.rollout.max_response_length
+    positions = loading.context_limit(found) or "any number of"
+    text = f"{prompt} prompt and {response} response tokens fit into {positions}"
     yield Finding("model", "context", "pass", f"{text} positions")
 
 
-def check_tokens(patient: CheckContext) -> Iterator[Finding]:
-    """Whether model and tokenizer speak of the same tokens: vocabulary, padding, and what ends a response."""
-    tokenizer, shape = patient.need(patient.tokenizer, "tokenizer"), patient.need(patient.shape, "model")
-    config = patient.config
-    if patient.template is not None:
-        patient.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
-    owner = patient.model or with_generation_config(shape, config.model.path)
+def check_tokens(context: CheckContext) -> Iterator[Finding]:
+    tokenizer, shape = context.need(context.tokenizer, "tokenizer"), context.need(context.shape, "model")
+    config = context.config
+    if context.template is not None:
+        context.template.embedding_rows = shape.get_input_embeddings().weight.shape[0]
+    owner = context.model or loading.with_generation_config(shape, config.model.path)
     heard = _Heard()
     try:
         check_vocabulary(owner, tokenizer, config, heard)
@@ -150,33 +137,33 @@ def check_tokens(patient: CheckContext) -> Iterator[Finding]:
         yield Finding("recipe", "stop-tokens", "fail", str(error), "mend what the line begins with")
         return
     rows = shape.get_input_embeddings().weight.shape[0]
-    others = _of_another_model(patient, rows)
+    others = _of_another_model(context, rows)
     if others:
         fix = "leave model.tokenizer out, or name the model's own"
-        patient.words_known = True
+        context.words_known = True
         yield _warning("vocabulary", others, fix)
         return
-    patient.words_known = True
+    context.words_known = True
     empty = max(0, rows - len(tokenizer))
     more = f"; {empty:,} rows have no token: one that is sampled is U+FFFD in the text" if empty else ""
     yield Finding("model", "vocabulary", "pass", f"the ids of all words lie below the model's {rows:,}{more}")
-    yield from _stop_tokens(patient, owner, stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
-    yield from _padding(patient, rows)
+    yield from _stop_tokens(context, owner, loading.stop_token_ids(owner, tokenizer, config.rollout.stop_token_ids))
+    yield from _padding(context, rows)
     notice_generation_config(owner, said := _Heard())
     for text in said.warnings:
         yield _warning("generation-config", text, "take them out of generation_config.json")
 
 
-def _of_another_model(patient: CheckContext, rows: int) -> str | None:
+def _of_another_model(context: CheckContext, rows: int) -> str | None:
     """Why the tokenizer seems to be another model's; None: it does not."""
-    tokenizer, config = patient.tokenizer, patient.config
+    tokenizer, config = context.tokenizer, context.config
     unused = rows - len(tokenizer)
     if unused > max(1024, rows // 10):
         return f"the model has {rows:,} rows, but the tokenizer only {len(tokenizer):,} tokens: is it another model's?"
     if config.model.tokenizer is None:
         return None
     try:
-        own = load_tokenizer(config.model.path, config.model.trust_remote_code).get_vocab()
+        own = loading.load_tokenizer(config.model.path, config.model.trust_remote_code).get_vocab()
     except ModelError:  # it has none, which is why another one is named
         return None
     given = tokenizer.get_vocab()
@@ -194,8 +181,8 @@ class _Heard(QuietListener):
         self.warnings.append(text)
 
 
-def _stop_tokens(patient: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -> Iterator[Finding]:
-    tokenizer = patient.tokenizer
+def _stop_tokens(context: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -> Iterator[Finding]:
+    tokenizer = context.tokenizer
     if not stop_ids:
         yield _warning(
             "stop-tokens",
@@ -209,7 +196,7 @@ def _stop_tokens(patient: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -
         "tokenizer": tokenizer.eos_token_id,
     }
     said = ", ".join(f"{who} {ids}" for who, ids in told.items() if ids is not None)
-    end = _end_of_turn(patient)
+    end = _end_of_turn(context)
     if end is not None and end not in stop_ids:
         yield _warning(
             "stop-tokens",
@@ -220,7 +207,7 @@ def _stop_tokens(patient: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -
         return
     shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in stop_ids)
     special = set(tokenizer.all_special_ids)
-    words = [i for i in stop_ids if i not in special and i not in patient.config.rollout.stop_token_ids]
+    words = [i for i in stop_ids if i not in special and i not in context.config.rollout.stop_token_ids]
     if words and special & set(stop_ids):
         text = f"{shown} ({said}); {tokenizer.convert_ids_to_tokens(words[0])!r}={words[0]} is an ordinary token"
         fix = "mend eos_token_id in generation_config.json and config.json: a response would end at that word"
@@ -228,40 +215,45 @@ def _stop_tokens(patient: CheckContext, owner: Any, stop_ids: tuple[int, ...]) -
         return
     if all("pad" in tokenizer.convert_ids_to_tokens(i).lower() for i in stop_ids):
         text = f"{shown} ({said}) is all that ends a response, and made for padding: a model that was never taught to "
-        text += f"write it runs on to rollout.max_response_length={patient.config.rollout.max_response_length}"
+        text += f"write it runs on to rollout.max_response_length={context.config.rollout.max_response_length}"
         fix = "eos_token_id of the token that ended its training texts, in generation_config.json (dapo generate shows)"
         yield _warning("stop-tokens", text, fix)
         return
     yield Finding("model", "stop-tokens", "pass", f"{shown} ({said or 'the recipe'})")
 
 
-def _end_of_turn(patient: CheckContext) -> int | None:
-    """The special token that the chat template puts behind what an assistant says; None: there is none to be seen."""
-    tokenizer, config = patient.tokenizer, patient.config
-    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
+_USER, _ASSISTANT = {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}
+
+
+def _rendered(context: CheckContext, *turns: Mapping[str, str], **how: Any) -> Any:
+    """Turns by the chat template; None: there is none, or it refuses them, which is told elsewhere."""
+    if context.config.data.template == "plain" or not getattr(context.tokenizer, "chat_template", None):
         return None
-    turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    template = context.need(context.template, "template")
     try:
-        ids = patient.need(patient.template, "template").apply(turns, tokenize=True)
-        said = tokenizer("4", add_special_tokens=False)["input_ids"][-1]
-    except Exception:  # templates raise their own kinds; prompts are tried elsewhere
+        return template.apply(turns, **how)
+    except Exception:  # templates raise their own kinds
         return None
-    if said not in ids:
+
+
+def _end_of_turn(context: CheckContext) -> int | None:
+    """The special token that the chat template puts behind what an assistant says; None: there is none to be seen."""
+    tokenizer = context.tokenizer
+    ids = _rendered(context, _USER, _ASSISTANT, tokenize=True) if context.template is not None else None
+    said = tokenizer(_ASSISTANT["content"], add_special_tokens=False)["input_ids"][-1:]
+    if not ids or not said or said[0] not in ids:
         return None
-    after = ids[len(ids) - 1 - ids[::-1].index(said) + 1 :]
+    after = ids[len(ids) - ids[::-1].index(said[0]) :]
     return next((i for i in after if i in tokenizer.all_special_ids), None)
 
 
-def _padding(patient: CheckContext, rows: int) -> Iterator[Finding]:
-    tokenizer = patient.tokenizer
+def _padding(context: CheckContext, rows: int) -> Iterator[Finding]:
+    tokenizer = context.tokenizer
     pad = tokenizer.pad_token_id
     if pad is not None and pad >= rows:
-        yield _warning(
-            "padding",
-            f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
-            "takes lengths from the engine and never pads, but other programs will",
-            "tokenizer.pad_token = tokenizer.eos_token, and save it",
-        )
+        text = f"the tokenizer's pad token {tokenizer.pad_token!r}={pad} is none of the model's {rows} rows; training "
+        text += "takes lengths from the engine and never pads, but other programs will"
+        yield _warning("padding", text, "tokenizer.pad_token = tokenizer.eos_token, and save it")
         return
     told = "none, and none is needed" if pad is None else f"{tokenizer.pad_token}={pad}"
     if pad is not None and pad == tokenizer.eos_token_id:
@@ -269,87 +261,59 @@ def _padding(patient: CheckContext, rows: int) -> Iterator[Finding]:
     yield Finding("model", "padding", "pass", told)
 
 
-def check_bos(patient: CheckContext) -> Iterator[Finding]:
-    """Whether a prompt begins with one BOS token, where the model knows one."""
-    source = patient.need(patient.source, "tokenized data")
-    tokenizer, template = patient.tokenizer, patient.need(patient.template, "template")
+def check_bos(context: CheckContext) -> Iterator[Finding]:
+    source = context.need(context.source, "tokenized data")
+    tokenizer = context.tokenizer
     bos = tokenizer.bos_token_id
     if bos is None:
         yield Finding("model", "bos", "pass", "the tokenizer has none")
         return
     ids = list(source.prompts[0].token_ids)
     name = f"{tokenizer.bos_token}={bos}"
+    written = _rendered(context, _USER, tokenize=False, add_generation_prompt=True) or ""
     opens = list(tokenizer("x")["input_ids"])[:1] == [bos]
     text = tokenizer.decode(ids[:8])
     if ids[:1] != [bos] and opens:
-        yield _warning(
-            "bos",
-            f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}",
-            "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)",
-        )
-    elif _written_twice(tokenizer, template, patient.config) or (ids.count(bos) > 1 and opens):
-        yield _warning(
-            "bos",
-            f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be",
-            "take it out of the chat template, or of the rows",
-        )
+        told = f"the tokenizer begins texts with {name}, but a prompt by the chat template begins with {text!r}"
+        yield _warning("bos", told, "put {{ bos_token }} in front of the chat template (data.chat_template=FILE)")
+    elif str(written).startswith(tokenizer.bos_token * 2) or (ids.count(bos) > 1 and opens):
+        told = f"{name} would stand twice in front of a prompt; here one of them is dropped, elsewhere it may not be"
+        yield _warning("bos", told, "take it out of the chat template, or of the rows")
     else:
         yield Finding("model", "bos", "pass", f"{name}, {'once at the start' if ids[:1] == [bos] else 'not used'}")
 
 
-def _written_twice(tokenizer: Any, template: PromptTemplate, config: Config) -> bool:
-    """Whether the chat template itself writes more than one BOS at the start."""
-    if config.data.template == "plain" or not getattr(tokenizer, "chat_template", None):
-        return False
-    turn = [{"role": "user", "content": "2+2="}]
-    try:
-        text = template.apply(turn, tokenize=False, add_generation_prompt=True)
-    except Exception:  # prompts are tried elsewhere
-        return False
-    return str(text).startswith(tokenizer.bos_token * 2)
-
-
-def check_chat(patient: CheckContext) -> Iterator[Finding]:
+def check_chat(context: CheckContext) -> Iterator[Finding]:
     """Whether the chat template writes all that it is given, and the head of the turn that the model is to fill."""
-    tokenizer, data = patient.tokenizer, patient.config.data
-    if data.template == "plain" or not getattr(tokenizer, "chat_template", None):
-        return
-    turns = [{"role": "user", "content": "2+2="}]
-    write = patient.need(patient.template, "template").apply
-    try:
-        asked, bare = (write(turns, tokenize=False, add_generation_prompt=begin) for begin in (True, False))
-        answered = write([*turns, {"role": "assistant", "content": "4"}], tokenize=False)
-        system = data.system and write([{"role": "system", "content": data.system}, *turns], tokenize=False)
-    except Exception:  # prompts are tried elsewhere
+    data = context.config.data
+    asked, bare = (_rendered(context, _USER, tokenize=False, add_generation_prompt=begin) for begin in (True, False))
+    answered = _rendered(context, _USER, _ASSISTANT, tokenize=False)
+    system = data.system and _rendered(context, {"role": "system", "content": data.system}, _USER, tokenize=False)
+    if None in (asked, bare, answered) or (data.system and system is None):
         return
     head = answered.removeprefix(bare).partition("4")[0].strip() if answered.startswith(bare) else ""
     if asked == bare and head:
-        yield _warning(
-            "chat-template",
-            f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
-            "not end in it",
-            f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)",
-        )
+        text = f"the chat template heeds no add_generation_prompt: an answer begins with {head!r}, and a prompt does "
+        text += "not end in it"
+        fix = f"add {{% if add_generation_prompt %}}{head}{{% endif %}} to it (data.chat_template=FILE)"
+        yield _warning("chat-template", text, fix)
     if data.system and data.system.strip() not in str(system):
-        yield _warning(
-            "chat-template",
-            f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt",
-            "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE",
-        )
+        fix = "data.instruction=TEXT, which stands in the user's message, or another data.chat_template=FILE"
+        text = f"the chat template leaves data.system out: {data.system[:60]!r} is in no prompt"
+        yield _warning("chat-template", text, fix)
 
 
-def check_weights(patient: CheckContext) -> Iterator[Finding]:
-    """Whether the weights can be loaded, fit the architecture and are numbers."""
-    config = patient.config
-    patient.need(patient.shape, "model")
-    device = patient.need(patient.device, "device")
-    patient.need(patient.fits, "memory")
+def check_weights(context: CheckContext) -> Iterator[Finding]:
+    config = context.config
+    context.need(context.shape, "model")
+    device = context.need(context.device, "device")
+    context.need(context.fits, "memory")
     try:
         model = load_trainable(config.model.path, config.model, device)
         model = begin_adapter(model, config.model, config.seed)
     except (ModelError, ConfigError) as error:
         yield Finding("model", "weights", "fail", str(error), "download or save the model again")
         return
-    patient.model = model
+    context.model = model
     set_threads(config, model)
     yield Finding("model", "weights", "pass", "all there, all finite")

@@ -2,8 +2,7 @@
 
 The reference answer, written as the reward wants it, has to be right; another row's and an empty response must not be.
 Where the form is not known (a function, a judge, a server) several are tried, and the one that is right most often is
-taken.
-"""
+taken."""
 
 from __future__ import annotations
 
@@ -11,16 +10,16 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from dapo.checks.answers import marker_of, spread, strip_marker
-from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext
+from dapo.checks.context import CheckContext, Finding
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
-from dapo.config.reward import RemoteReward, plain_rewards
+from dapo.config.compose import plain_rewards
+from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer
@@ -38,6 +37,8 @@ _WHOLE = re.compile(r"^(-?[0-9]+)\.0+$")
 
 Form = tuple[str, Callable[[Prompt], str | None]]
 """How an answer is written: what it is called, and the response made from a row (None: the row has no answer)."""
+Scored = Sequence[tuple[Prompt, str, Reward]]
+"""Rows, responses and what these got."""
 
 
 def _written(name: str, before: str, after: str = "") -> Form:
@@ -51,7 +52,6 @@ _COMMON = (_BARE, _LINE, _BOXED, _written("####", "#### "), _written("<answer>",
 
 
 def forms_of(reward: RewardConfig) -> tuple[Form, ...]:
-    """The ways to write an answer that this reward may read."""
     match reward:
         case MathReward():
             return (_BOXED,) if "boxed" in reward.extract else (_LINE,)
@@ -91,11 +91,9 @@ def impatient(reward: RewardConfig) -> RewardConfig:
     return reward
 
 
-def check_sandbox(patient: CheckContext) -> Iterator[Finding]:
-    """Really start one, where the recipe's reward (or its check) runs programs."""
-    rewards = [*plain_rewards(patient.config.reward)]
-    if patient.config.monitor.check is not None:
-        rewards += plain_rewards(patient.config.monitor.check)
+def check_sandbox(context: CheckContext) -> Iterator[Finding]:
+    named = [reward for reward in (context.config.reward, context.config.monitor.check) if reward is not None]
+    rewards = [one for reward in named for one in plain_rewards(reward)]
     wanted = [reward for reward in rewards if isinstance(reward, CodeReward) and reward.sandbox != "none"]
     if not wanted:
         return
@@ -106,49 +104,38 @@ def check_sandbox(patient: CheckContext) -> Iterator[Finding]:
     try:
         Sandbox(limits, code.sandbox, code.packages).check()
     except RewardError as error:
-        patient.reward_works = False
+        context.reward_works = False
         yield Finding("reward", "sandbox", "fail", str(error), "apt-get install bubblewrap")
         return
     yield Finding("reward", "sandbox", "pass", "bubblewrap starts")
 
 
-def check_reward(patient: CheckContext) -> Iterator[Finding]:
+def check_reward(context: CheckContext) -> Iterator[Finding]:
     """Start the reward as training does, and score what is known to be right and wrong."""
-    config = patient.config
-    if patient.reward_works is False:  # the sandbox has told why
+    if context.reward_works is False:  # the sandbox has told why
         return
-    reward = impatient(config.reward)
-    with _quiet():
-        yield from asyncio.run(_within(SECONDS, _started(patient, reward)))
-
-
-async def _within(seconds: float, found: AsyncIterator[Finding]) -> list[Finding]:
-    """All of it, or what there was when the time was over, with a line that says so."""
     findings: list[Finding] = []
-    try:
-        async with asyncio.timeout(seconds):
-            async for finding in found:
-                findings.append(finding)
-    except TimeoutError:
-        text = f"not done after {seconds:g} s"
-        findings.append(Finding("reward", "reward", "fail", text, "reward.timeout_s: does one score take so long?"))
-    return findings
+    with _quiet():
+        try:
+            asyncio.run(asyncio.wait_for(_start(context, impatient(context.config.reward), findings), SECONDS))
+        except TimeoutError:
+            text, fix = f"not done after {SECONDS:g} s", "reward.timeout_s: does one score take so long?"
+            findings.append(Finding("reward", "reward", "fail", text, fix))
+    yield from findings
 
 
-async def _started(patient: CheckContext, reward: RewardConfig) -> AsyncIterator[Finding]:
+async def _start(context: CheckContext, reward: RewardConfig, findings: list[Finding]) -> None:
     remote = any(map(_is_costly, plain_rewards(reward)))
     name = "reward-server" if remote else "reward"
     try:
         async with running(make_scorer(reward)) as scorer:
-            patient.reward_works = True
-            yield Finding("reward", name, "pass", f"{reward.kind} {'answers' if remote else 'starts'}")
-            if patient.source is None:
-                return
-            for finding in await verify(patient.config, scorer, list(patient.source.untokenized())):
-                yield finding
+            context.reward_works = True
+            findings.append(Finding("reward", name, "pass", f"{reward.kind} {'answers' if remote else 'starts'}"))
+            if context.source is not None:
+                findings += await verify(context.config, scorer, list(context.source.untokenized()))
     except RewardError as error:
-        patient.reward_works = patient.reward_works or False
-        yield Finding("reward", name, "fail", str(error), _mended(reward))
+        context.reward_works = context.reward_works or False
+        findings.append(Finding("reward", name, "fail", str(error), _mended(reward)))
 
 
 def _mended(reward: RewardConfig) -> str:
@@ -160,7 +147,6 @@ def _mended(reward: RewardConfig) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings that scorers log are findings of their own here."""
     log = logging.getLogger("dapo")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -236,7 +222,7 @@ async def _on_answers(config: Config, scorer: Scorer, prompts: Sequence[Prompt])
     return await _with_verdicts(config, scorer, name, scored)
 
 
-def _right(scored: Sequence[tuple[Prompt, str, Reward]]) -> int:
+def _right(scored: Scored) -> int:
     return sum(reward.correct is True for _, _, reward in scored)
 
 
@@ -255,39 +241,30 @@ async def scores(
         raise group.exceptions[0] from None
 
 
-def shuffled(scored: Sequence[tuple[Prompt, str, Reward]]) -> list[tuple[Prompt, str]]:
+def shuffled(scored: Scored) -> list[tuple[Prompt, str]]:
     """Each row with the response of the next one whose response differs; rows that have none are left out."""
     texts = [text for _, text, _ in scored]
-    pairs = []
-    for place, (prompt, text, _) in enumerate(scored):
-        others = texts[place + 1 :] + texts[:place]
-        other = next((other for other in others if other.strip() != text.strip()), None)
-        if other is not None:
-            pairs.append((prompt, other))
-    return pairs
+    others = [texts[place + 1 :] + texts[:place] for place in range(len(texts))]
+    found = [[o for o in several if o.strip() != text.strip()] for several, text in zip(others, texts, strict=True)]
+    return [(prompt, several[0]) for (prompt, _, _), several in zip(scored, found, strict=True) if several]
 
 
-async def _with_verdicts(
-    config: Config, scorer: Scorer, form: str, scored: Sequence[tuple[Prompt, str, Reward]]
-) -> list[Finding]:
-    known = config.reward.kind in ("math", "exact", "code")
+async def _with_verdicts(config: Config, scorer: Scorer, form: str, scored: Scored) -> list[Finding]:
     right, count = _right(scored), len(scored)
     if right < count:
         prompt, text, reward = next(item for item in scored if item[2].correct is not True)
         said = "" if reward.extracted is None else f" (it read {reward.extracted[:60]!r})"
-        told = (
-            f"{count - right} of {count} reference answers ({form}) are not right, such as row {prompt.row + 1}: "
-            f"{text[:80]!r}{said}"
-        )
-        status: Any = "fail" if known and right <= count / 2 else "warn"
+        told = f"{count - right} of {count} reference answers ({form}) are not right, such as row {prompt.row + 1}: "
+        told += f"{text[:80]!r}{said}"
+        status: Any = "fail" if config.reward.kind in ("math", "exact", "code") and right <= count / 2 else "warn"
         found = [Finding("reward", "gold-is-right", status, told, _mend_gold(config, prompt))]
         if not right:  # a reward that calls nothing right says nothing by calling others wrong
             return found
     else:
         found = [Finding("reward", "gold-is-right", "pass", f"{count} of {count} reference answers ({form})")]
-    found += await _as_a_model_writes(config, scorer, form, [prompt for prompt, _, _ in scored])
-    pairs = shuffled(scored)
-    empty = [(prompt, "") for prompt, _, _ in scored]
+    prompts = [prompt for prompt, _, _ in scored]
+    found += await _as_a_model_writes(config, scorer, form, prompts)
+    pairs, empty = shuffled(scored), [(prompt, "") for prompt in prompts]
     verdicts = await scores(scorer, [*pairs, *empty])
     wrongly = [pair for pair, reward in zip(pairs, verdicts, strict=False) if reward.correct]
     empty_right = sum(reward.correct is True for reward in verdicts[len(pairs) :])
@@ -295,16 +272,14 @@ async def _with_verdicts(
     if wrongly:
         prompt, text = wrongly[0]
         also = f"; {empty_right} empty responses are right, too" if empty_right else ""
-        told = (
-            f"{len(wrongly)} of {len(pairs)} answers of other rows are right, such as {text[:60]!r} for row "
-            f"{prompt.row + 1} with answer {(prompt.answer or '')[:60]!r}{also}"
-        )
+        told = f"{len(wrongly)} of {len(pairs)} answers of other rows are right, such as {text[:60]!r} for row "
+        told += f"{prompt.row + 1} with answer {(prompt.answer or '')[:60]!r}{also}"
         often = len(wrongly) > len(pairs) / 2
         return [*found, Finding("reward", "shuffled-is-wrong", "fail" if often else "warn", told, fix)]
     if pairs:
         told = f"none of {len(pairs)} answers of other rows is right"
         found.append(Finding("reward", "shuffled-is-wrong", "pass", told))
-    if listed := await _right_in_a_list(config, scorer, [prompt for prompt, _, _ in scored]):
+    if listed := await _right_in_a_list(config, scorer, prompts):
         found.append(Finding("reward", "list-is-wrong", "warn", listed, fix))
     if empty_right:
         told = f"{empty_right} of {len(empty)} empty responses are right"
@@ -332,7 +307,6 @@ async def _as_a_model_writes(config: Config, scorer: Scorer, form: str, prompts:
 
 
 async def _right_in_a_list(config: Config, scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
-    """What is wrong with a function of the user's that takes a list of many answers, the right one among them."""
     answers = list(dict.fromkeys(p.answer.strip() for p in prompts if p.answer is not None and p.answer.strip()))
     if config.reward.kind != "function" or len(answers) < 3:
         return None
@@ -346,10 +320,8 @@ async def _right_in_a_list(config: Config, scorer: Scorer, prompts: Sequence[Pro
     if len(right) <= len(lists) / 2:
         return None
     prompt, text = right[0]
-    return (
-        f"{len(right)} of {len(lists)} responses that list the answers of many rows are right, such as {text[:60]!r} "
-        f"for row {prompt.row + 1}: a model learns to list"
-    )
+    told = f"{len(right)} of {len(lists)} responses that list the answers of many rows are right, such as "
+    return f"{told}{text[:60]!r} for row {prompt.row + 1}: a model learns to list"
 
 
 def _mend_gold(config: Config, prompt: Prompt) -> str:
@@ -363,9 +335,7 @@ def _mend_gold(config: Config, prompt: Prompt) -> str:
     return f"data.answer_key, now {config.data.answer_key!r}: is it the bare final answer? Otherwise mend the reward"
 
 
-async def _without_verdicts(
-    config: Config, scorer: Scorer, scored: Sequence[tuple[Prompt, str, Reward]]
-) -> list[Finding]:
+async def _without_verdicts(config: Config, scorer: Scorer, scored: Scored) -> list[Finding]:
     filters = config.algorithm.filter_groups
     if filters.enable and filters.metric == "acc":
         text = "the reward does not say whether a response is right, which dynamic sampling decides by"

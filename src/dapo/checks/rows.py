@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from dapo.checks.answers import LOOKED_AT, check_content, check_given_away, check_room, check_stops, spread, with_keys
-from dapo.checks.finding import Finding
-from dapo.checks.patient import CheckContext
+from dapo.checks import answers
+from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config, ExactReward
 from dapo.data.check import CheckReport, FileReport, Measure, check_data, prompt_identity
 from dapo.data.rows import EATEN, NO_ANSWER
@@ -34,132 +33,91 @@ _DOUBTS = {
 """Name and remedy of what may be wrong with rows (:meth:`Row.doubts`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    """Of some rows: which keys of the recipe it concerns is in ``fix``."""
-
-    name: str
-    count: int
-    text: str
-    fix: str
-    fails: bool = False
-
-
-def _warning(name: str, found: str, fix: str) -> Finding:
-    return Finding("data", name, "warn", found, fix)
-
-
-def check_rows(patient: CheckContext) -> Iterator[Finding]:
+def check_rows(context: CheckContext) -> Iterator[Finding]:
     """Every row of every file, as ``dapo data check`` reads them; then the prompts that training draws from."""
-    patient.need(patient.files, "files")
-    config, template = patient.config, patient.template
+    context.need(context.files, "files")
+    config, template = context.config, context.template
     data = config.data
     needed = needs_answer(config.reward) or (config.monitor.check is not None and needs_answer(config.monitor.check))
-    measure = (
-        Measure()
-        if template is None
-        else Measure(lambda: template, prompt_identity(data, config.model.tokenizer or config.model.path))
-    )
+    measure = Measure()
+    if template is not None:
+        measure = Measure(lambda: template, prompt_identity(data, config.model.tokenizer or config.model.path))
     try:
         found = check_data(data.train, config.evaluation.data, data, measure, answer_required=needed)
     except DataError as error:
         yield Finding("data", "files", "fail", str(error), "dapo data check FILES says what is in a file")
         return
-    troubles = [one for one in _troubles(found, config) if one.count]
-    for one in troubles:
-        yield Finding("data", one.name, "fail" if one.fails else "warn", one.text, one.fix)
-    if not any(one.fails for one in troubles):
+    troubles = [*_bad_rows(found, config), *_repeated_rows(found, config)]
+    yield from troubles
+    failed = any(one.status == "fail" for one in troubles)
+    if not failed:
         rows = sum(report.rows for report in found.train)
         held_out = sum(report.rows for report in found.evaluation)
-        text = f"{rows:,} to train on, {held_out:,} to evaluate on, every one read{_lengths(found)}"
+        reports, lengths = [report for report in found.train if report.lengths.unit == "tokens"], ""
+        if reports:
+            median = max(report.lengths.at(0.5) for report in reports)
+            lengths = f"; prompts of {median} tokens (median) to {_longest(reports)}"
+        text = f"{rows:,} to train on, {held_out:,} to evaluate on, every one read{lengths}"
         yield Finding("data", "rows", "pass", text)
     near = sum(pair.near for pair in found.overlap)
     if found.evaluation and not sum(pair.exact for pair in found.overlap):
         also = f"; {near:,} share 13 words in a row with one (dapo data check shows them)" if near else ""
         yield Finding("data", "overlap", "pass", f"no row to train on holds a prompt that is evaluated on{also}")
     if template is not None:
-        yield from _load(patient, template, needed, already=any(one.fails for one in troubles))
-
-
-def _lengths(found: CheckReport) -> str:
-    reports = [report for report in found.train if report.lengths.unit == "tokens"]
-    if not reports:
-        return ""
-    return f"; prompts of {max(r.lengths.at(0.5) for r in reports)} tokens (median) to {_longest(reports)}"
+        yield from _load(context, template, needed, already=failed)
 
 
 def _longest(reports: Sequence[FileReport]) -> int:
     return max(report.lengths.at(1.0) for report in reports)
 
 
-def _troubles(found: CheckReport, config: Config) -> Iterator[_Trouble]:
+def _told(name: str, count: int, text: str, fix: str, fails: bool = False) -> Iterator[Finding]:
+    if count:
+        yield Finding("data", name, "fail" if fails else "warn", text, fix)
+
+
+def _bad_rows(found: CheckReport, config: Config) -> Iterator[Finding]:
+    """Rows that cannot be used, or hold what they should not."""
     data, train, held_out = config.data, found.train, found.evaluation
-    rows = sum(report.rows for report in train)
-    bad = sum(report.bad for report in train)
+    rows, bad = sum(report.rows for report in train), sum(report.bad for report in train)
+    text = f"data.train: {bad:,} of {rows:,} rows cannot be used, such as {_first_fault(train)}"
     fails = data.on_bad_row == "fail" or bad > data.max_bad_rows * rows
-    yield _Trouble(
-        "bad-rows",
-        bad,
-        f"data.train: {bad:,} of {rows:,} rows cannot be used, such as {_first_fault(train)}",
-        _mend_rows(_first_fault(train), every=bad == rows),
-        fails,
-    )
+    yield from _told("bad-rows", bad, text, _mend_rows(_first_fault(train), every=bad == rows), fails)
     bad_held_out = sum(report.bad for report in held_out)
-    yield _Trouble(
-        "bad-rows",
-        bad_held_out,
-        f"evaluation.data: {bad_held_out:,} rows cannot be used, such as {_first_fault(held_out)}",
-        "mend them: an evaluation leaves no row out",
-        fails=True,
-    )
+    text = f"evaluation.data: {bad_held_out:,} rows cannot be used, such as {_first_fault(held_out)}"
+    yield from _told("bad-rows", bad_held_out, text, "mend them: an evaluation leaves no row out", True)
     for key, reports in (("data.train", train), ("evaluation.data", held_out)):
         for what, (name, fix) in _DOUBTS.items():
             told = [report.doubts[what] for report in reports if what in report.doubts]
             count = sum(number for number, _ in told)
             first = "".join(example for _, examples in told[:1] for example in examples[:1])
-            yield _Trouble(name, count, f"{key}: {count:,} rows {what}, such as {first}", fix)
-    unanswered = sum(report.missing_answers for report in train)
-    yield _Trouble(
-        "answers",
-        unanswered if bad < rows else 0,
-        f"data.train: {unanswered:,} of {rows:,} rows have no answer under {data.answer_key!r}; the reward gets None",
-        "data.answer_key=KEY, if the file calls it otherwise",
-    )
-    too_long = sum(report.too_long or 0 for report in train)
-    if too_long:
-        longest, tokens = _longest(train), data.max_prompt_length
-        yield _Trouble(
-            "too-long",
-            too_long,
-            f"{too_long:,} of {rows:,} prompts are longer than data.max_prompt_length={tokens} and left out",
-            f"data.max_prompt_length={longest} takes them all",
-            fails=too_long == rows - bad,
-        )
+            yield from _told(name, count, f"{key}: {count:,} rows {what}, such as {first}", fix)
+    unanswered = sum(report.missing_answers for report in train) if bad < rows else 0
+    text = f"data.train: {unanswered:,} of {rows:,} rows have no answer under {data.answer_key!r}; the reward gets None"
+    yield from _told("answers", unanswered, text, "data.answer_key=KEY, if the file calls it otherwise")
+    if too_long := sum(report.too_long or 0 for report in train):
+        text = f"{too_long:,} of {rows:,} prompts are longer than data.max_prompt_length={data.max_prompt_length} and "
+        text += "left out"
+        fix = f"data.max_prompt_length={_longest(train)} takes them all"
+        yield from _told("too-long", too_long, text, fix, fails=too_long == rows - bad)
+
+
+def _repeated_rows(found: CheckReport, config: Config) -> Iterator[Finding]:
+    train, rows = found.train, sum(report.rows for report in found.train)
     conflicts = sum(r.conflicts for r in train) + sum(pair.conflicts for pair in found.between)
     example = f", such as {found.conflicts[0]}" if found.conflicts else ""
-    yield _Trouble(
-        "conflicts",
-        conflicts,
-        f"{conflicts:,} rows repeat the prompt of an earlier row with another answer{example}",
-        "keep one row of each; dapo data check lists them"
-        if conflicts < rows / 2
-        else f"data.prompt_key, now {data.prompt_key!r}: is it the key of the question?",
-    )
+    text = f"{conflicts:,} rows repeat the prompt of an earlier row with another answer{example}"
+    fix = f"data.prompt_key, now {config.data.prompt_key!r}: is it the key of the question?"
+    fix = "keep one row of each; dapo data check lists them" if conflicts < rows / 2 else fix
+    yield from _told("conflicts", conflicts, text, fix)
     repeated = sum(r.duplicates for r in train) + sum(pair.exact for pair in found.between) - conflicts
-    yield _Trouble(
-        "duplicates",
-        repeated,
-        f"{repeated:,} of {rows:,} rows repeat the prompt of an earlier row",
-        "keep one row of each, unless they are to be drawn more often",
-    )
+    text = f"{repeated:,} of {rows:,} rows repeat the prompt of an earlier row"
+    yield from _told("duplicates", repeated, text, "keep one row of each, unless they are to be drawn more often")
     exact = sum(pair.exact for pair in found.overlap)
     example = found.overlap[0].examples[0] if exact else ""
-    yield _Trouble(
-        "overlap",
-        exact,
-        f"{exact:,} rows to train on hold a prompt that is evaluated on, such as {example}",
-        "take them out of data.train: what the evaluation says of them is memory",
-    )
+    text = f"{exact:,} rows to train on hold a prompt that is evaluated on, such as {example}"
+    fix = "take them out of data.train: what the evaluation says of them is memory"
+    yield from _told("overlap", exact, text, fix)
 
 
 def _mend_rows(fault: str, every: bool) -> str:
@@ -182,24 +140,20 @@ def _first_fault(reports: Sequence[FileReport]) -> str:
 # --- the prompts that are drawn from ------------------------------------------------------------------------------
 
 
-def _load(patient: CheckContext, template: PromptTemplate, needed: bool, already: bool) -> Iterator[Finding]:
+def _load(context: CheckContext, template: PromptTemplate, needed: bool, already: bool) -> Iterator[Finding]:
     """Make what later checks draw from. Bad rows have been told of, and hide nothing else: they are skipped here."""
-    config = patient.config
+    config = context.config
     lenient = config.data.model_copy(update={"on_bad_row": "skip", "max_bad_rows": 1.0})
     try:
         source = load_prompts(lenient, config.data.train, template, seed=config.seed, answer_required=needed)
-        patient.heldout = (
-            read_prompts(
-                config.data, config.evaluation.data, template, answer_required=needed, limit=config.evaluation.rows
-            )
-            if config.evaluation.data
-            else ()
-        )
+        if items := config.evaluation.data:
+            limit = config.evaluation.rows
+            context.heldout = read_prompts(config.data, items, template, answer_required=needed, limit=limit)
     except DataError as error:
         if not already:
             yield Finding("data", "rows", "fail", str(error))
         return
-    patient.source = source
+    context.source = source
     report, wanted = source.report, config.rollout.prompts_per_step
     if report.whole and report.usable < wanted and not already:
         whole = report.usable // config.training.groups_per_update * config.training.groups_per_update
@@ -210,10 +164,9 @@ def _load(patient: CheckContext, template: PromptTemplate, needed: bool, already
 
 
 def _epochs(config: Config, rows: int) -> Iterator[Finding]:
-    """Whether so many steps draw the same few rows again and again; a run that its minutes end is not judged."""
     drawn = config.training.steps * config.rollout.prompts_per_step
     if rows and drawn > MANY_EPOCHS * rows and config.training.minutes is None:
-        yield _warning(
+        yield answers.data_warning(
             "epochs",
             f"{config.training.steps:,} steps of {config.rollout.prompts_per_step} prompts draw each of {rows:,} rows "
             f"{drawn / rows:.0f} times or more: the model may learn their answers by heart",
@@ -221,34 +174,28 @@ def _epochs(config: Config, rows: int) -> Iterator[Finding]:
         )
 
 
-def check_sample(patient: CheckContext) -> Iterator[Finding]:
-    """A prompt as the model will see it, and what is odd about its tokens."""
-    source = patient.need(patient.source, "tokenized data")
-    template = patient.need(patient.template, "template")
-    tokenizer = patient.tokenizer
-    prompts = spread(source.prompts, LOOKED_AT)
-    first = prompts[0]
-    special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
-    said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
-    answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
-    text = f"{template.show(first)} ({len(first.token_ids)} tokens, special ones: {said}{answer})"
-    yield Finding("data", "prompt", "pass", text)
-    yield from _odd_prompts(patient, prompts)
+def check_sample(context: CheckContext) -> Iterator[Finding]:
+    """A prompt as the model will see it, unless a training shows it anyway, and what is odd about the prompts."""
+    source, tokenizer = context.need(context.source, "tokenized data"), context.tokenizer
+    prompts = answers.spread(source.prompts, answers.LOOKED_AT)
+    if not context.at_start:
+        first = prompts[0]
+        special = Counter(i for i in first.token_ids if i in tokenizer.all_special_ids)
+        said = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)}={i}" for i in special) or "none"
+        answer = "" if first.answer is None else f", answer {first.answer[:60]!r}"
+        text = f"{context.need(context.template, 'template').show(first)} ({len(first.token_ids)} tokens, "
+        yield Finding("data", "prompt", "pass", f"{text}special ones: {said}{answer})")
+    yield from _odd_prompts(context, prompts)
 
 
-def check_odd(patient: CheckContext) -> Iterator[Finding]:
-    """The same without the prompt itself, which a training shows anyway."""
-    yield from _odd_prompts(patient, spread(patient.need(patient.source, "tokenized data").prompts, LOOKED_AT))
-
-
-def _odd_prompts(patient: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    tokenizer, config = patient.tokenizer, patient.config
+def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    tokenizer, config = context.tokenizer, context.config
     markers = [text for text in tokenizer.all_special_tokens if len(text) > 2]
     marked = [(p, text) for p in prompts for text in markers if text in p.text]
     if marked:
         prompt, text = marked[0]
         rows, plain = len({p.row for p, _ in marked}), config.data.template == "plain"
-        yield _warning(
+        yield answers.data_warning(
             "special-tokens",
             f"{rows} of {len(prompts)} rows hold special tokens as text, such as {text!r} in row {prompt.row + 1}: "
             + ("the model reads them as marks, not as text" if plain else "they were put through a template before"),
@@ -256,70 +203,59 @@ def _odd_prompts(patient: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
         )
     blank = [p for p in prompts if p.text.endswith((" ", "\t"))]
     if len(blank) > len(prompts) / 2 and config.data.template == "plain" and not config.data.instruction:
-        yield _warning(
-            "prompt-end",
-            f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
-            f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
-            " front of the next word, so the model has not seen such an end",
-            "take the space off the end of the rows",
-        )
+        told = f"{len(blank)} of {len(prompts)} prompts end in a space, such as row {blank[0].row + 1}: "
+        told += f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
+        told += " front of the next word, so the model has not seen such an end"
+        yield answers.data_warning("prompt-end", told, "take the space off the end of the rows")
     lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer))]
     if lost:
         prompt, letters = lost[0]
-        yield _warning(
-            "unknown-tokens",
-            f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "
-            f"{''.join(letters)!r} in row {prompt.row + 1}",
-            "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows",
-        )
+        told = f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "
+        told += f"{''.join(letters)!r} in row {prompt.row + 1}"
+        fix = "model.tokenizer=FOLDER of the model's own tokenizer, or mend the rows"
+        yield answers.data_warning("unknown-tokens", told, fix)
     yield from _written_before(config, prompts)
-    yield from check_content(with_keys(config, config.data.train), prompts)
-    if not patient.own_reward:  # of which is not known what it compares with
-        for finding in check_content(with_keys(config, config.evaluation.data), spread(patient.heldout, LOOKED_AT)):
+    yield from answers.check_content(answers.with_keys(config, config.data.train), prompts)
+    if not context.own_reward:  # of which is not known what it compares with
+        heldout = answers.spread(context.heldout, answers.LOOKED_AT)
+        for finding in answers.check_content(answers.with_keys(config, config.evaluation.data), heldout):
             yield replace(finding, found=f"evaluation.data: {finding.found}")
-    yield from check_stops(config, prompts)
-    positions = None if patient.shape is None else context_limit(patient.shape.config)
-    yield from check_room(config, prompts, tokenizer, positions)
-    everything = list(patient.need(patient.source, "tokenized data").untokenized())
-    yield from check_given_away(config, spread(everything, READ))
-    yield from _answer_format(patient, prompts)
+    yield from answers.check_stops(config, prompts)
+    positions = None if context.shape is None else context_limit(context.shape.config)
+    yield from answers.check_room(config, prompts, tokenizer, positions)
+    everything = list(context.need(context.source, "tokenized data").untokenized())
+    yield from answers.check_given_away(config, answers.spread(everything, READ))
+    yield from _answer_format(context, prompts)
 
 
 def _written_before(config: Config, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """What the recipe adds to a prompt, or what the model is to write, and most rows hold already."""
     instruction = config.data.instruction.strip()
     twice = [p for p in prompts if instruction and instruction in p.text]
     if len(twice) > len(prompts) / 2:
-        yield _warning(
-            "instruction",
-            f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
-            "the model reads it twice",
-            "data.instruction=''",
-        )
+        text = f"{len(twice)} of {len(prompts)} prompts hold data.instruction already, such as row {twice[0].row + 1}: "
+        text += "the model reads it twice"
+        yield answers.data_warning("instruction", text, "data.instruction=''")
     answered = [p for p in prompts if _LAST_TURN.findall(p.text)[-1:] == ["assistant"]]
     if len(answered) > len(prompts) / 2:
-        yield _warning(
-            "last-turn",
-            f"{len(answered)} of {len(prompts)} chats end in what the assistant says, such as row "
-            f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that",
-            f'take the last message off the rows: row["{config.data.prompt_key}"].pop()',
-        )
+        text = f"{len(answered)} of {len(prompts)} chats end in what the assistant says, such as row "
+        text += f"{answered[0].row + 1}: {answered[0].text[-60:]!r}; the model would answer that"
+        fix = f'take the last message off the rows: row["{config.data.prompt_key}"].pop()'
+        yield answers.data_warning("last-turn", text, fix)
 
 
-def _answer_format(patient: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Whether anything asks for the form that the math reward reads, or for one that the exact reward does not."""
-    reward = patient.config.reward
+def _answer_format(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    reward = context.config.reward
     if isinstance(reward, ExactReward):
-        yield from _unread_box(patient.config, reward, prompts)
-    if reward.kind != "math" or patient.own_reward:
+        yield from _unread_box(context.config, reward, prompts)
+    if reward.kind != "math" or context.own_reward:
         return
     words = {"boxed": "boxed", "answer_line": "answer:"}
-    seen = [patient.tokenizer.decode(list(p.token_ids)).lower() for p in prompts[:20]]
+    seen = [context.tokenizer.decode(list(p.token_ids)).lower() for p in prompts[:20]]
     asked = [text for text in seen if any(words[rule] in text for rule in reward.extract)]
     if not asked:
         works = "data.template=dapo" if "answer_line" in reward.extract else "data.instruction=' Put it in \\boxed{}.'"
         text = 'no prompt asks for the form that reward.kind=math reads (the last \\boxed{} or an "Answer:" line)'
-        yield _warning("answer-format", text, works)
+        yield answers.data_warning("answer-format", text, works)
 
 
 def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -328,9 +264,7 @@ def _unread_box(config: Config, reward: ExactReward, prompts: Sequence[Prompt]) 
     read = "boxed" in (reward.after or "") or any("boxed" in (p.answer or "") for p in prompts)
     if asked > len(prompts) / 2 and not read:
         what = f"what follows {reward.after!r}" if reward.after else "the whole response"
-        yield _warning(
-            "answer-format",
-            f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
-            f"compares {what} with the answer",
-            "reward.kind=math, or ask for what the reward reads (data.instruction, or the rows)",
-        )
+        text = f"{asked} of {len(prompts)} prompts ask for \\boxed{{}}, which reward.kind=exact does not read: it "
+        text += f"compares {what} with the answer"
+        fix = "reward.kind=math, or ask for what the reward reads (data.instruction, or the rows)"
+        yield answers.data_warning("answer-format", text, fix)

@@ -7,12 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dapo.checks.finding import Finding
+from dapo.checks.context import CheckContext, Finding
 from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
-from dapo.checks.patient import CheckContext
 from dapo.config import CodeReward, Config, ExactReward, RewardConfig, warnings_for
+from dapo.config.compose import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
-from dapo.config.reward import plain_rewards
 from dapo.errors import UserError
 from dapo.observe.trackers import check_trackers
 
@@ -26,9 +25,8 @@ _LARGEST_PENALTY = {True: 2.0, False: 10.0}
 """What a response may lose by its length, for rewards from -1 to +1, whose range that is, and for others."""
 
 
-def check_settings(patient: CheckContext) -> Iterator[Finding]:
-    """Combinations of keys that run but probably are not what was meant."""
-    config = patient.config
+def check_settings(context: CheckContext) -> Iterator[Finding]:
+    config = context.config
     found = [(text, "") for text in warnings_for(config)] + list(_doubtful(config))
     for text, fix in found:
         yield Finding("recipe", "settings", "warn", text, fix)
@@ -41,22 +39,17 @@ def check_settings(patient: CheckContext) -> Iterator[Finding]:
 
 
 def _doubtful(config: Config) -> Iterator[tuple[str, str]]:
-    """What is wrong, and a value that works."""
     yield from _doubtful_schedule(config)
     yield from _doubtful_sampling(config)
     yield from _doubtful_optimizer(config)
     yield from _doubtful_reward(config)
     kl = config.algorithm.kl
     if kl.mode != "off" and kl.coef > 1:
-        yield (
-            f"algorithm.kl.coef={kl.coef:g} outweighs every reward: the model will stay what it is",
-            "algorithm.kl.coef=0.001",
-        )
+        text = f"algorithm.kl.coef={kl.coef:g} outweighs every reward: the model will stay what it is"
+        yield text, "algorithm.kl.coef=0.001"
     if config.data.shuffle_answers:
-        yield (
-            "data.shuffle_answers=true: the answers are permuted over the rows, so that nothing can be learned",
-            "data.shuffle_answers=false, unless this is the control experiment",
-        )
+        text = "data.shuffle_answers=true: the answers are permuted over the rows, so that nothing can be learned"
+        yield text, "data.shuffle_answers=false, unless this is the control experiment"
     if config.model.trust_remote_code:
         yield "model.trust_remote_code=true: Python code that comes with the model runs with your rights", ""
 
@@ -67,17 +60,13 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
         yield "training.steps=0: nothing is trained", "training.steps=100"
         return
     if training.learning_rate > 1e-3:
-        yield (
-            f"training.learning_rate={training.learning_rate:g} is far above what is usual (1e-6 for a large model, "
-            "1e-4 for a tiny one)",
-            "training.learning_rate=1.0e-6",
-        )
+        text = f"training.learning_rate={training.learning_rate:g} is far above what is usual (1e-6 for a large model, "
+        text += "1e-4 for a tiny one)"
+        yield text, "training.learning_rate=1.0e-6"
     if training.learning_rate <= 1e-8:
-        yield (
-            f"training.learning_rate={training.learning_rate:g} is far below what is usual (1e-6 for a large model, "
-            "1e-4 for a tiny one): an update is no more than the rounding of a weight",
-            "training.learning_rate=1.0e-6",
-        )
+        text = f"training.learning_rate={training.learning_rate:g} is far below what is usual (1e-6 for a large model, "
+        text += "1e-4 for a tiny one): an update is no more than the rounding of a weight"
+        yield text, "training.learning_rate=1.0e-6"
     if evaluation.every > training.steps and evaluation.data:
         yield (
             f"evaluation.every={evaluation.every} is more than training.steps={training.steps}: there is no evaluation "
@@ -90,15 +79,11 @@ def _doubtful_optimizer(config: Config) -> Iterator[tuple[str, str]]:
     training = config.training
     first, second = training.betas
     if first > second:
-        yield (
-            f"training.betas=[{first:g}, {second:g}]: the gradient is averaged over more updates than its square",
-            f"training.betas=[{second:g},{first:g}]",
-        )
+        text = f"training.betas=[{first:g}, {second:g}]: the gradient is averaged over more updates than its square"
+        yield text, f"training.betas=[{second:g},{first:g}]"
     if training.max_grad_norm < 1e-3:
-        yield (
-            f"training.max_grad_norm={training.max_grad_norm:g}: every gradient is cut down to next to nothing",
-            "training.max_grad_norm=1.0",
-        )
+        text = f"training.max_grad_norm={training.max_grad_norm:g}: every gradient is cut down to next to nothing"
+        yield text, "training.max_grad_norm=1.0"
     if training.weight_decay > 1:
         yield (
             f"training.weight_decay={training.weight_decay:g} pulls the weights to zero faster than rewards move them",
@@ -111,11 +96,9 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
     if not 0.5 <= rollout.temperature <= 1.5:
         yield f"rollout.temperature={rollout.temperature:g} is unusual for rollouts", "rollout.temperature=1.0"
     if evaluation.data and evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
-        yield (
-            f"evaluation.temperature=0 with samples_per_prompt={evaluation.samples_per_prompt}: all samples of a "
-            "prompt are alike",
-            "evaluation.temperature=1.0",
-        )
+        text = f"evaluation.temperature=0 with samples_per_prompt={evaluation.samples_per_prompt}: all samples of a "
+        text += "prompt are alike"
+        yield text, "evaluation.temperature=1.0"
     if rollout.samples_per_prompt < 4:
         yield (
             f"rollout.samples_per_prompt={rollout.samples_per_prompt}: a response is compared with "
@@ -128,21 +111,15 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
         why = "it outweighs rewards of ordinary size"
         if _is_plus_minus_one(config.reward):
             why = "with rewards from -1 to +1 a long response that is right gets less than a short one that is wrong"
-        yield (
-            f"algorithm.overlong_buffer.penalty_factor={buffer.penalty_factor:g}: {why}",
-            "algorithm.overlong_buffer.penalty_factor=1.0",
-        )
+        text = f"algorithm.overlong_buffer.penalty_factor={buffer.penalty_factor:g}: {why}"
+        yield text, "algorithm.overlong_buffer.penalty_factor=1.0"
     if buffer.enable and buffer.len > rollout.max_response_length // 2:
-        yield (
-            f"algorithm.overlong_buffer.len={buffer.len} is more than half of rollout.max_response_length="
-            f"{rollout.max_response_length}: responses of ordinary length are punished",
-            f"algorithm.overlong_buffer.len={max(1, rollout.max_response_length // 5)}",
-        )
+        text = f"algorithm.overlong_buffer.len={buffer.len} is more than half of rollout.max_response_length="
+        text += f"{rollout.max_response_length}: responses of ordinary length are punished"
+        yield text, f"algorithm.overlong_buffer.len={max(1, rollout.max_response_length // 5)}"
     if algorithm.filter_groups.enable and algorithm.filter_groups.max_num_gen_batches == 1:
-        yield (
-            "algorithm.filter_groups.max_num_gen_batches=1: a single group that is filtered out starves the step",
-            "algorithm.filter_groups.max_num_gen_batches=10",
-        )
+        text = "algorithm.filter_groups.max_num_gen_batches=1: a single group that is filtered out starves the step"
+        yield text, "algorithm.filter_groups.max_num_gen_batches=10"
     if algorithm.clip_ratio_high == 0 or algorithm.clip_ratio_low == 0:
         yield (
             f"algorithm.clip_ratio_low={algorithm.clip_ratio_low:g} and clip_ratio_high={algorithm.clip_ratio_high:g}: "
@@ -164,114 +141,89 @@ def _is_plus_minus_one(reward: RewardConfig) -> bool:
 def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
     for reward in plain_rewards(config.reward):
         if reward.on_error == "value" and reward.error_value > 0:
-            yield (
-                f"reward.error_value={reward.error_value:g}: a score that failed is rewarded",
-                "reward.error_value=-1.0, or reward.on_error=drop",
-            )
+            told = f"reward.error_value={reward.error_value:g}: a score that failed is rewarded"
+            yield told, "reward.error_value=-1.0, or reward.on_error=drop"
         if reward.max_error_rate == 1:
             yield "reward.max_error_rate=1: the run goes on even if every score fails", "reward.max_error_rate=0.2"
         after = reward.after if isinstance(reward, ExactReward) else None
         if after and any(text in after for text in config.rollout.stop):
-            yield (
-                f"rollout.stop ends a response at reward.after={after!r}, before there is an answer",
-                "rollout.stop=[]",
-            )
+            told = f"rollout.stop ends a response at reward.after={after!r}, before there is an answer"
+            yield told, "rollout.stop=[]"
         if isinstance(reward, CodeReward) and reward.sandbox == "none":
-            yield (
-                "reward.sandbox=none: programs that the model writes run with your rights",
-                "reward.sandbox=bubblewrap",
-            )
+            told = "reward.sandbox=none: programs that the model writes run with your rights"
+            yield told, "reward.sandbox=bubblewrap"
     if config.monitor.check is not None and config.monitor.check == config.reward:
-        yield (
-            "monitor.check is the reward itself, so it can never disagree with it",
-            "monitor.check={kind: math}, or another verifier; or leave it out",
-        )
+        told = "monitor.check is the reward itself, so it can never disagree with it"
+        yield told, "monitor.check={kind: math}, or another verifier; or leave it out"
 
 
-def check_files(patient: CheckContext) -> Iterator[Finding]:
-    """Whether the files that the recipe names are there."""
-    config = patient.config
+def check_files(context: CheckContext) -> Iterator[Finding]:
+    config = context.config
     missing = missing_files(config)
     if not config.data.train:
         yield Finding("data", "files", "fail", "data.train: no files to train on are named", "data.train=FILE.jsonl")
     for text in missing:
-        if patient.demo:
-            yield Finding("data", "files", "skip", f"{text}; made by `{patient.demo}`")
+        if context.demo:
+            yield Finding("data", "files", "skip", f"{text}; made by `{context.demo}`")
         else:
             fix = "mend the name; paths count from the recipe or from here"
-            yield Finding("data", "files", "fail", text, f"{patient.remedy}; or {fix}" if patient.remedy else fix)
+            yield Finding("data", "files", "fail", text, f"{context.remedy}; or {fix}" if context.remedy else fix)
     if config.data.train and not missing:
-        patient.files = True
-        items = [*config.data.train, *config.evaluation.data]
-        yield Finding("data", "files", "pass", f"{len(items)} named, all there")
+        context.files = True
+        count = len(config.data.train) + len(config.evaluation.data)
+        yield Finding("data", "files", "pass", f"{count} named, all there")
 
 
 # --- the run folder -----------------------------------------------------------------------------------------------
 
 
-def check_run_folder(patient: CheckContext) -> Iterator[Finding]:
+def check_run_folder(context: CheckContext) -> Iterator[Finding]:
     """Whether the run folder can be made and written to. Leaves nothing behind."""
-    run = patient.config.run
+    run = context.config.run
     folder = Path(run.dir or "runs/run")
     taken = folder.is_dir() and any(folder.iterdir())
-    if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
-        text = f"{folder} holds files that are not a run's, and is not renamed"
-        yield Finding("machine", "run-folder", "fail", text, f"run.dir={folder}-2")
-        return
-    if taken and run.if_exists == "fail":
-        fix = f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run"
-        yield Finding("machine", "run-folder", "fail", f"{folder} exists already", fix)
-        return
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir():
-        text = f"{folder} would lie in {above}, which is a file"
-        yield Finding("machine", "run-folder", "fail", text, "run.dir=FOLDER elsewhere")
-        return
-    parent = _nearest(folder)
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        text = f"cannot write to {parent}: {error.strerror or error}"
-        yield Finding("machine", "run-folder", "fail", text, "run.dir=FOLDER on another disk")
-        return
     note = " (the one there is kept under another name)" if taken else ""
-    yield Finding("machine", "run-folder", "pass", f"{folder} can be written{note}")
+    text, fix = f"{folder} can be written{note}", ""
+    if taken and run.if_exists == "rename" and not (folder / "config.yaml").is_file():
+        text, fix = f"{folder} holds files that are not a run's, and is not renamed", f"run.dir={folder}-2"
+    elif taken and run.if_exists == "fail":
+        text = f"{folder} exists already"
+        fix = f"run.dir={folder}-2, or run.if_exists=rename; dapo train --resume {folder} goes on with that run"
+    elif not above.is_dir():
+        text, fix = f"{folder} would lie in {above}, which is a file", "run.dir=FOLDER elsewhere"
+    else:
+        try:
+            with tempfile.TemporaryFile(dir=above):
+                pass
+        except OSError as error:
+            text, fix = f"cannot write to {above}: {error.strerror or error}", "run.dir=FOLDER on another disk"
+    yield Finding("machine", "run-folder", "fail" if fix else "pass", text, fix)
 
 
-def _nearest(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-
-
-def check_disk(patient: CheckContext) -> Iterator[Finding]:
+def check_disk(context: CheckContext) -> Iterator[Finding]:
     """Whether checkpoints and samples fit into the file system of the run folder.
 
     Checkpoints: 12 bytes a parameter that is trained (float32 weights and Adam's two moments), as many as are kept
     (``run.keep_last``, the best one, and the one being written before an old one goes), and weights before and after
-    training at 4.
-    Samples: at most 4 bytes of text for each token that can be drawn.
-    """
-    config = patient.config
-    trained = trained_of(patient.need(patient.shape, "model"))
-    free = shutil.disk_usage(_nearest(Path(config.run.dir or "runs/run"))).free
-    kept = _checkpoints_kept(config)
-    one = checkpoint_bytes(trained)
+    training at 4. Samples: at most 4 bytes of text for each token that can be drawn."""
+    config = context.config
+    trained = trained_of(context.need(context.shape, "model"))
+    folder = Path(config.run.dir or "runs/run")
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir())).free
+    kept, one, samples = _checkpoints_kept(config), checkpoint_bytes(trained), _samples_bytes(config)
     needed = kept * one + 2 * 4 * trained
     text = f"{kept} checkpoints of {gib(one)} and weights before and after take {gib(needed)}, {gib(free)} are free"
     if needed > free:
         fits = max(1, (free - 2 * 4 * trained) // one - 2)
         fix = f"run.keep_last={fits} run.keep_best=false" if kept - 2 > fits and free > 4 * one else "free some"
         yield Finding("machine", "disk", "fail", text, f"{fix}, or run.dir=FOLDER on a larger disk")
-        return
-    samples = _samples_bytes(config)
-    if needed + samples > free:
-        text += f"; samples may take up to {gib(samples)} more"
+    elif needed + samples > free:
         fix = "run.save_samples=0.1 (a share) or false, or run.dir=FOLDER on a larger disk"
-        yield Finding("machine", "disk", "warn", text, fix)
-        return
-    also = f"; samples at most {gib(samples)}" if samples > GIB else ""
-    yield Finding("machine", "disk", "pass", text + also)
+        yield Finding("machine", "disk", "warn", f"{text}; samples may take up to {gib(samples)} more", fix)
+    else:
+        also = f"; samples at most {gib(samples)}" if samples > GIB else ""
+        yield Finding("machine", "disk", "pass", text + also)
 
 
 def _checkpoints_kept(config: Config) -> int:

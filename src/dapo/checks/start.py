@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dapo.config import Config
-from dapo.config.processors import GENERATION_CONFIG
+from dapo.config.messages import GENERATION_CONFIG
 from dapo.data.source import PromptSource
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.model.loading import POSITIONS_STATED, context_limit, named_stop_ids
@@ -29,11 +29,8 @@ async def try_reward(
 ) -> None:
     """Score the first prompt's own reference answer and an empty response, and look at what all rows are scored by,
     before there is a run. Of a recipe's reward `dapo doctor` in brief tries more.
-
-    Raises:
-        DataError: rows cannot be scored, whatever the response.
-        RewardError: the reward function breaks its contract, or says nothing that dynamic sampling could decide by.
-    """
+    Raises DataError: rows cannot be scored, whatever the response; RewardError: the reward function breaks its
+    contract, or says nothing that dynamic sampling could decide by."""
     prompts = list(source.untokenized())
     await examine_rows("data.train", prompts, scorer, listener)
     await examine_rows("evaluation.data", heldout, scorer, listener)
@@ -120,7 +117,6 @@ def notice_generation_config(model: Any, listener: Listener) -> None:
 
 
 def longest_response(config: Config) -> int:
-    """In tokens, over training and evaluation."""
     return max(config.rollout.max_response_length, config.evaluation.max_response_length or 0)
 
 
@@ -158,10 +154,8 @@ def check_lengths(config: Config, model_config: Any, heldout: Sequence[Prompt] =
     prompt_works = max(1, min(prompt, limit // 4))
     works = max(1, limit - prompt_works)
     proposed = {"data.max_prompt_length": prompt_works} if prompt_works < prompt else {}
-    if config.rollout.max_response_length > works:
-        proposed["rollout.max_response_length"] = works
-    if (config.evaluation.max_response_length or 0) > works:
-        proposed["evaluation.max_response_length"] = works
+    given = {"rollout": config.rollout.max_response_length, "evaluation": config.evaluation.max_response_length or 0}
+    proposed |= {f"{section}.max_response_length": works for section, length in given.items() if length > works}
     buffer = config.algorithm.overlong_buffer
     if buffer.enable and buffer.len > works:
         proposed["algorithm.overlong_buffer.len"] = works // 5

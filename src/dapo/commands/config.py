@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.completion import complete_key, complete_recipe
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Overrides, is_setting
+from dapo.commands.shared.options import Debug, Overrides, complete_key, complete_recipe, is_setting
 from dapo.commands.shared.output import print_json
 from dapo.errors import ConfigError
 
@@ -42,10 +41,14 @@ def config(
     What is printed is itself a recipe. Without RECIPE: the defaults, to start a recipe from.
     """
     from dapo.config.reference import keys_in
+    from dapo.config.secrets import redact
 
     with errors_for_people(debug):
         resolved, open_keys = _resolve(recipe, overrides or [])
-        values = _values(resolved, open_keys)
+        values: dict[str, Any] = redact(resolved.model_dump(mode="json"))
+        for name in open_keys:
+            section, _, last = name.rpartition(".")
+            values[section][last] = None
         if key is not None:
             values = _restricted(values, key, resolved)
         reference = keys_in(resolved)
@@ -56,24 +59,12 @@ def config(
 
 
 def _resolve(recipe: str | None, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    """The checked tree, and the required keys that nothing was given for."""
     from dapo.config import load_config
     from dapo.config.reading import config_of_overrides
 
     if recipe is not None and is_setting(recipe):
         return config_of_overrides([recipe, *overrides])
     return config_of_overrides(overrides) if recipe is None else (load_config(recipe, overrides), [])
-
-
-def _values(config: Config, open_keys: Sequence[str]) -> dict[str, Any]:
-    """The tree as plain values, without secrets; null where a required key is still open."""
-    from dapo.config.secrets import redact
-
-    values: dict[str, Any] = redact(config.model_dump(mode="json"))
-    for name in open_keys:
-        section, _, last = name.rpartition(".")
-        values[section][last] = None
-    return values
 
 
 def _restricted(values: Mapping[str, Any], key: str, config: Config) -> dict[str, Any]:
@@ -129,7 +120,6 @@ def _remark(value: Any, key: Key, docs: bool) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as YAML in one line."""
     import yaml
 
     class OneLine(yaml.SafeDumper):

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from dapo.commands.shared.completion import complete_recipe
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, is_setting
+from dapo.commands.shared.options import Debug, JsonFile, complete_recipe, is_setting
 from dapo.commands.shared.output import status_line, write_results
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
     from dapo.config import Config
-    from dapo.config.sections import DataItem
-    from dapo.data.check import CheckReport, FileReport, Measure, Shared
-    from dapo.data.lengths import Lengths
+    from dapo.config.data import DataItem
+    from dapo.data.check import CheckReport, FileReport, Measure
 
 app = typer.Typer(no_args_is_help=True, help="Look into data files.")
 _BAR = 40
@@ -40,13 +39,9 @@ def _one_by_one(args: Sequence[str], option: str) -> Iterator[str]:
     for arg in args:
         if arg == option:
             inside = True
-        elif arg.startswith("-") or is_setting(arg):
-            inside = False
-            yield arg
-        elif inside:
-            yield from (option, arg)
-        else:
-            yield arg
+            continue
+        inside = inside and not (arg.startswith("-") or is_setting(arg))
+        yield from (option, arg) if inside else (arg,)
 
 
 @app.command(cls=_SeveralFiles, epilog=EXIT_CODES)
@@ -92,20 +87,15 @@ def check(
 
         config = _config(recipe, words or [], template, tokenizer)
         train, evaluation = _files(config, recipe, words or [], against or [])
-        if output is not None and any(output.resolve() == Path(item.path).resolve() for item in (*train, *evaluation)):
+        every = (*train, *evaluation)
+        if output is not None and any(output.resolve() == Path(item.path).resolve() for item in every):
             raise ConfigError(f"--json: {str(output)!r} is one of the files to be checked; name another file")
         measure, needed = _measure(config, tokenizer, recipe, template), needs_answer(config.reward)
-        with status_line(quiet, "reading") as progress:
-            found = check_data(
-                train,
-                evaluation,
-                config.data,
-                measure,
-                answer_required=None if needed and recipe is None else needed,
-                progress=lambda what, done, total: progress(f"{what}: {done:,} of {total:,} rows"),
-            )
+        required = None if needed and recipe is None else needed
+        with status_line(quiet, "reading") as told:
+            found = check_data(train, evaluation, config.data, measure, answer_required=required, progress=told)
         doubts = eaten_in(config.model_dump(mode="json"))
-        doubts += [line for item in (*train, *evaluation) for line in _answers(config, item)]
+        doubts += [line for item in every for line in _answers(config, item)]
         for line in report_lines(found, config, doubts):
             Terminal().print(line, markup=False, highlight=False, soft_wrap=True)
         if output is not None:
@@ -131,7 +121,7 @@ def _files(
     config: Config, recipe: Path | None, words: Sequence[str], against: Sequence[str]
 ) -> tuple[list[DataItem], list[DataItem]]:
     """Raises ConfigError: there is nothing to check."""
-    from dapo.config.sections import DataItem
+    from dapo.config.data import DataItem
 
     named = [DataItem(path=word) for word in words if not is_setting(word)]
     compared = [DataItem(path=file) for file in against]
@@ -168,8 +158,7 @@ def _measure(config: Config, tokenizer: str | None, recipe: Path | None, templat
 def _answers(config: Config, item: DataItem) -> list[str]:
     """What a training would warn of in a file's answers, from a look at some of the rows that can be read."""
     from dapo.checks.answers import LOOKED_AT, doubts_about, spread
-    from dapo.data.files import open_table
-    from dapo.data.parts import Part, Rows, keys_of
+    from dapo.data.parts import Part, Rows, keys_of, open_table
     from dapo.data.rows import BadRow
     from dapo.records import Prompt
 
@@ -186,30 +175,42 @@ def _answers(config: Config, item: DataItem) -> list[str]:
 
 
 def report_lines(found: CheckReport, config: Config, doubts: Sequence[str] = ()) -> Iterator[str]:
-    """The report, line by line; ``doubts``: about the answers."""
+    """``doubts``: about the answers."""
     short = _short(found)
     for title, reports in (("Files to train on", found.train), ("Files to evaluate on", found.evaluation)):
         if reports:
-            yield f"{title}"
-            yield from _table(reports, short)
-            yield ""
+            yield from _block(title, _table(reports, short))
     for report in (*found.train, *found.evaluation):
-        yield from _faults(report)
+        more = [f"... and {report.bad - len(report.faults):,} more"] if report.bad > len(report.faults) else []
+        if report.bad:
+            yield from _block(f"Bad rows of {report.file}: {report.bad:,}", [*report.faults, *more])
         for what, (count, examples) in report.doubts.items():
-            yield f"warning: {count:,} rows of {report.file} {what}, such as"
-            yield from (visible(f"  {example}") for example in examples)
-            yield ""
+            yield from _block(f"warning: {count:,} rows of {report.file} {what}, such as", map(visible, examples))
     for title, reports in (("training", found.train), ("evaluation", found.evaluation)):
         if reports:
             yield from _histogram(title, reports, config.data.max_prompt_length)
-    yield from _pairs("Equal prompts in two files to train on (rows of the first one)", found.between, short)
+    if found.between:
+        rows = [[short(p.file), short(p.other), f"{p.exact:,}", f"{p.conflicts:,}"] for p in found.between]
+        title = "Equal prompts in two files to train on (rows of the first one)"
+        yield from _block(title, _columns(["file", "also in", "rows", "with another answer"], rows))
     if found.conflicts:
-        yield "One prompt, two answers, such as"
-        yield from (f"  {line}" for line in found.conflicts)
-        yield ""
-    yield from _overlap(found, short)
+        yield from _block("One prompt, two answers, such as", found.conflicts)
+    if found.train and found.evaluation:
+        yield from _overlap(found, short)
     yield from (f"warning: {line}" for line in doubts)
     yield _verdict(found)
+
+
+def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    from dapo.commands.inspect.tables import columns  # which loads numpy
+
+    return columns(header, rows)
+
+
+def _block(title: str, lines: Iterable[str]) -> Iterator[str]:
+    yield title
+    yield from (f"  {line}" for line in lines)
+    yield ""
 
 
 def _short(found: CheckReport) -> Callable[[str], str]:
@@ -219,9 +220,7 @@ def _short(found: CheckReport) -> Callable[[str], str]:
     return (lambda name: Path(name).name) if len(alone) == len(set(names)) else str
 
 
-def _table(reports: Sequence[FileReport], short: Callable[[str], str]) -> Iterator[str]:
-    from dapo.commands.inspect.tables import columns
-
+def _table(reports: Sequence[FileReport], short: Callable[[str], str]) -> Iterable[str]:
     unit = reports[0].lengths.unit
     header = ["file", "rows", "bad", "no answer", "repeated", "conflicts", "too long"]
     header += [f"{unit}: median", "95%", "longest"]
@@ -234,63 +233,35 @@ def _table(reports: Sequence[FileReport], short: Callable[[str], str]) -> Iterat
         ]
         for report in reports
     ]
-    yield from (f"  {line}" for line in columns(header, rows))
-
-
-def _faults(report: FileReport) -> Iterator[str]:
-    if not report.bad:
-        return
-    yield f"Bad rows of {report.file}: {report.bad:,}"
-    yield from (f"  {fault}" for fault in report.faults)
-    if report.bad > len(report.faults):
-        yield f"  ... and {report.bad - len(report.faults):,} more"
-    yield ""
+    return _columns(header, rows)
 
 
 def _histogram(title: str, reports: Sequence[FileReport], limit: int) -> Iterator[str]:
-    from dapo.data.lengths import Lengths
+    from dapo.data.check import Lengths
 
     unit = reports[0].lengths.unit
-    lengths: Lengths = Lengths.together((report.lengths for report in reports), unit)
+    lengths = Lengths(unit, sum((report.lengths.counts for report in reports), Counter()))
     bins = lengths.histogram()
     if not bins:
         return
     said = f" (longer than {limit}: {lengths.above(limit):,})" if unit == "tokens" else ", as no tokenizer was named"
-    yield f"Length of {title} prompts in {unit}{said}"
     most = max(count for _, _, count in bins)
     width = max(len(f"{low}-{high}") for low, high, _ in bins)
-    for low, high, count in bins:
-        bar = "#" * -(-count * _BAR // most)
-        yield f"  {f'{low}-{high}':>{width}}  {count:>9,}  {bar}".rstrip()
-    yield ""
-
-
-def _pairs(title: str, pairs: Sequence[Shared], short: Callable[[str], str]) -> Iterator[str]:
-    from dapo.commands.inspect.tables import columns
-
-    if not pairs:
-        return
-    yield title
-    rows = [[short(pair.file), short(pair.other), f"{pair.exact:,}", f"{pair.conflicts:,}"] for pair in pairs]
-    yield from (f"  {line}" for line in columns(["file", "also in", "rows", "with another answer"], rows))
-    yield ""
+    bars = (
+        f"{f'{low}-{high}':>{width}}  {count:>9,}  {'#' * -(-count * _BAR // most)}".rstrip()
+        for low, high, count in bins
+    )
+    yield from _block(f"Length of {title} prompts in {unit}{said}", bars)
 
 
 def _overlap(found: CheckReport, short: Callable[[str], str]) -> Iterator[str]:
-    from dapo.commands.inspect.tables import columns
-
-    if not found.train or not found.evaluation:
-        return
     if not found.overlap:
-        yield "Overlap with files to evaluate on: none (neither equal prompts nor 13 words in a row)"
-        yield ""
+        yield from _block("Overlap with files to evaluate on: none (neither equal prompts nor 13 words in a row)", [])
         return
-    yield "Overlap with files to evaluate on: rows to train on that hold the same prompt, or 13 words in a row of one"
+    title = "Overlap with files to evaluate on: rows to train on that hold the same prompt, or 13 words in a row of one"
     rows = [[short(pair.file), short(pair.other), f"{pair.exact:,}", f"{pair.near:,}"] for pair in found.overlap]
-    yield from (f"  {line}" for line in columns(["file", "evaluation file", "same", "13 words"], rows))
-    for pair in found.overlap:
-        yield from (f"  {example}" for example in pair.examples[:2])
-    yield ""
+    examples = [example for pair in found.overlap for example in pair.examples[:2]]
+    yield from _block(title, [*_columns(["file", "evaluation file", "same", "13 words"], rows), *examples])
 
 
 def _verdict(found: CheckReport) -> str:

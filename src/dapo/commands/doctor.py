@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.commands.shared.completion import complete_recipe
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, Overrides
+from dapo.commands.shared.options import AsJson, Debug, Overrides, complete_recipe
 from dapo.commands.shared.output import status_line
 from dapo.util.terminal import Terminal, visible
 
 if TYPE_CHECKING:
-    from dapo.checks.finding import Finding
+    from dapo.checks.context import Finding
 
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -47,9 +45,9 @@ def doctor(
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
     with errors_for_people(debug):
+        from dapo.checks.context import as_json as told
+        from dapo.checks.context import exit_code, not_checked, summary
         from dapo.checks.examination import examine
-        from dapo.checks.finding import as_json as told
-        from dapo.checks.finding import exit_code, not_checked, summary
 
         console = Terminal()
         table = console.is_terminal and not as_json
@@ -65,7 +63,15 @@ def doctor(
             print(json_line(told(findings)), end="")
         else:
             if table:
-                _print_table(console, [finding for finding in findings if _is_shown(finding, quiet)])
+                from rich.table import Table
+                from rich.text import Text
+
+                shown = Table("", "check", "found", "to do")
+                for one in findings:
+                    if _is_shown(one, quiet):
+                        words = (Text(one.name), Text(visible(one.found)), Text(visible(one.fix)))
+                        shown.add_row(Text(one.status, _STYLES[one.status]), *words)
+                console.print(shown)
             for line in (not_checked(findings) if quiet else "", summary(findings)):
                 if line:
                     console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -76,15 +82,3 @@ def doctor(
 
 def _is_shown(finding: Finding, quiet: bool) -> bool:
     return not quiet or finding.status in ("warn", "fail")
-
-
-def _print_table(console: Terminal, findings: Sequence[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", "check", "found", "to do")
-    for one in findings:
-        table.add_row(
-            Text(one.status, _STYLES[one.status]), Text(one.name), Text(visible(one.found)), Text(visible(one.fix))
-        )
-    console.print(table)

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP, files_and_settings
 from dapo.commands.shared.output import require_writable
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal, counted
@@ -43,25 +43,25 @@ OutputPath = Annotated[
 
 
 def evaluate(
-    model: Model,
+    model: options.Model,
     words: Words = None,
     data: Data = None,
     benchmark: Benchmark = None,
     recipe: Recipe = None,
     samples: Annotated[int | None, typer.Option(metavar="K", help="Samples of each prompt.")] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
+    max_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
     output: OutputPath = None,
     save_samples: Annotated[
         bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
     ] = False,
     average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Measure MODEL on files of prompts with answers: avg@k, pass@k, maj@k, each with its interval.
 
@@ -72,34 +72,33 @@ def evaluate(
         from dapo.inference.model import function_of, settings_for
         from dapo.observe.progress import make_listener
 
-        more, overrides = files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
+        given = options.given_options(locals(), *options.SAMPLING, "rows")
+        more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
+        given["--data"] = [*(data or []), *more]
         preset = benchmark_named(benchmark) if benchmark else None
-        given = {
-            "--samples": samples,
-            "--temperature": temperature,
-            "--top-p": top_p,
-            "--min-p": min_p,
-            "--stop": stop or None,
-            "--rows": rows,
-            "--max-tokens": max_tokens,
-            "--data": [*(data or []), *more] or None,
-        }
         layers = [preset.settings] if preset else []
         found, config = settings_for(model, given, *layers, recipe=recipe, overrides=overrides)
         _check_data(config)
-        places = _Output(output, save_samples, average)
+        place = _place(output, save_samples)
         trained = recipe or found.recipe
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
-
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            for line in _picked(model, found.path, about):
-                listener.phase(line)
+            if found.path != model:
+                listener.phase(f"{model}: its model is {found.path}")
+            if trained:
+                listener.phase(f"settings of the recipe {trained}")
+            if preset:
+                listener.phase(f"benchmark {preset.name}")
             if trained == found.recipe and preset is None and (why := function_of(found)):
                 listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
-            from dapo.inference.evaluate import evaluate_files, report
+            from dapo.inference.evaluate import average_of, evaluate_files, report
 
             def write(config: Config, results: Sequence[FileResult]) -> dict[str, Any]:
-                return places.write(report(config, results, about, sys.argv), results)
+                found = report(config, results, about, sys.argv)
+                found |= {"average": average_of(results)} if average else {}
+                if place is not None:
+                    _write(place, found, results, save_samples)
+                return found
 
             results, told = evaluate_files(config, listener, write, preset.published if preset else None)
         _show(Terminal(), results, told)
@@ -118,64 +117,46 @@ def _check_data(config: Config) -> None:
     require_files(config)
 
 
-def _picked(model: str, path: str, about: Mapping[str, Any]) -> list[str]:
-    lines = [f"{model}: its model is {path}"] if str(path) != model else []
-    lines += [f"settings of the recipe {about['recipe']}"] if about["recipe"] else []
-    return lines + ([f"benchmark {about['benchmark']}"] if about["benchmark"] else [])
-
-
-class _Output:
+def _place(output: Path | None, save_samples: bool) -> Path | None:
     """Where the results go, tried before anything is computed. Raises UserError if it cannot be written to, ConfigError
     if samples have none."""
-
-    def __init__(self, output: Path | None, save_samples: bool, average: bool) -> None:
-        if save_samples and output is None:
+    if output is None:
+        if save_samples:
             raise ConfigError("--save-samples: needs a place; use --output FOLDER")
-        self.results: Path | None = None
-        self.save_samples, self.average = save_samples, average
-        if output is None:
-            return
-        is_file = output.suffix == ".json" and not output.is_dir()
-        self.results = output if is_file else output / "evaluation.json"
-        require_writable("--output", output, self.results)
+        return None
+    is_file = output.suffix == ".json" and not output.is_dir()
+    place = output if is_file else output / "evaluation.json"
+    require_writable("--output", output, place)
+    return place
 
-    def write(self, report: dict[str, Any], results: Sequence[FileResult]) -> dict[str, Any]:
-        """Write evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced. Returns the
-        report, with the mean over the files if that is asked for."""
-        from dapo.inference.evaluate import average_of
-        from dapo.util.files import json_line, write_atomic, write_json
 
-        report |= {"average": average_of(results)} if self.average else {}
-        if self.results is None:
-            return report
+def _write(place: Path, report: Mapping[str, Any], results: Sequence[FileResult], save_samples: bool) -> None:
+    """evaluation.json and, if asked for, samples-NAME.jsonl beside it; earlier ones are replaced."""
+    from dapo.util.files import json_line, write_atomic, write_json
 
-        try:
-            write_json(self.results, report)
-            for result in results if self.save_samples else ():
-                path = self.results.with_name(f"samples-{result.name}.jsonl")
-                write_atomic(path, map(json_line, result.evaluation.sample_lines()))
-        except OSError as error:
-            raise UserError(f"--output: cannot write {self.results}: {error.strerror or error}") from None
-        return report
+    try:
+        write_json(place, report)
+        for result in results if save_samples else ():
+            path = place.with_name(f"samples-{result.name}.jsonl")
+            write_atomic(path, map(json_line, result.evaluation.sample_lines()))
+    except OSError as error:
+        raise UserError(f"--output: cannot write {place}: {error.strerror or error}") from None
 
 
 def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, Any]) -> None:
-    """One table for each file."""
     for result, found in zip(results, report["files"], strict=True):
         title = f"{result.name}: {counted(found['prompts'], 'prompt')}"
         table = Table("", "", "95% interval", title=title, title_justify="left")
         for name, estimate in found["metrics"].items():
-            if name in ("pass@1", "maj@1"):  # the same as avg@k
-                continue
-            table.add_row(name, *_estimate(name, estimate))
+            if name not in ("pass@1", "maj@1"):  # the same as avg@k
+                table.add_row(name, *_estimate(name, estimate))
         for name, share in found["shares"].items():
             if name in _SHARES and (share or name != "failed"):
                 table.add_row(_SHARES[name], f"{share:.1%}")
         table.add_row("response length, tokens", f"{result.evaluation.response_length:.1f}")
         console.print(table)
-        console.print(
-            f"{result.seconds:.1f} s, {found['tokens_per_second']:.0f} tokens/s", style="dim", highlight=False
-        )
+        speed = f"{result.seconds:.1f} s, {found['tokens_per_second']:.0f} tokens/s"
+        console.print(speed, style="dim", highlight=False)
         for count, what in (
             (found["prompts_unscored"], "without any verdict: left out"),
             (found["prompts_short"], "with fewer verdicts than samples: pass@j and maj@j over those they have"),

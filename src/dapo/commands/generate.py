@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dapo.commands.shared import options
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, MaxTokens, MinP, Model, Stop, Temperature, TopP
 from dapo.errors import ConfigError, DataError
 from dapo.util.terminal import Terminal, counted
 
@@ -52,15 +52,15 @@ Likeliest = Annotated[
 
 
 def generate(
-    model: Model,
+    model: options.Model,
     prompts: Prompts = None,
     data: Data = None,
     samples: Annotated[int | None, typer.Option(metavar="N", help="Responses to each prompt.")] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    max_tokens: options.MaxTokens = None,
+    stop: options.Stop = None,
     seed: Annotated[int | None, typer.Option(help="Of sampling.")] = None,
     system: Annotated[str | None, typer.Option(help="System message (templates chat and dapo).")] = None,
     template: TemplateName = Template.AUTO,
@@ -71,7 +71,7 @@ def generate(
     top_logprobs: Likeliest = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the responses only.")] = False,
-    debug: Debug = False,
+    debug: options.Debug = False,
 ) -> None:
     """Print what MODEL says to each PROMPT.
 
@@ -85,21 +85,9 @@ def generate(
         if top_logprobs and not as_json:
             raise ConfigError("--top-logprobs: are written as JSON only; add --json")
         texts = _texts(prompts or [], data)
-        given = {
-            "--samples": samples,
-            "--temperature": temperature,
-            "--top-p": top_p,
-            "--min-p": min_p,
-            "--stop": stop or None,
-            "--repetition-penalty": repetition_penalty,
-            "--presence-penalty": presence_penalty,
-            "--frequency-penalty": frequency_penalty,
-            "--max-tokens": max_tokens,
-            "--data": data,
-            "--seed": seed,
-            "--system": system,
-            "--template": None if template is Template.AUTO else template.value,
-        }
+        refused = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        given = options.given_options(locals(), *options.SAMPLING, *refused, "data", "seed", "system")
+        given["--template"] = None if template is Template.AUTO else template.value
         _, config = settings_for(model, given, ONE_EACH, overrides=settings or [])
         require_files(config)
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
@@ -115,8 +103,10 @@ def _texts(prompts: Sequence[str], data: str | None) -> list[str]:
         raise ConfigError("nothing to generate from: give a PROMPT, - for standard input, or --data FILE")
     if prompts.count("-") > 1:
         raise ConfigError("-: standard input can be read only once")
+    from dapo.config.messages import all_keys
+
     for prompt in prompts:
-        if _is_setting(prompt):
+        if "=" in prompt and prompt.partition("=")[0] in all_keys():
             raise ConfigError(f"the prompt {prompt!r} reads like a setting; give settings with --set {prompt}")
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     if not all(texts):
@@ -128,13 +118,6 @@ def _print_json(response: Response) -> None:
     from dapo.util.files import json_line
 
     print(json_line(response.as_json()), end="", flush=True)
-
-
-def _is_setting(text: str) -> bool:
-    """Whether ``text`` is ``section.key=value`` with a key that there is."""
-    from dapo.config.messages import all_keys
-
-    return text.partition("=")[0] in all_keys() and "=" in text
 
 
 def _printer(prompts: int, config: Any) -> Any:

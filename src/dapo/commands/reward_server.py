@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dapo.commands.shared.completion import complete_recipe
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Host, Overrides, Quiet
+from dapo.commands.shared.options import Debug, Host, Overrides, Quiet, complete_recipe
 from dapo.errors import ConfigError, RewardError, install
 
 

@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from dapo.commands.shared.completion import complete_recipe, complete_run
 from dapo.commands.shared.errors import complain, errors_for_people, exit_code
-from dapo.commands.shared.options import Debug, Overrides, Quiet, is_setting
-from dapo.config.recipes import existing_recipe
-from dapo.config.secrets import blanks, redact, require_secrets
+from dapo.commands.shared.options import Debug, Overrides, Quiet, complete_recipe, complete_run, is_setting
 from dapo.errors import ConfigError, UserError
-from dapo.observe.run_folder import RunFolder
-from dapo.util.process import Shutdown, Stopped
 from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.config import Config
+    from dapo.util.process import Shutdown
 
 
 def train(
@@ -50,6 +46,10 @@ def train(
 ) -> None:
     """Train a model as RECIPE says."""
     with errors_for_people(debug, output_is_result=dry_run):
+        from dapo.config.plan import existing_recipe
+        from dapo.config.secrets import require_secrets
+        from dapo.observe.run_folder import RunFolder
+
         changes = list(overrides or ())
         if resume is not None and recipe is not None and is_setting(recipe):
             changes, recipe = [recipe, *changes], None  # no recipe: it is the first of the overrides
@@ -88,16 +88,18 @@ def _page(folder: Path) -> AbstractContextManager[None]:
 
 
 def _train(config: Config, resume: Path | None, quiet: bool) -> None:
+    from dapo.config.secrets import blanks, redact
     from dapo.observe.progress import make_listener
+    from dapo.observe.run_folder import RunFolder
 
     with closing(make_listener(quiet)) as listener:
-        with stopped_by_signals(config.run.stop_within_s, resume) as stopping:
+        with stopped_by_signals(config.run.stop_within_s, resume) as shutdown:
             listener.phase("loading")
             from dapo.orchestrator.inputs import RunOverrides
             from dapo.orchestrator.launch import run_experiment
 
             folder = RunFolder(resume) if resume else None
-            summary = run_experiment(config, listener, RunOverrides(resume=folder), stopping)
+            summary = run_experiment(config, listener, RunOverrides(resume=folder), shutdown)
         listener.finished(summary)
     if not quiet:
         secrets = list(blanks(redact(config.model_dump(mode="json"))))
@@ -110,22 +112,19 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
     """The signals to stop end the run that is inside of the block, within a bounded time, with its exit code.
 
     ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
-    run that goes on, if it is none that begins.
-    """
+    run that goes on, if it is none that begins."""
+    from dapo.util.process import Shutdown, Stopped
 
-    def code_of(error: BaseException) -> int:
-        return exit_code(error) if isinstance(error, UserError) else 70
-
-    with Shutdown(within_s, code_of) as stopping:
-        stopping.run = stopping.saved = resume
+    with Shutdown(within_s, lambda error: exit_code(error) if isinstance(error, UserError) else 70) as shutdown:
+        shutdown.run = shutdown.saved = resume
         try:
-            yield stopping
+            yield shutdown
         except (Stopped, KeyboardInterrupt):
-            if stopping.signal is None:
+            if shutdown.signal is None:
                 raise
-            code = stopping.exit_code
-            can = f"to go on: dapo train --resume {stopping.run}" if stopping.run else "before the run had begun"
-            complain(f"stopped by {stopping.signal.name}, {can} (exit code {code})")
+            code = shutdown.exit_code
+            can = f"to go on: dapo train --resume {shutdown.run}" if shutdown.run else "before the run had begun"
+            complain(f"stopped by {shutdown.signal.name}, {can} (exit code {code})")
             raise typer.Exit(code) from None
 
 
@@ -145,8 +144,7 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
         return []
     folder = Path(run_dir)
     lines = []
-    first = next(iter(sorted((folder / "samples").glob("step-*.jsonl"))), None)
-    if first is not None:
+    if any((folder / "samples").glob("step-*.jsonl")):
         lines.append(f"read what the model wrote: dapo inspect {folder} --samples")
     if longer:
         lines.append(f"go on with this run: dapo train --resume {folder} {longer}")
@@ -172,7 +170,6 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     if resume is not None:
         plan |= _where_it_goes_on(resume, config)
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
-    notes = [*(f"{name}: {value}" for name, value in plan.items()), *(f"warning: {w}" for w in warnings_for(config))]
     if console.is_terminal:
         from rich.syntax import Syntax
 
@@ -182,36 +179,32 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
         for warning in warnings_for(config):
             console.print(Text.assemble(("warning: ", "bold yellow"), warning))
     else:  # as comments, so that the whole is YAML
-        print(config_yaml(config) + "\n".join(f"# {note}" for note in notes))
+        notes = [*plan.items(), *(("warning", text) for text in warnings_for(config))]
+        print(config_yaml(config) + "\n".join(f"# {name}: {value}" for name, value in notes))
     require_files(config, recipe)
-    _require_model(config)
-    _try_template(config)
+    _try_model(config)
 
 
-def _require_model(config: Config) -> None:
-    """Raises ModelError if its folder, or that of its tokenizer, does not exist."""
+def _try_model(config: Config) -> None:
+    """Raises UserError: there is no folder of the model or of its tokenizer, or a tokenizer that lies in one cannot
+    write prompts as the recipe says."""
     from dapo.model.hub import require_folder
 
-    require_folder("model.path:", config.model.path)
-    if config.model.tokenizer is not None:
-        require_folder("model.tokenizer:", config.model.tokenizer)
-
-
-def _try_template(config: Config) -> None:
-    """Raises UserError if a tokenizer that lies in a folder cannot write prompts as the recipe says."""
     name = config.model.tokenizer or config.model.path
-    if not Path(name).expanduser().is_dir():
-        return
-    from dapo.data.template import PromptTemplate
-    from dapo.model.loading import load_tokenizer
+    require_folder("model.path:", config.model.path)
+    require_folder("model.tokenizer:" if config.model.tokenizer is not None else "model.path:", name)
+    if Path(name).expanduser().is_dir():
+        from dapo.data.template import PromptTemplate
+        from dapo.model.loading import load_tokenizer
 
-    PromptTemplate(config.data, load_tokenizer(name, config.model.trust_remote_code))
+        PromptTemplate(config.data, load_tokenizer(name, config.model.trust_remote_code))
 
 
 def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
     """The checkpoint that a resumed run would begin with (all of its files are read, as they will be then), and what
     is changed from which step on."""
     from dapo.observe.checkpoints import CheckpointId, Checkpoints
+    from dapo.observe.run_folder import RunFolder
     from dapo.orchestrator.resume import changes_at
 
     intact, damaged = Checkpoints(RunFolder(run).checkpoints).find_intact()
@@ -223,7 +216,7 @@ def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
 
 
 def _predicted_memory(config: Config) -> str:
-    from dapo.checks.patient import config_at_hand
+    from dapo.checks.context import config_at_hand
 
     if not config_at_hand(config.model.path):  # for which torch is not loaded
         return "not predicted, as the model is not on this machine"

@@ -2,15 +2,14 @@
 
 Unknown keys are refused with the nearest valid one named; impossible combinations are refused with the numbers shown
 and a working value proposed. Defaults are the paper's (arXiv 2503.14476) and, where it is silent, its released code's.
-Names of sizes say what they count: prompts, samples, groups or tokens.
-"""
+Names of sizes say what they count: prompts, samples, groups or tokens."""
 
-from dapo.config.checks import warnings_for
+from dapo.config.compose import ComposeReward, MonitorConfig, RewardConfig
+from dapo.config.data import DataConfig
 from dapo.config.messages import all_keys
 from dapo.config.reading import build_config, flat, load_config, load_reward, load_yaml, nested
 from dapo.config.reward import (
     CodeReward,
-    ComposeReward,
     ExactReward,
     FunctionReward,
     HttpReward,
@@ -18,42 +17,12 @@ from dapo.config.reward import (
     KServeReward,
     MathReward,
     ModelReward,
-    MonitorConfig,
-    RewardConfig,
     ServerReward,
 )
-from dapo.config.section import _section_types
-from dapo.config.sections import (
-    DataConfig,
-    EvaluationConfig,
-    TrainingConfig,
-)
-from dapo.config.tree import Config
+from dapo.config.sections import EvaluationConfig, TrainingConfig
+from dapo.config.tree import Config, warnings_for
 
-__all__ = [
-    "CodeReward",
-    "ComposeReward",
-    "Config",
-    "DataConfig",
-    "EvaluationConfig",
-    "ExactReward",
-    "FunctionReward",
-    "HttpReward",
-    "JudgeReward",
-    "KServeReward",
-    "MathReward",
-    "ModelReward",
-    "MonitorConfig",
-    "RewardConfig",
-    "ServerReward",
-    "TrainingConfig",
-    "_section_types",
-    "all_keys",
-    "build_config",
-    "flat",
-    "load_config",
-    "load_reward",
-    "load_yaml",
-    "nested",
-    "warnings_for",
-]
+__all__ = ["CodeReward", "ComposeReward", "Config", "DataConfig", "EvaluationConfig", "ExactReward", "FunctionReward"]
+__all__ += ["HttpReward", "JudgeReward", "KServeReward", "MathReward", "ModelReward", "MonitorConfig", "RewardConfig"]
+__all__ += ["ServerReward", "TrainingConfig", "all_keys", "build_config", "flat", "load_config", "load_reward"]
+__all__ += ["load_yaml", "nested", "warnings_for"]

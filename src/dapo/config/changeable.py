@@ -77,7 +77,6 @@ FIXED: Mapping[str, tuple[str, ...]] = {
 
 
 def may_change(key: str, deterministic: bool, inside: bool = False) -> bool:
-    """Whether a run may go on with another value of ``key``. ``inside``: of a rollout step."""
     allowed = (*MAY_CHANGE, *FROM_THE_NEXT_STEP, *BY_CONTENT, *(() if inside else BETWEEN_STEPS))
     return is_one_of(key, allowed if deterministic else (*allowed, *MAY_CHANGE_UNLESS_DETERMINISTIC))
 

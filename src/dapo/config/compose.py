@@ -1,23 +1,114 @@
-"""What cannot be meant in a reward that is put together from parts."""
+"""The ``reward`` section as a whole: rewards that are put together from others, and all kinds by name."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal, get_args
 
+from pydantic import Field, field_validator, model_validator
+
+from dapo.config.reward import Plain, PlainReward, RewardBase
 from dapo.config.secrets import is_secret
-
-if TYPE_CHECKING:  # the section calls these checks when it is built
-    from dapo.config.reward import ComposeReward, Part
+from dapo.config.section import Problems, Section
 
 
-def compose_problems(reward: ComposeReward) -> Iterator[str]:
-    """Every mistake, as `key: what is wrong; what would work`, where the key counts from the section."""
-    yield from _broken_names(reward)
-    yield from _broken_links(reward)
-    yield from _without_effect(reward)
+class Part(Section):
+    """One part of a reward that is put together. Its value is what its reward gave, after `from_range` and `clip`. It
+    passes where it is right, or, if it knows no right and wrong, where its value is above `passes_at`."""
+
+    reward: PlainReward | None = None
+    """What scores it: a reward of any other kind, with its own time limit and its own policy for failed scores. With
+    `on_error` = `drop` a failed part leaves the whole without a verdict; with `value`, `error_value` stands in for what
+    it would have given, it is not right, and `NAME/failed` among the parts tells how often. If its share of failed
+    scores exceeds its `max_error_rate`, the run stops."""
+    of: str | None = None
+    """In place of a reward: PART/KEY, the part KEY of what the reward of another part gave, such as `solved/style`. It
+    knows no right and wrong; where the other one failed or was not computed, it is 0 and does not pass."""
+    weight: float = 1.0
+    """Its factor in the sum; with 0 it is measured only. (With `tiers`: 0 for a part outside of them, else 1.)"""
+    only_if: str | None = None
+    """Name of another part: this one counts only where that one passes. Elsewhere it is 0, is not right, and is not
+    computed."""
+    clip: tuple[float, float] | None = None
+    """Lowest and highest value; what is beyond is cut."""
+    from_range: tuple[float, float] | None = None
+    """Map this range of values to 0..1 (before `clip`; values outside of it go beyond), such as [-1, 1] for the kinds
+    `math` and `code`."""
+    passes_at: float = 0.0
+    """The value above which it passes, where it knows no right and wrong: for `tiers` and `only_if`."""
+
+    @field_validator("clip", "from_range")
+    @classmethod
+    def _low_is_below_high(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError("the first must be below the second, such as [0, 1]")
+        return value
+
+
+class ComposeReward(RewardBase):
+    kind: Literal["compose"]
+    """Several rewards put together: a weighted sum, or ordered tiers. The value is the sum of weight x value over the
+    parts, or what `tiers` say."""
+    parts: dict[str, Part] = Field(min_length=1)
+    """The parts by name. Each one appears in the metrics and in the stored samples with its value (before its weight),
+    and its own parts as NAME/PART."""
+    correct: str | None = None
+    """The part that says whether a response is correct; null: right and wrong are left open. The answer that it took
+    from the response is shown as that of the whole."""
+    tiers: list[str] | None = Field(None, min_length=1)
+    """In place of a sum: parts in order, such as format, correctness, quality. A part counts only if all before it
+    pass. With n tiers, of which the first t pass, the value is 2 (t + s) / n - 1, where s is the value of the next one,
+    cut to 0..1: between -1 (nothing of the first) and 1. The last tier is graded in this way too, unless it is right,
+    which is 1."""
+    timeout_s: float = Field(3600.0, gt=0)
+    """Longest time for all parts of one response, waiting for a free worker or server included. Each part has its own
+    limit for the work itself."""
+
+    @property
+    def rewards(self) -> dict[str, PlainReward]:
+        return {name: part.reward for name, part in self.parts.items() if part.reward is not None}
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> ComposeReward:
+        problems = [*_broken_names(self), *_broken_links(self), *_without_effect(self)]
+        if problems:
+            raise Problems(*problems)
+        return self
+
+
+RewardConfig = Annotated[Plain | ComposeReward, Field(discriminator="kind")]
+
+
+class MonitorConfig(Section):
+    """Watching for reward hacking."""
+
+    check: RewardConfig | None = None
+    """A second reward that is never trained on, such as another verifier: the held-out check."""
+    share: float = Field(0.25, gt=0, le=1)
+    """Share of the samples that it scores."""
+    window: int = Field(5, ge=1)
+    """Rollout steps that are averaged, at the start of the run and now, before anything is said."""
+    max_false_right: float = Field(0.2, ge=0, le=1)
+    """Share of the responses that the reward calls right and the check calls wrong above which an alarm is raised."""
+    max_divergence: float = Field(1.0, gt=0)
+    """How much more the reward may rise than the check, each in its own standard deviations at the start."""
+    max_length_correlation: float = Field(0.7, ge=0, le=1)
+    """Correlation of reward and length within groups above which lengths that move the same way raise an alarm."""
+
+
+REWARD_KINDS: dict[str, type[RewardBase]] = {
+    str(get_args(kind.model_fields["kind"].annotation)[0]): kind for kind in get_args(Plain | ComposeReward)
+}
+"""The classes of the union, by the value of ``kind``."""
+
+
+def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
+    if isinstance(reward, ComposeReward):
+        yield from reward.rewards.values()
+    else:
+        yield reward
 
 
 def _broken_names(reward: ComposeReward) -> Iterator[str]:
@@ -55,7 +146,6 @@ def _broken_links(reward: ComposeReward) -> Iterator[str]:
 
 
 def waits_for(part: Part) -> list[str]:
-    """The parts that must be known before ``part`` can be."""
     return [name for name in (part.only_if, part.of and part.of.partition("/")[0]) if name]
 
 

@@ -9,11 +9,42 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from dapo.config.processors import PROCESSORS, TRUNCATIONS
-from dapo.config.reward import REWARD_KINDS
-from dapo.config.section import Problems, _section_types
+from dapo.config.compose import REWARD_KINDS
+from dapo.config.section import Problems, section_types
 from dapo.config.tree import Config
 from dapo.errors import shortened
+
+GENERATION_CONFIG: Mapping[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "typical_p"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
+    "watermarking_config": None,
+}
+"""Those that a model's generation config may hold, each with the value that does nothing."""
+
+TRUNCATIONS = frozenset(
+    {
+        *("typical_p", "epsilon_cutoff", "eta_cutoff", "tfs", "tfs_z", "top_a", "top_n_sigma", "xtc_threshold"),
+        *("xtc_probability", "mirostat", "mirostat_tau", "mirostat_eta", "mirostat_mode", "dynatemp_range"),
+    }
+)
+"""Those that leave tokens out, or change the temperature, as a response goes."""
+
+PROCESSORS = (
+    frozenset(
+        {
+            *GENERATION_CONFIG,
+            *("presence_penalty", "frequency_penalty", "logits_bias", "logit_bias", "allowed_token_ids"),
+            *("logits_processor", "logits_processors", "bad_words", "min_tokens"),
+            *("guided_decoding", "guided_regex", "guided_json", "guided_choice", "guided_grammar"),
+        }
+    )
+    - TRUNCATIONS
+)
+"""Those that change the logits, by what came before or by the user's wish."""
+
 
 _SWITCHED_BY = {
     "model.lora": ("rank", "0", "16"),
@@ -23,8 +54,7 @@ _SWITCHED_BY = {
 """Sections without ``enable`` for which true or false may be given: the key that does it, with its value for each."""
 
 
-def _explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
-    """One pydantic error as lines for a person."""
+def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
     path, kind = _without_tags([str(p) for p in item["loc"]])
     key = ".".join(path)
     if item["type"] == "value_error" and isinstance(item["ctx"]["error"], Problems):
@@ -81,7 +111,7 @@ def _without_tags(path: list[str]) -> tuple[list[str], str | None]:
     kinds: list[str | None] = []  # of the section that each key stands in
     kind = None
     for name in path:
-        if name in ("[key]", "bool", "constrained-float"):
+        if name in ("[key]", "bool", "constrained-float") or name.startswith(("list[", "literal[")):
             continue
         if keys and keys[-1] in ("reward", "check") and name in REWARD_KINDS and kind is None:
             kind = name
@@ -140,7 +170,7 @@ def nearest_key(key: str) -> str:
     if last in ELSEWHERE and key not in known:
         return f"did you mean {ELSEWHERE[last]}?"
     if any(name not in known for name in (".".join(parents[: k + 1]) for k in range(len(parents)))):
-        return _nearest_in(_fields_at(parents), key.split("."))  # below a name that the user gave
+        return _nearest_in(fields_at(parents), key.split("."))  # below a name that the user gave
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"
@@ -157,12 +187,11 @@ def nearest_key(key: str) -> str:
 
 
 def _nearest_in(names: Sequence[str], path: Sequence[str]) -> str:
-    """What to say of the last key of ``path``, in whose section there are ``names``."""
     near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.6)
     return f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"valid here: {', '.join(names)}"
 
 
-def _fields_at(path: Sequence[str]) -> list[str]:
+def fields_at(path: Sequence[str]) -> list[str]:
     """The keys of the section (of any of its kinds) at ``path``, in which users' own names stand for mappings' keys."""
     sections: list[type[BaseModel]] = [Config]
     named = False
@@ -173,7 +202,7 @@ def _fields_at(path: Sequence[str]) -> list[str]:
         found = [s.model_fields[name].annotation for s in sections if name in s.model_fields]
         named = any(get_origin(annotation) is dict for annotation in found)
         inner = [get_args(a)[1] if get_origin(a) is dict else a for a in found]
-        sections = [kind for annotation in inner for kind in _section_types(annotation)]
+        sections = [kind for annotation in inner for kind in section_types(annotation)]
     return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
@@ -185,5 +214,5 @@ def all_keys() -> list[str]:
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in section.model_fields.items():
         yield prefix + name
-        for kind in _section_types(info.annotation):
+        for kind in section_types(info.annotation):
             yield from _keys(kind, f"{prefix}{name}.")

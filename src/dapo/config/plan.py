@@ -1,18 +1,16 @@
 """The numbers that follow from a recipe: what a step holds, how much of it, and at most how many tokens.
 
-Shown at the start of a run and by ``--dry-run``, because sizes multiply and the reader should not have to.
-"""
+Shown at the start of a run and by ``--dry-run``, because sizes multiply and the reader should not have to."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dapo.config import Config
-from dapo.config.data_sets import names_a_data_set
-from dapo.config.recipes import demo_of
-from dapo.config.sections import DataItem
-from dapo.errors import DataError
+from dapo.config.data import DataItem, names_a_data_set
+from dapo.config.tree import Config
+from dapo.errors import ConfigError, DataError
 from dapo.util.terminal import counted
 
 MINUTES = "minutes of steps, at most"
@@ -20,7 +18,6 @@ MINUTES = "minutes of steps, at most"
 
 
 def plan_of(config: Config) -> dict[str, int | str]:
-    """Derived numbers by name, in the order in which they are shown."""
     rollout, training, filters = config.rollout, config.training, config.algorithm.filter_groups
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = config.data.max_prompt_length + rollout.max_response_length
@@ -48,8 +45,9 @@ def plan_of(config: Config) -> dict[str, int | str]:
     evaluation = config.evaluation
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)
+        shown = rows if rows is not None else "all" if evaluation.rows is None else f"up to {evaluation.rows}"
         per_row = counted(evaluation.samples_per_prompt, "sample")
-        plan["evaluation"] = f"{_shown(rows, evaluation.rows)} rows x {per_row}, temperature {evaluation.temperature:g}"
+        plan["evaluation"] = f"{shown} rows x {per_row}, temperature {evaluation.temperature:g}"
         between = -(-training.steps // evaluation.every) - 1 if evaluation.every and training.steps else 0
         plan[f"evaluations{most}"] = between + (2 if training.steps else 1)
     else:
@@ -58,7 +56,6 @@ def plan_of(config: Config) -> dict[str, int | str]:
 
 
 def plan_line(plan: Mapping[str, object]) -> str:
-    """The plan in one line: how prompts become samples become updates."""
     return (
         f"{counted(plan['steps'], 'step')}, each {counted(plan['prompts per step'], 'prompt')} x "
         f"{counted(plan['samples per prompt'], 'sample')} = {counted(plan['samples per step'], 'sample')}, "
@@ -100,12 +97,6 @@ def remedy(recipe: Path) -> str:
 _HUB = " (a data set of the hub is named owner/name, or has a split: or name:)"
 
 
-def _shown(rows: int | None, limit: int | None) -> str:
-    if rows is None:
-        return "all" if limit is None else f"up to {limit}"
-    return str(rows)
-
-
 def _is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
@@ -129,5 +120,35 @@ def _rows(items: list[DataItem], limit: int | None) -> int | None:
 
 
 def steps_that_fit(minutes: float, used: float, seconds: float) -> int:
-    """How many more steps of so many seconds fit into the minutes, of which ``used`` seconds are over."""
     return max(0, int((60 * minutes - used) // seconds))
+
+
+_INSTALLED = Path(__file__).parents[1] / "shipped_recipes"
+_CHECKOUT = Path(__file__).parents[3] / "recipes"
+
+
+def shipped_recipes() -> list[Path]:
+    return sorted((_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT).glob("*.yaml"))
+
+
+def _by_name() -> dict[str, Path]:
+    return {path.stem: path for path in shipped_recipes()}
+
+
+def existing_recipe(recipe: str | Path) -> Path:
+    """``recipe``, or where there is no such file and it is only the name of a shipped one, that one's file."""
+    return Path(recipe) if os.path.exists(recipe) else _by_name().get(str(recipe), Path(recipe))  # noqa: PTH110
+
+
+def demo_of(recipe: Path) -> str | None:
+    """The command that makes model and data of a shipped recipe; None for a recipe of the user's."""
+    commands = {"cpu-demo": "dapo demo", "cpu-smollm2": "dapo demo word-problems"}
+    return commands.get(recipe.stem) if recipe.resolve() in (path.resolve() for path in shipped_recipes()) else None
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a shipped recipe, such as ``cpu-demo``. Raises ConfigError: there is none of this name."""
+    known = _by_name()
+    if name not in known:
+        raise ConfigError(f"no recipe {name!r} comes with dapo; there are: {', '.join(known)}")
+    return known[name]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from dapo.config.messages import _explain, _fields_at
-from dapo.config.recipes import existing_recipe, shipped_recipes
-from dapo.config.reward import REWARD_KINDS, ComposeReward, RewardConfig
+from dapo.config.compose import REWARD_KINDS, ComposeReward, RewardConfig
+from dapo.config.data import DataItem
+from dapo.config.messages import explain, fields_at
+from dapo.config.plan import existing_recipe, shipped_recipes
 from dapo.config.secrets import require_secrets
-from dapo.config.sections import DataItem
 from dapo.config.tree import Config
 from dapo.errors import ConfigError
 from dapo.util.files import read_text
@@ -24,12 +24,9 @@ from dapo.util.files import read_text
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe and apply overrides of the form ``section.key=value`` (the value is YAML).
 
-    ``recipe``: a file, or the name of a recipe that comes with the package, such as ``cpu-demo``.
-    Relative data files and a reward function's file are resolved beside the recipe if they exist there.
-
-    Raises:
-        ConfigError: with every problem found, each with file, line and key.
-    """
+    ``recipe``: a file, or the name of a recipe that comes with the package, such as ``cpu-demo``. Relative data files
+    and a reward function's file are resolved beside the recipe if they exist there.
+    Raises ConfigError: with every problem found, each with file, line and key."""
     path = existing_recipe(recipe)
     tree, where = _read_recipe(path, overrides)
     if tree.get("run") is None:
@@ -41,14 +38,9 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> RewardConfig:
     """The reward alone: the section of a recipe, of which nothing else need be there, or a kind with its defaults.
-
-    Args:
-        recipe_or_kind: a recipe, or a kind such as ``math``; a file of that name goes first.
-        overrides: ``reward.key=value``.
-
-    Raises:
-        ConfigError: with every problem found, each with file, line and key.
-    """
+    ``recipe_or_kind``: a recipe, or a kind such as ``math``; a file of that name goes first. ``overrides``:
+    ``reward.key=value``.
+    Raises ConfigError: with every problem found, each with file, line and key."""
     path, name = Path(recipe_or_kind), str(recipe_or_kind)
     for override in overrides:
         if not override.strip().startswith("reward"):
@@ -56,7 +48,7 @@ def load_reward(recipe_or_kind: str | Path, overrides: Sequence[str] = ()) -> Re
     if name in REWARD_KINDS and not os.path.isfile(path):  # noqa: PTH113
         tree: dict[str, Any] = {"reward": {"kind": name}}
         source, where = f"reward {name}", dict[str, str]()
-        _override(tree, overrides, where)
+        apply_overrides(tree, overrides, where)
     elif os.path.exists(path):  # noqa: PTH110
         found, where = _read_recipe(path, overrides)
         source = name
@@ -77,7 +69,7 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     Raises ConfigError: with every problem found."""
     tree: dict[str, Any] = {}
     where: dict[str, str] = {}
-    _override(tree, overrides, where)
+    apply_overrides(tree, overrides, where)
     missing = []
     for section, key in (("model", "path"), ("reward", "function")):
         values = tree.setdefault(section, {}) or {}
@@ -89,20 +81,47 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, list[str]]:
     return build_config(tree, "config", where), missing
 
 
+def layered_config(
+    layers: Iterable[Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+    source: str = "settings",
+    where: Mapping[str, str] | None = None,
+) -> Config:
+    """The tree that ``layers`` (nested mappings, the last one counts most) and then ``overrides`` make. ``where``: for
+    dotted keys, the place to name in messages, such as an option of the command line.
+    Raises ConfigError: with every problem found."""
+    places = dict(where or {})
+    last: dict[str, Any] = {}
+    apply_overrides(last, overrides, places)
+    tree: dict[str, Any] = {}
+    for layer in (*layers, last):
+        tree = merged(tree, layer)
+    return build_config(tree, source, places)
+
+
+def merged(tree: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` with the keys of ``layer`` in place of its own, section by section.
+
+    A layer that names another ``kind`` replaces the section: the keys of one kind mean nothing to another."""
+    found = dict(tree)
+    for key, value in layer.items():
+        present = found.get(key)
+        if isinstance(present, Mapping) and isinstance(value, Mapping):
+            other_kind = "kind" in value and "kind" in present and value["kind"] != present["kind"]
+            found[key] = dict(value) if other_kind else merged(present, value)
+        else:
+            found[key] = value
+    return found
+
+
 def build_config(tree: Mapping[str, Any], source: str = "config", where: Mapping[str, str] | None = None) -> Config:
     """Check a nested mapping and turn it into a :class:`Config`.
-
-    Args:
-        source: what to call the whole in messages.
-        where: for dotted keys, the place to name in messages.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    ``source``: what to call the whole in messages. ``where``: for dotted keys, the place to name in messages.
+    Raises ConfigError: with every problem found."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = [line for item in error.errors() for line in _explain(item, source, where or {})]
+        problems = [line for item in error.errors() for line in explain(item, source, where or {})]
         raise ConfigError("\n".join(problems)) from None
 
 
@@ -121,32 +140,29 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         raise ConfigError(f"{str(path)!r}: cannot read the recipe: {error}") from None
     tree, lines = _parse_yaml(text, str(path))
     where = {key: f"{path}:{line}" for key, line in lines.items()}
-    _override(tree, overrides, where)
+    apply_overrides(tree, overrides, where)
     return tree, where
 
 
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """``config`` with other values under keys such as ``data.train``, which are not checked again."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
+
+
 def _beside(config: Config, folder: Path) -> Config:
-    def resolve(name: str) -> str:
-        return _file_beside(name, folder)
+    def resolve(items: list[DataItem]) -> list[DataItem]:
+        return [item.model_copy(update={"path": _file_beside(item.path, folder)}) for item in items]
 
-    def resolve_items(items: list[DataItem]) -> list[DataItem]:
-        return [item.model_copy(update={"path": resolve(item.path)}) for item in items]
-
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(
-                update={
-                    "train": resolve_items(config.data.train),
-                    "chat_template": config.data.chat_template and resolve(config.data.chat_template),
-                }
-            ),
-            "evaluation": config.evaluation.model_copy(update={"data": resolve_items(config.evaluation.data)}),
-            "reward": _reward_beside(config.reward, folder),
-            "monitor": config.monitor.model_copy(
-                update={"check": config.monitor.check and _reward_beside(config.monitor.check, folder)}
-            ),
-        }
-    )
+    values = {
+        "data.train": resolve(config.data.train),
+        "data.chat_template": config.data.chat_template and _file_beside(config.data.chat_template, folder),
+        "evaluation.data": resolve(config.evaluation.data),
+        "monitor.check": config.monitor.check and _reward_beside(config.monitor.check, folder),
+    }
+    return with_values(config, values).model_copy(update={"reward": _reward_beside(config.reward, folder)})
 
 
 def _reward_beside(reward: Any, folder: Path) -> Any:
@@ -186,7 +202,6 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
             raise yaml.constructor.ConstructorError(None, None, _reason(error), node.start_mark) from None
 
     def whole_number(self, node: yaml.ScalarNode) -> int | str:
-        """The number, or its text if it has more digits than Python prints."""
         try:
             value = int(self.construct_yaml_int(node))
             str(value)
@@ -210,10 +225,7 @@ _Loader.yaml_implicit_resolvers = {
 def load_yaml(text: str) -> Any:
     """What is in ``text``, which may be somebody else's, in JSON's own types. No two keys share a mapping or a list
     (YAML's aliases do), so that an override changes one of them.
-
-    Raises:
-        YAMLError: it is not YAML, is too large with its aliases written out, or has values of other types.
-    """
+    Raises YAMLError: it is not YAML, is too large with its aliases written out, or has values of other types."""
     _check_size(text)
     return _unshared(yaml.load(text, Loader=_Loader))
 
@@ -249,7 +261,6 @@ def _check_size(text: str) -> None:
 
 
 def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in ``text`` and, for each dotted key, its line."""
     try:
         tree = load_yaml(text)
         node = yaml.compose(text, Loader=_Loader)
@@ -270,9 +281,7 @@ def _parse_yaml(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return str(error) or type(error).__name__
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
 
 
 def _unshared(node: Any, depth: int = 0) -> Any:
@@ -321,32 +330,28 @@ def flat(tree: Mapping[str, Any], prefix: str = "", leaves: Container[str] = ())
             yield f"{prefix}{key}", value
 
 
-def _override(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
-    """Put every override into ``tree``, and into ``where`` that its key comes from there."""
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], where: dict[str, str]) -> None:
     for override in overrides:
-        key, value = _parse_override(override)
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key):
+            raise ConfigError(f"override {override!r}: expected section.key=value, such as training.steps=20")
+        try:
+            value = load_yaml(text)
+        except Exception:  # not only YAMLError: see _parse_yaml
+            raise ConfigError(f"override {override!r}: the value is not valid YAML; quote it") from None
         _assign(tree, key, value, override)
         where[key] = f"override {override}"
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", key.strip()):
-        raise ConfigError(f"override {text!r}: expected section.key=value, such as training.steps=20")
-    try:
-        return key.strip(), load_yaml(value)
-    except Exception:  # not only YAMLError: see _parse_yaml
-        raise ConfigError(f"override {text!r}: the value is not valid YAML; quote it") from None
-
-
 def _assign(tree: dict[str, Any], key: str, value: Any, override: str) -> None:
     *parents, last = path = key.split(".")
-    if isinstance(value, bool) and "enable" in _fields_at(path):  # the other keys of the section stay as they are
+    if isinstance(value, bool) and "enable" in fields_at(path):  # the other keys of the section stay as they are
         parents, last = path, "enable"
     for place, parent in enumerate(parents):
         if tree.get(parent) is None:
             tree[parent] = {}
-        elif isinstance(tree[parent], bool) and "enable" in _fields_at(parents[: place + 1]):
+        elif isinstance(tree[parent], bool) and "enable" in fields_at(parents[: place + 1]):
             tree[parent] = {"enable": tree[parent]}
         tree = tree[parent]
         if not isinstance(tree, dict):

@@ -1,6 +1,5 @@
 """What there is to know of each key: type, default, choices and meaning. The configuration page, ``dapo config`` and
-shell completion all read it from here.
-"""
+shell completion all read it from here."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dapo.config.reward import RewardBase
-from dapo.config.section import _leaves, _section_types
+from dapo.config.section import leaf_types, section_types
 from dapo.config.tree import Config
 
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", date: "date"}
@@ -28,8 +27,7 @@ class Key:
     """One key of the tree that holds a value.
 
     ``type`` is said in words, bounds included; ``choices`` are the values allowed, if they can be listed; ``default``
-    means nothing where ``required``.
-    """
+    means nothing where ``required``."""
 
     name: str
     type: str
@@ -40,19 +38,15 @@ class Key:
 
     @property
     def last(self) -> str:
-        """The name without its sections."""
         return self.name.rpartition(".")[2]
 
 
 def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
     """The keys of a section and of those inside it, in order.
-
-    Args:
-        section: a class of the tree. Where a section is one of several kinds, the keys of all of them are given.
-        prefix: what to put before each name, final dot included.
-    """
+    ``section``: a class of the tree. Where a section is one of several kinds, the keys of all of them are given.
+    ``prefix``: what to put before each name, final dot included."""
     for name, info in section.model_fields.items():
-        kinds = _section_types(info.annotation)
+        kinds = section_types(info.annotation)
         for kind in kinds:
             yield from keys_of(kind, f"{prefix}{name}.")
         if not kinds:
@@ -60,7 +54,6 @@ def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[Key]:
 
 
 def key_of(name: str, info: FieldInfo) -> Key:
-    """What is to be known of one field, called ``name``."""
     return Key(
         name=name,
         type=_type_in_words(info.annotation, list(info.metadata)),
@@ -84,7 +77,6 @@ def keys_in(section: BaseModel, prefix: str = "") -> dict[str, Key]:
 
 
 def all_values() -> dict[str, list[Key]]:
-    """Every key that holds a value, by name; several where kinds of a section share a name."""
     found: dict[str, list[Key]] = {}
     for key in keys_of(Config):
         found.setdefault(key.name, []).append(key)
@@ -92,7 +84,7 @@ def all_values() -> dict[str, list[Key]]:
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    leaves = _leaves(annotation)
+    leaves = leaf_types(annotation)
     if get_origin(annotation) is Literal:
         return tuple(leaves)
     return (True, False) if leaves == [bool] else ()
@@ -101,7 +93,7 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 def _type_in_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         return _type_in_words(get_args(annotation)[0], metadata)
-    leaves = _leaves(annotation)
+    leaves = leaf_types(annotation)
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, leaves))}" if len(leaves) > 1 else str(leaves[0])
     if any(isinstance(leaf, type) and issubclass(leaf, RewardBase) for leaf in leaves):
@@ -120,7 +112,7 @@ def _leaf_in_words(leaf: Any) -> str:
         return f"list of {_type_in_words(inner[0], []).removeprefix('one of ').replace(', ', ' or ')}"
     if get_origin(leaf) is tuple:
         return f"list: {', '.join(_type_in_words(kind, []) for kind in inner)}"
-    if _section_types(leaf):
+    if section_types(leaf):
         return "items"
     if leaf is dict or get_origin(leaf) is dict:
         return "mapping"

@@ -1,17 +1,16 @@
-"""The ``reward`` section: one class for each kind of reward, and those that are put together from others."""
+"""The kinds of reward that are not put together from others: one class for each."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from dapo.config.compose import compose_problems
-from dapo.config.section import PathText, Problems, Section, not_json
+from dapo.config.section import JsonMapping, PathText, Problems, Section
 
 
 class RewardBase(Section):
@@ -60,7 +59,7 @@ class FunctionReward(WorkerReward):
     function: PathText
     """`package.module:name`, or `file.py:name` with the file beside the recipe (or in the working folder); the name is
     that of the function, or the one that `@dapo.reward_function(name=...)` gave it."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: JsonMapping = Field(default_factory=dict)
     """Extra keyword arguments for the function."""
     responses_per_call: int | None = Field(None, ge=1)
     """Most responses in one call, for a function that takes lists (`prompts`, `responses`, `answers`); null: as it is
@@ -71,13 +70,6 @@ class FunctionReward(WorkerReward):
     def _names_a_function(cls, value: str) -> str:
         if value.endswith(".py"):
             raise ValueError(f"names a file; name the function in it, too: {value}:NAME")
-        return value
-
-    @field_validator("args")
-    @classmethod
-    def _args_can_be_written_down(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in not_json(value):
-            raise ValueError(problem)
         return value
 
 
@@ -145,10 +137,8 @@ class ModelReward(RewardBase):
     def _longest_text_fits(self) -> ModelReward:
         if self.max_length > self.tokens_per_batch:
             raise Problems(
-                [
-                    f"tokens_per_batch: {self.tokens_per_batch} cannot hold one text of max_length={self.max_length}; "
-                    f"use {self.max_length} or more"
-                ]
+                f"tokens_per_batch: {self.tokens_per_batch} cannot hold one text of max_length={self.max_length}; "
+                f"use {self.max_length} or more"
             )
         return self
 
@@ -196,10 +186,10 @@ class JudgeReward(RewardBase):
     def _grades_are_on_the_scale(self) -> JudgeReward:
         low, high = self.scale
         if low >= high:
-            raise Problems([f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]"])
+            raise Problems(f"scale: the lowest grade {low:g} must be below the highest {high:g}, as in [0, 10]")
         if self.correct_at is not None and not low <= self.correct_at <= high:
             raise Problems(
-                [f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"]
+                f"correct_at: {self.correct_at:g} is not on the scale; use a grade from {low:g} to {high:g}, or null"
             )
         return self
 
@@ -243,7 +233,7 @@ class HttpReward(RemoteReward):
 
     kind: Literal["http"]
     """A service of the user's own: a POST of JSON, and JSON that comes back."""
-    request: dict[str, Any] = Field(default_factory=lambda: {"items": ["$item"]})
+    request: JsonMapping = Field(default_factory=lambda: {"items": ["$item"]})
     """The body. `$prompt`, `$response`, `$answer` and `$meta` (or `$meta.KEY`) are the fields of a response, `$item`
     all of them; they may also stand inside of text. In a list, an element that holds one stands for every response of
     the batch. With fields outside of lists a request is for one response (`responses_per_call: 1`)."""
@@ -257,8 +247,6 @@ class HttpReward(RemoteReward):
     @field_validator("request")
     @classmethod
     def _can_be_filled(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for problem in not_json(value):
-            raise ValueError(problem)
         _check_fields(value)
         return value
 
@@ -266,10 +254,8 @@ class HttpReward(RemoteReward):
     def _holds_a_batch(self) -> HttpReward:
         if self.responses_per_call > 1 and not all(in_list for _, in_list in fields_of(self.request)):
             raise Problems(
-                [
-                    "request: fields outside of a list make it a request for one response; set responses_per_call=1 or "
-                    'put what is said of each response into a list, as in {"items": ["$item"]}'
-                ]
+                "request: fields outside of a list make it a request for one response; set responses_per_call=1 or "
+                'put what is said of each response into a list, as in {"items": ["$item"]}'
             )
         return self
 
@@ -296,112 +282,11 @@ class KServeReward(RemoteReward):
         return value
 
 
-class Part(Section):
-    """One part of a reward that is put together. Its value is what its reward gave, after `from_range` and `clip`. It
-    passes where it is right, or, if it knows no right and wrong, where its value is above `passes_at`."""
-
-    reward: PlainReward | None = None
-    """What scores it: a reward of any other kind, with its own time limit and its own policy for failed scores. With
-    `on_error` = `drop` a failed part leaves the whole without a verdict; with `value`, `error_value` stands in for what
-    it would have given, it is not right, and `NAME/failed` among the parts tells how often. If its share of failed
-    scores exceeds its `max_error_rate`, the run stops."""
-    of: str | None = None
-    """In place of a reward: PART/KEY, the part KEY of what the reward of another part gave, such as `solved/style`. It
-    knows no right and wrong; where the other one failed or was not computed, it is 0 and does not pass."""
-    weight: float = 1.0
-    """Its factor in the sum; with 0 it is measured only. (With `tiers`: 0 for a part outside of them, else 1.)"""
-    only_if: str | None = None
-    """Name of another part: this one counts only where that one passes. Elsewhere it is 0, is not right, and is not
-    computed."""
-    clip: tuple[float, float] | None = None
-    """Lowest and highest value; what is beyond is cut."""
-    from_range: tuple[float, float] | None = None
-    """Map this range of values to 0..1 (before `clip`; values outside of it go beyond), such as [-1, 1] for the kinds
-    `math` and `code`."""
-    passes_at: float = 0.0
-    """The value above which it passes, where it knows no right and wrong: for `tiers` and `only_if`."""
-
-    @field_validator("clip", "from_range")
-    @classmethod
-    def _low_is_below_high(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
-        if value is not None and value[0] >= value[1]:
-            raise ValueError("the first must be below the second, such as [0, 1]")
-        return value
-
-
-class ComposeReward(RewardBase):
-    kind: Literal["compose"]
-    """Several rewards put together: a weighted sum, or ordered tiers. The value is the sum of weight x value over the
-    parts, or what `tiers` say."""
-    parts: dict[str, Part] = Field(min_length=1)
-    """The parts by name. Each one appears in the metrics and in the stored samples with its value (before its weight),
-    and its own parts as NAME/PART."""
-    correct: str | None = None
-    """The part that says whether a response is correct; null: right and wrong are left open. The answer that it took
-    from the response is shown as that of the whole."""
-    tiers: list[str] | None = Field(None, min_length=1)
-    """In place of a sum: parts in order, such as format, correctness, quality. A part counts only if all before it
-    pass. With n tiers, of which the first t pass, the value is 2 (t + s) / n - 1, where s is the value of the next one,
-    cut to 0..1: between -1 (nothing of the first) and 1. The last tier is graded in this way too, unless it is right,
-    which is 1."""
-    timeout_s: float = Field(3600.0, gt=0)
-    """Longest time for all parts of one response, waiting for a free worker or server included. Each part has its own
-    limit for the work itself."""
-
-    @property
-    def rewards(self) -> dict[str, PlainReward]:
-        """The rewards of those parts that have one of their own."""
-        return {name: part.reward for name, part in self.parts.items() if part.reward is not None}
-
-    @model_validator(mode="after")
-    def _parts_fit_together(self) -> ComposeReward:
-        problems = list(compose_problems(self))
-        if problems:
-            raise Problems(problems)
-        return self
-
-
-_Plain = (
+Plain = (
     MathReward | ExactReward | FunctionReward | CodeReward | ModelReward | JudgeReward | ServerReward | HttpReward
 ) | KServeReward
-PlainReward = Annotated[_Plain, Field(discriminator="kind")]
+PlainReward = Annotated[Plain, Field(discriminator="kind")]
 """A reward that is not put together from others."""
-
-RewardConfig = Annotated[_Plain | ComposeReward, Field(discriminator="kind")]
-
-Part.model_rebuild()
-ComposeReward.model_rebuild()
-
-
-class MonitorConfig(Section):
-    """Watching for reward hacking."""
-
-    check: RewardConfig | None = None
-    """A second reward that is never trained on, such as another verifier: the held-out check."""
-    share: float = Field(0.25, gt=0, le=1)
-    """Share of the samples that it scores."""
-    window: int = Field(5, ge=1)
-    """Rollout steps that are averaged, at the start of the run and now, before anything is said."""
-    max_false_right: float = Field(0.2, ge=0, le=1)
-    """Share of the responses that the reward calls right and the check calls wrong above which an alarm is raised."""
-    max_divergence: float = Field(1.0, gt=0)
-    """How much more the reward may rise than the check, each in its own standard deviations at the start."""
-    max_length_correlation: float = Field(0.7, ge=0, le=1)
-    """Correlation of reward and length within groups above which lengths that move the same way raise an alarm."""
-
-
-REWARD_KINDS: dict[str, type[RewardBase]] = {
-    str(get_args(kind.model_fields["kind"].annotation)[0]): kind for kind in get_args(_Plain | ComposeReward)
-}
-"""The classes of the union, by the value of ``kind``."""
-
-
-def plain_rewards(reward: RewardBase) -> Iterator[RewardBase]:
-    """The rewards that ``reward`` is put together from, or itself."""
-    if isinstance(reward, ComposeReward):
-        yield from reward.rewards.values()
-    else:
-        yield reward
 
 
 FIELD = re.compile(r"\$(?:(?:item|prompt|response|answer|finish_reason|prompt_end)\b|meta\b(?:\.\w+)*)")

@@ -80,7 +80,6 @@ def _flag(word: Any) -> str:
 
 
 def _hides(key: str, value: Any) -> bool:
-    """Whether ``value`` is blanked under ``key``."""
     if not is_secret(key) or value is None or isinstance(value, bool | float) or _MARK.fullmatch(str(value)):
         return False
     return not (_MAYBE_KEY.match(_words(key)) and _WORDS.fullmatch(str(value)))
@@ -113,7 +112,6 @@ def redact_command(command: Sequence[str]) -> list[str]:
 
 
 def blanks(value: Any, key: str = "") -> Iterator[str]:
-    """The keys whose values were blanked."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from blanks(item, f"{key}.{name}" if key else str(name))
@@ -125,11 +123,8 @@ def blanks(value: Any, key: str = "") -> Iterator[str]:
 
 
 def require_secrets(value: Any, place: object, remedy: str, key: str = "") -> None:
-    """Refuse a recipe that was read from a run folder, as long as secrets are blank in it.
-    ``value``: the recipe's keys and values, or those below ``key``.
-
-    Raises:
-        ConfigError: some are blank.
-    """
+    """Refuse a recipe that was read from a run folder, as long as secrets are blank in it. ``value``: the recipe's keys
+    and values, or those below ``key``.
+    Raises ConfigError: some are blank."""
     if hidden := list(blanks(value, key)):
         raise ConfigError(f"{place}: secrets are not kept in a run folder: give {', '.join(hidden)} again, {remedy}")

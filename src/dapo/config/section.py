@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -29,9 +29,9 @@ class Problems(ValueError):
     """What is wrong with several keys of a section taken together: each as `key: what; what would work`, where the key
     counts from the section."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
-        self.lines = list(lines)
-        super().__init__("\n".join(self.lines))
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+        super().__init__("\n".join(lines))
 
 
 class Section(BaseModel):
@@ -52,25 +52,25 @@ class Section(BaseModel):
         }
 
 
-def _section_types(annotation: Any) -> list[type[BaseModel]]:
+def section_types(annotation: Any) -> list[type[BaseModel]]:
     """The sections that an annotation stands for. A list or mapping of sections, or one that may be left out, is a
     value like any other."""
     if get_origin(annotation) in (list, dict) or types.NoneType in get_args(annotation):
         return []
     if get_origin(annotation) is Annotated:
-        return _section_types(get_args(annotation)[0])
+        return section_types(get_args(annotation)[0])
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
-    return [kind for arg in get_args(annotation) for kind in _section_types(arg)]
+    return [kind for arg in get_args(annotation) for kind in section_types(arg)]
 
 
 def _meant(value: Any, annotation: Any) -> Any:
-    if value is None and _section_types(annotation):
+    if value is None and section_types(annotation):
         return {}
     if isinstance(value, bool):
-        if any("enable" in kind.model_fields for kind in _section_types(annotation)):
+        if any("enable" in kind.model_fields for kind in section_types(annotation)):
             return {"enable": value}
-        leaves = _leaves(annotation)
+        leaves = leaf_types(annotation)
         if value is False and "off" in leaves:
             return "off"
         if bool not in leaves and (int in leaves or float in leaves):
@@ -78,12 +78,12 @@ def _meant(value: Any, annotation: Any) -> Any:
     return value
 
 
-def _leaves(annotation: Any) -> list[Any]:
+def leaf_types(annotation: Any) -> list[Any]:
     """The types and literal values that an annotation is made of, the element types of lists left out."""
     if get_origin(annotation) is Annotated:
-        return _leaves(get_args(annotation)[0])
+        return leaf_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType, Literal):
-        return [leaf for arg in get_args(annotation) for leaf in _leaves(arg)]
+        return [leaf for arg in get_args(annotation) for leaf in leaf_types(arg)]
     return [annotation]
 
 
@@ -106,3 +106,13 @@ def not_json(value: Any, key: str = "") -> Iterator[str]:
             yield f"{key}: holds half of a letter, which cannot be written as UTF-8"
     elif not isinstance(value, str | int | float | None):
         yield f"{key}: holds a {type(value).__name__}, where text, a number, a list or a mapping can stand"
+
+
+def _only_json(value: dict[str, Any]) -> dict[str, Any]:
+    for problem in not_json(value):
+        raise ValueError(problem)
+    return value
+
+
+JsonMapping = Annotated[dict[str, Any], AfterValidator(_only_json)]
+"""What a run folder can hold."""

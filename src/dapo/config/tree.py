@@ -1,24 +1,19 @@
-"""The whole tree: its sections together, and what follows from several of them."""
+"""The whole tree: its sections together, what follows from several of them, and which combinations are impossible."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sized
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dapo.config.checks import _conflicts
-from dapo.config.reward import MathReward, MonitorConfig, RewardConfig
+from dapo.config import sections
+from dapo.config.compose import MonitorConfig, RewardConfig
+from dapo.config.data import DataConfig
+from dapo.config.reward import MathReward
 from dapo.config.section import Problems, Section
-from dapo.config.sections import (
-    AlgorithmConfig,
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    RuntimeConfig,
-    TrainingConfig,
-)
+from dapo.util.escapes import eaten_in
 
 
 class Config(Section):
@@ -26,16 +21,16 @@ class Config(Section):
 
     seed: int = Field(0, ge=0, lt=2**32)
     """Everything random follows from it."""
-    model: ModelConfig
+    model: sections.ModelConfig
     data: DataConfig = DataConfig()
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
     reward: RewardConfig = MathReward()
     monitor: MonitorConfig = MonitorConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    training: TrainingConfig = TrainingConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    run: RunConfig = RunConfig()
+    algorithm: sections.AlgorithmConfig = sections.AlgorithmConfig()
+    training: sections.TrainingConfig = sections.TrainingConfig()
+    evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
+    runtime: sections.RuntimeConfig = sections.RuntimeConfig()
+    run: sections.RunConfig = sections.RunConfig()
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -44,9 +39,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        problems = list(_conflicts(self))
+        problems = list(conflicts(self))
         if problems:
-            raise Problems(problems)
+            raise Problems(*problems)
         return self
 
     @property
@@ -59,7 +54,6 @@ class Config(Section):
 
     @property
     def evaluated_length(self) -> int:
-        """Longest response of an evaluation, in tokens."""
         return self.evaluation.max_response_length or self.rollout.max_response_length
 
     @property
@@ -67,3 +61,148 @@ class Config(Section):
         """Optimizer steps in one rollout step, all epochs counted."""
         per_epoch = self.rollout.prompts_per_step // self.training.groups_per_update
         return per_epoch * self.training.epochs_per_rollout
+
+
+def conflicts(config: Config) -> Iterator[str]:
+    """Every impossible combination, as `key: what is wrong, with the numbers; what would work`."""
+    yield from _conflicting_sizes(config)
+    yield from _conflicts_of_algorithm(config)
+
+
+def _conflicting_sizes(config: Config) -> Iterator[str]:
+    rollout, algorithm, training = config.rollout, config.algorithm, config.training
+    if config.data.prompt_key == config.data.answer_key:
+        yield (
+            f"data.prompt_key: is the same key as data.answer_key ({config.data.answer_key!r}), which would show the "
+            "model the answer; the defaults are prompt and answer"
+        )
+    if rollout.samples_per_prompt < 2:
+        yield (
+            f"rollout.samples_per_prompt: is {rollout.samples_per_prompt}, but {algorithm.advantage.kind} compares the "
+            "samples of one prompt and needs at least 2; the paper uses 16"
+        )
+    n, per_update = rollout.prompts_per_step, training.groups_per_update
+    if n % per_update:
+        works = " or ".join(map(str, _divisors_near(n, per_update)))
+        yield (
+            f"training.groups_per_update: {n} groups (rollout.prompts_per_step) cannot be cut into mini-batches of "
+            f"{per_update}; use {works}, or prompts_per_step={max(1, n // per_update) * per_update}"
+        )
+    buffer = algorithm.overlong_buffer
+    if buffer.enable and buffer.len > rollout.max_response_length:
+        yield (
+            f"algorithm.overlong_buffer.len: is {buffer.len}, longer than rollout.max_response_length="
+            f"{rollout.max_response_length}; use {max(1, rollout.max_response_length // 5)} (the paper: a fifth), or "
+            "algorithm.overlong_buffer.enable=false"
+        )
+    if buffer.enable and algorithm.overlong_hard_punishment:
+        yield (
+            "algorithm.overlong_hard_punishment: the hard and the soft punishment (algorithm.overlong_buffer) exclude "
+            "each other; set one of them to false"
+        )
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    if training.tokens_per_micro_batch < longest:
+        yield (
+            f"training.tokens_per_micro_batch: is {training.tokens_per_micro_batch}, but one sample may have "
+            f"{config.data.max_prompt_length} (data.max_prompt_length) + {rollout.max_response_length} "
+            f"(rollout.max_response_length) = {longest} tokens; use at least {longest}"
+        )
+
+
+_SAYS_RIGHT = {"compose": "correct", "model": "correct_above", "judge": "correct_at", "kserve": "correct"}
+"""By kind of reward the key that says what is right; null: it is left open."""
+
+
+def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.correction.kind != "none" and algorithm.proximal == "engine":
+        yield (
+            f"algorithm.correction.kind: {algorithm.correction.kind} weighs pi_prox against pi_engine, which are the "
+            "same with proximal=engine; use algorithm.proximal=recompute"
+        )
+    if algorithm.correction.low >= algorithm.correction.high:
+        yield (
+            f"algorithm.correction.low: {algorithm.correction.low} must be below algorithm.correction.high="
+            f"{algorithm.correction.high}; such as 0.5 and 2.0"
+        )
+    if algorithm.kl.target is not None and algorithm.kl.mode not in ("loss", "reward"):
+        yield (
+            f"algorithm.kl.target: adapts the coefficient of the KL term, but algorithm.kl.mode is "
+            f"{algorithm.kl.mode}; use mode=loss or mode=reward, or target=null"
+        )
+    n, per_prompt = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
+    samples = n * per_prompt
+    if algorithm.kl.target is not None and samples >= 5 * algorithm.kl.horizon:
+        yield (
+            f"algorithm.kl.horizon: is {algorithm.kl.horizon}, but one step has {n} x {per_prompt} = {samples} "
+            f"samples, on which the coefficient would fall below zero; use at least {samples}"
+        )
+    key = _SAYS_RIGHT.get(config.reward.kind)
+    if (
+        key is not None
+        and getattr(config.reward, key) is None
+        and algorithm.filter_groups.enable
+        and algorithm.filter_groups.metric == "acc"
+    ):
+        yield (
+            f"reward.{key}: is null, so that right and wrong are left open, but algorithm.filter_groups.metric=acc "
+            "decides by them; give it, or use algorithm.filter_groups.metric=score"
+        )
+    if algorithm.loss_constant is not None and algorithm.loss_agg_mode != "constant":
+        yield (
+            f"algorithm.loss_constant: is used by loss_agg_mode=constant only, which is "
+            f"{algorithm.loss_agg_mode}; use loss_agg_mode=constant or loss_constant=null"
+        )
+
+
+def _divisors_near(total: int, wanted: int) -> list[int]:
+    small = [d for d in range(1, min(math.isqrt(total), 100_000) + 1) if total % d == 0]
+    divisors = {*small, *(total // d for d in small)}
+    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:2])
+
+
+def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
+    """Combinations that run but probably are not what was meant, and texts whose backslashes were eaten.
+    ``heldout``: rows from Python in place of ``evaluation.data``."""
+    rows = config.evaluation.data if heldout is None else heldout
+    found = eaten_in(config.model_dump(mode="json"))
+    if config.training.steps and config.updates_per_step == 1:
+        found.append(
+            "one update per rollout step: the ratio stays 1 and clipping does nothing; the paper makes 16 (smaller "
+            "training.groups_per_update, or more training.epochs_per_rollout)"
+        )
+    if config.evaluation.every and not rows:
+        found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
+    if config.evaluation.patience and not (config.evaluation.every and rows):
+        found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
+    if config.data.system is not None and config.data.template == "plain":
+        found.append("data.system: has no effect with data.template=plain, which has no system message")
+    training = config.training
+    if training.final_learning_rate is not None and training.final_learning_rate > training.learning_rate:
+        found.append(
+            f"training.final_learning_rate={training.final_learning_rate:g} is above training.learning_rate="
+            f"{training.learning_rate:g}: the rate rises over the run"
+        )
+    if 0 < training.steps <= training.warmup_steps:
+        steps, warmup, rate = training.steps, training.warmup_steps, training.learning_rate
+        found.append(
+            f"training.warmup_steps={warmup} is not below training.steps={steps}: the learning rate rises during the "
+            f"whole run, to at most {rate * steps / warmup:.3g}; use training.warmup_steps={steps // 10}"
+        )
+    if config.runtime.deterministic and training.minutes is not None and training.final_learning_rate is not None:
+        found.append(
+            "runtime.deterministic: with training.minutes the rate that falls to training.final_learning_rate follows "
+            "the clock, so no two runs are the same; use training.steps alone"
+        )
+    low, high = config.algorithm.clip_ratio_low, config.algorithm.clip_ratio_high
+    if high < low:
+        found.append(f"algorithm.clip_ratio_high={high} is below clip_ratio_low={low}: the opposite of Clip-Higher")
+    rewards = config.reward.rewards.values() if config.reward.kind == "compose" else (config.reward,)
+    if config.runtime.deterministic and any(reward.kind == "model" for reward in rewards):
+        found.append(
+            "runtime.deterministic: a reward model's last bits depend on what else is in its batch; so will the run's"
+        )
+    kl = config.algorithm.kl
+    if kl.mode == "loss" and kl.estimator == "k1":
+        found.append("algorithm.kl: k1 in the loss has a gradient of zero mean; use k2 or k3")
+    return found

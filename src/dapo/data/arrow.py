@@ -11,24 +11,17 @@ from typing import Any
 import numpy as np
 
 from dapo.data.cache import cache_folder, cached, can_be_written_to, file_key
-from dapo.data.rows import BadRow
-from dapo.data.tables import Table
+from dapo.data.rows import BadRow, Table
 from dapo.errors import DataError, first_line, install
 from dapo.util.files import file_hash
 
 
 class ArrowTable(Table):
-    """Rows of an Arrow table on disk."""
-
     def __init__(self, name: str, rows: Any, content: str) -> None:
         """``rows``: a ``datasets.Dataset``; ``content``: hash of what it holds."""
-        self.name = name
+        super().__init__(name, len(rows), content)
         self._data = rows
-        self._content = content
         self._short = {name: kind for name, kind in rows.features.items() if re.search("float(16|32)", str(kind))}
-
-    def __len__(self) -> int:
-        return len(self._data)
 
     def raw(self, number: int) -> Any:
         try:
@@ -36,12 +29,6 @@ class ArrowTable(Table):
         except Exception as error:  # decoders of images and sound raise their own kinds
             raise BadRow(f"cannot be read: {first_line(error.__cause__ or error)}") from None
         return row | {key: _as_printed(row[key], kind) for key, kind in self._short.items()}
-
-    def place(self, number: int) -> str:
-        return f"{self.name}:row {number + 1}"
-
-    def content(self) -> str:
-        return self._content
 
 
 def _as_printed(value: Any, feature: Any) -> Any:
@@ -75,19 +62,14 @@ def open_parquet(path: Path, name: str) -> ArrowTable:
 
 def open_dataset(path: str, config: str | None, split: str | None, name: str) -> ArrowTable:
     """A data set of the hub, or a folder: one that ``save_to_disk`` wrote, or one of data files.
-
-    Args:
-        config: which of several data sets under one name.
-        split: by default ``train`` where there is one, or the only one.
-
-    Raises:
-        DataError: there is no such data set, configuration or split.
-    """
+    ``config``: which of several data sets under one name. ``split``: by default ``train`` where there is one, or the
+    only one.
+    Raises DataError: there is no such data set, configuration or split."""
     datasets = _library(f"{name}: Hugging Face data sets")
     folder = Path(path)
     try:
         with _quiet(datasets):
-            if folder.is_dir() and _was_saved(folder):
+            if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):  # it was saved
                 found = datasets.load_from_disk(str(folder))
             else:
                 theirs = Path(datasets.config.HF_DATASETS_CACHE)
@@ -113,10 +95,6 @@ def _split_of(found: Any, split: str | None, name: str) -> Any:
         said = "name one with split:" if wanted is None else f"there is no split {wanted!r};"
         raise DataError(f"{name}: {said} it has {', '.join(names)}")
     return found[wanted]
-
-
-def _was_saved(folder: Path) -> bool:
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _library(what: str) -> Any:

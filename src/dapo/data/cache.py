@@ -2,8 +2,7 @@
 
 The folder is ``$DAPO_CACHE``, else ``$XDG_CACHE_HOME/dapo``, else ``~/.cache/dapo``. It can be deleted at any time. An
 entry is a folder that appears whole or not at all; a damaged one is made again, and where the cache cannot be written
-to, a temporary folder is used that goes away with the process.
-"""
+to, a temporary folder is used that goes away with the process."""
 
 from __future__ import annotations
 
@@ -34,7 +33,6 @@ def cache_folder(kind: str) -> Path:
 
 
 def can_be_written_to(folder: Path) -> bool:
-    """Whether files can be made in this folder, which is made if it is not there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -71,49 +69,33 @@ def file_key(path: Path, *parts: Any) -> str:
 
 def cached(kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     """The entry ``key``: the folder that ``build`` filled and the numbers and text that it returned.
-
-    Args:
-        key: of :func:`key_of` or :func:`file_key`.
-        build: called with an empty folder when there is no entry, or a damaged one.
-
-    Raises:
-        OSError: there is no room, in the cache or the temporary folder.
-    """
+    ``key``: of :func:`key_of` or :func:`file_key`. ``build``: called with an empty folder when there is no entry, or a
+    damaged one.
+    Raises OSError: there is no room, in the cache or the temporary folder."""
     for entry in (_lasting(kind) / key, (parent := cache_folder(kind)) / key):
         if (known := _read(entry)) is not None:
             return entry, known
     folder = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=parent))
     try:
         facts = build(folder)
-        _write_meta(folder, facts)
+        sums = {path.name: [path.stat().st_size, _checksum(path)] for path in folder.iterdir()}
+        (folder / _META).write_text(json.dumps({"facts": facts, "files": sums}), encoding="utf-8")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return _move(folder, entry), facts
-
-
-def _move(folder: Path, entry: Path) -> Path:
-    """Put a filled folder in its place; what stands there is damaged, or was made by another process just now."""
-    if _read(entry) is None:
+    if _read(entry) is None:  # what stands there is damaged
         shutil.rmtree(entry, ignore_errors=True)
     try:
         folder.rename(entry)
-        return entry
-    except OSError:
-        if _read(entry) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            return entry
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder
-
-
-def _write_meta(folder: Path, facts: dict[str, Any]) -> None:
-    sums = {path.name: [path.stat().st_size, _checksum(path)] for path in folder.iterdir()}
-    (folder / _META).write_text(json.dumps({"facts": facts, "files": sums}), encoding="utf-8")
+    except OSError:  # another process made it just now, or it cannot be made
+        if _read(entry) is None:
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            return folder, facts
+        shutil.rmtree(folder, ignore_errors=True)
+    return entry, facts
 
 
 def _read(entry: Path) -> dict[str, Any] | None:
-    """The facts of an entry, if it is there and whole."""
     try:
         meta = json.loads((entry / _META).read_text(encoding="utf-8"))
         for name, (size, checksum) in meta["files"].items():

@@ -6,8 +6,10 @@ about a file is kept in the cache under the hash of its content and the settings
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo.config import DataConfig
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.cache import cached, key_of
-from dapo.data.files import open_table
-from dapo.data.lengths import Lengths
 from dapo.data.overlap import METHOD, Hit, exact_key, find_overlap, words_of
-from dapo.data.parts import Part, Rows, encode, keys_of
+from dapo.data.parts import Part, Rows, encode, keys_of, open_table
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
@@ -30,23 +30,52 @@ _VERSION = 3
 _ROWS = "rows.bin"
 _EXAMPLES = 5
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, rows done and rows in all."""
+Places = npt.NDArray[np.int64]
+Progress = Callable[[str], None]
+"""Called with what is being done, and how far it is."""
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Prompts by length. ``unit`` says what a length counts: tokens, or words where there is no tokenizer."""
+
+    unit: str
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def at(self, share: float) -> int:
+        """The shortest length that at least this share of the prompts do not exceed; 0 if there are none."""
+        reached, wanted = 0, share * self.counts.total()
+        for length in sorted(self.counts):
+            reached += self.counts[length]
+            if reached >= wanted:
+                return length
+        return 0
+
+    def above(self, limit: int) -> int:
+        return sum(count for length, count in self.counts.items() if length > limit)
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """First and last length of each bin, and the prompts in it. Bins double, from the first to the last in use."""
+        bins: Counter[int] = Counter()
+        for length, count in self.counts.items():
+            bins[length.bit_length()] += count
+        if not bins:
+            return []
+        used = range(min(bins), max(bins) + 1)
+        return [(2 ** (k - 1) if k else 0, 2**k - 1, bins[k]) for k in used]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
     """How prompts are measured. ``load``: makes the template, once a file needs it; None: words are counted.
 
-    ``identity``: what the lengths depend on, in JSON types.
-    """
+    ``identity``: what the lengths depend on, in JSON types."""
 
     load: Callable[[], PromptTemplate] | None = None
     identity: Any = None
 
     @property
     def unit(self) -> str:
-        """What a length counts."""
         return "tokens" if self.load else "words"
 
 
@@ -55,8 +84,7 @@ class FileReport:
     """What is in one file. All counts are rows.
 
     ``missing_answers`` are bad only where the reward needs answers. ``duplicates`` repeat the prompt of an earlier row
-    of the file, ``conflicts`` are those of them with another answer than the first one.
-    """
+    of the file, ``conflicts`` are those of them with another answer than the first one."""
 
     file: str
     content: str
@@ -107,12 +135,10 @@ class CheckReport:
 
     @property
     def doubts(self) -> bool:
-        """Whether there is overlap with evaluation files, or one prompt with two answers."""
         inside = any(report.conflicts for report in self.train)
         return inside or bool(self.overlap) or any(pair.conflicts for pair in self.between)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
         found = asdict(self)
         written = (*found["train"], *found["evaluation"])
         for report, source in zip(written, (*self.train, *self.evaluation), strict=True):
@@ -129,13 +155,13 @@ def check_data(
     measure: Measure,
     *,
     answer_required: bool | None = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda text: None,
 ) -> CheckReport:
     """Read all rows of all files. ``answer_required``: whether a row without an answer is bad; None: not known.
     Raises DataError: a file cannot be read at all."""
     scans: list[_Scan] = []
     faults: list[str] = []
-    template = _Once(measure.load)
+    template = cache(measure.load or (lambda: None))
     for item in [*train, *evaluation]:
         try:
             keys = keys_of(item, data, answer_required)
@@ -160,19 +186,6 @@ def check_data(
 # --- one file -----------------------------------------------------------------------------------------------------
 
 
-class _Once:
-    """Makes something when it is first asked for."""
-
-    def __init__(self, load: Callable[[], PromptTemplate] | None) -> None:
-        self._load = load
-        self._made: PromptTemplate | None = None
-
-    def get(self) -> PromptTemplate | None:
-        if self._made is None and self._load is not None:
-            self._made = self._load()
-        return self._made
-
-
 @dataclass(frozen=True, slots=True)
 class _Scan:
     rows: Rows
@@ -186,17 +199,20 @@ class _Scan:
         return [self.report.content, asdict(self.keys)]
 
 
-def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: _Once, progress: Progress) -> _Scan:
+Load = Callable[[], PromptTemplate | None]
+
+
+def _scan(rows: Rows, keys: Keys, limit: int, measure: Measure, template: Load, progress: Progress) -> _Scan:
     table = rows.parts[0].table
 
     def build(folder: Path) -> dict[str, Any]:
-        return _read_all(rows, folder, measure.unit, template.get(), progress)
+        return _read_all(rows, folder, measure.unit, template(), progress)
 
     settings = [_VERSION, table.content(), asdict(keys), measure.identity]
     folder, facts = cached("checks", key_of(settings), build)
     good = np.fromfile(folder / _ROWS, dtype="<u8").reshape(-1, 3)
-    lengths = Lengths.from_json(facts["lengths"], measure.unit)
-    duplicates, conflicts = _repeated(good)
+    lengths = Lengths(measure.unit, Counter({int(length): count for length, count in facts["lengths"].items()}))
+    duplicates, _, conflicts = _repeated(good)
     report = FileReport(
         file=table.name,
         content=table.content(),
@@ -226,7 +242,7 @@ def _read_all(
     with (folder / _ROWS).open("wb") as found:
         for number in range(len(rows)):
             if number % 1000 == 0:
-                progress(rows.parts[0].table.name, number, len(rows))
+                progress(f"{rows.parts[0].table.name}: {number:,} of {len(rows):,} rows")
             try:
                 row = rows[number]
                 length = len(encode(row, template)) if template else len(words_of(row.text))
@@ -246,12 +262,12 @@ def _read_all(
     return {**facts, "doubts": doubts}
 
 
-def _repeated(good: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Places of rows whose prompt stands earlier, and which of them have another answer than the first one has."""
+def _repeated(good: npt.NDArray[np.uint64]) -> tuple[Places, Places, npt.NDArray[np.bool_]]:
+    """Places of rows whose prompt stands earlier, of the first that has it, and whether that has another answer."""
     _, first, inverse = np.unique(good[:, 1], return_index=True, return_inverse=True)
-    originals = first[inverse]
-    again = np.flatnonzero(originals != np.arange(len(good)))
-    return again, good[again, 2] != good[originals[again], 2]
+    again = np.flatnonzero(first[inverse] != np.arange(len(good)))
+    originals = first[inverse][again]
+    return again, originals, good[again, 2] != good[originals, 2]
 
 
 # --- several files ------------------------------------------------------------------------------------------------
@@ -263,28 +279,20 @@ def _between(scans: Sequence[_Scan]) -> tuple[list[Shared], list[str]]:
         return [], []
     good = np.concatenate([scan.good for scan in scans])
     files = np.repeat(np.arange(len(scans)), [len(scan.good) for scan in scans])
-    _, first, inverse = np.unique(good[:, 1], return_index=True, return_inverse=True)
-    originals = first[inverse]
-    again = np.flatnonzero(originals != np.arange(len(good)))
-    other = good[again, 2] != good[originals[again], 2]
-    examples = [
-        _conflict(scans, [(int(files[k]), int(good[k, 0])) for k in (int(originals[place]), int(place))])
-        for place in again[other][:_EXAMPLES]
-    ]
+    again, originals, other = _repeated(good)
+
+    def told(place: int) -> str:
+        rows, number = scans[int(files[place])].rows, int(good[place, 0])
+        return f"{rows.place(number)} has {rows[number].answer!r}"
+
+    pairs = list(zip(originals[other].tolist(), again[other].tolist(), strict=True))[:_EXAMPLES]
+    examples = [f"{told(first)}, {told(second)}" for first, second in pairs]
     shared = []
-    for a, b in sorted(
-        {(int(x), int(y)) for x, y in zip(files[again], files[originals[again]], strict=True) if x != y}
-    ):
-        pair = (files[again] == a) & (files[originals[again]] == b)
+    for a, b in sorted({(int(x), int(y)) for x, y in zip(files[again], files[originals], strict=True) if x != y}):
+        pair = (files[again] == a) & (files[originals] == b)
         names = scans[a].report.file, scans[b].report.file
         shared.append(Shared(*names, exact=int(pair.sum()), conflicts=int((pair & other).sum())))
     return shared, examples
-
-
-def _conflict(scans: Sequence[_Scan], places: Sequence[tuple[int, int]]) -> str:
-    (first, row), (second, again) = places
-    one, two = scans[first].rows, scans[second].rows
-    return f"{one.place(row)} has {one[row].answer!r}, {two.place(again)} has {two[again].answer!r}"
 
 
 def _overlap(train: Sequence[_Scan], evaluation: Sequence[_Scan], progress: Progress) -> list[Shared]:
@@ -310,7 +318,7 @@ def _overlap(train: Sequence[_Scan], evaluation: Sequence[_Scan], progress: Prog
 def _texts(scan: _Scan, what: str, progress: Progress) -> Iterator[tuple[int, str]]:
     for done, number in enumerate(scan.good[:, 0].tolist()):
         if done % 1000 == 0:
-            progress(f"{what} {scan.report.file}", done, len(scan.good))
+            progress(f"{what} {scan.report.file}: {done:,} of {len(scan.good):,} rows")
         yield number, scan.rows[number].text
 
 
@@ -332,7 +340,6 @@ def prompt_identity(data: DataConfig, tokenizer: str, unnamed: bool = False) -> 
 
 
 def _file_identity(path: Path) -> Mapping[str, Any]:
-    """What tells the files of a folder (a tokenizer's) from others, without reading them."""
     found = {}
     for file in sorted(path.glob("*")):
         if file.is_file() and file.suffix in (".json", ".model", ".jinja", ".txt"):

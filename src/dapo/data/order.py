@@ -3,8 +3,7 @@
 A permutation of 10 million rows as a list would take 400 MB, and numpy does not promise the same one in its next
 version. Here a small Feistel cipher permutes the numbers below a power of two, and numbers beyond the size are
 enciphered again until they fall inside ("cycle walking", Black and Rogaway 2002). Only integers are used, so the order
-is the same on every machine.
-"""
+is the same on every machine."""
 
 from __future__ import annotations
 
@@ -31,35 +30,23 @@ class Permutation:
     def __getitem__(self, place: int) -> int:
         if not 0 <= place < self._size:
             raise IndexError(place)
-        number = self._encipher(place)
-        while number >= self._size:
-            number = self._encipher(number)
-        return number
+        return self._walk(place, range(_ROUNDS))
 
     def place_of(self, number: int) -> int:
-        """Where ``number`` stands."""
-        place = self._decipher(number)
-        while place >= self._size:
-            place = self._decipher(place)
-        return place
+        return self._walk(number, range(_ROUNDS)[::-1])
 
-    def _encipher(self, number: int) -> int:
-        high, low = number >> self._low_bits, number & self._low
-        for k, key in enumerate(self._keys):
-            if k % 2:
-                low ^= _mix(high, key) & self._low
-            else:
-                high ^= _mix(low, key) & self._high
-        return high << self._low_bits | low
-
-    def _decipher(self, number: int) -> int:
-        high, low = number >> self._low_bits, number & self._low
-        for k in reversed(range(_ROUNDS)):
-            if k % 2:
-                low ^= _mix(high, self._keys[k]) & self._low
-            else:
-                high ^= _mix(low, self._keys[k]) & self._high
-        return high << self._low_bits | low
+    def _walk(self, number: int, rounds: range) -> int:
+        """Encipher, or with the rounds in reverse decipher, until the number falls inside."""
+        while True:
+            high, low = number >> self._low_bits, number & self._low
+            for k in rounds:
+                if k % 2:
+                    low ^= _mix(high, self._keys[k]) & self._low
+                else:
+                    high ^= _mix(low, self._keys[k]) & self._high
+            number = high << self._low_bits | low
+            if number < self._size:
+                return number
 
 
 class Choice:
@@ -80,7 +67,6 @@ class Choice:
 
 
 def _word(*seed: int | str) -> int:
-    """64 bits that follow from ``seed``."""
     return int.from_bytes(blake2b(repr(seed).encode(), digest_size=8).digest(), "little")
 
 

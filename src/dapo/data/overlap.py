@@ -6,8 +6,7 @@ between them does not count. A training prompt is
 run of its whole length). Left out are runs that occur in more than 10 different prompts ("where m and n are relatively
 prime positive integers, find m + n" and the like), and runs with fewer than 4 words of two letters or
 more, which are formulas.
-*Exact* is a prompt whose characters are the same, white space and case apart.
-"""
+*Exact* is a prompt whose characters are the same, white space and case apart."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,10 +49,6 @@ def words_of(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _is_language(word: str) -> bool:
-    return (len(word) > 1 and word[0].isalpha()) or word > "\u3000"
-
-
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
 
@@ -78,8 +72,7 @@ Texts = Iterable[tuple[int, str]]
 def find_overlap(evaluation: Sequence[Texts], training: Sequence[Texts]) -> list[Hit]:
     """One hit for each training row and evaluation file that have anything in common, exact ones before near ones.
 
-    Memory: that of the evaluation prompts and of what is shared; training files are read once, in batches.
-    """
+    Memory: that of the evaluation prompts and of what is shared; training files are read once, in batches."""
     index = _Index(evaluation)
     exact: list[Hit] = []
     matches: list[_Matches] = []
@@ -99,8 +92,6 @@ def _batches(texts: Texts) -> Iterator[_Batch]:
 
 
 class _Batch:
-    """Prompts, with the hashes of their words one after the other."""
-
     known: dict[str, int] = {}  # noqa: RUF012  (word -> hash, shared so that each word is hashed once)
 
     def __init__(self, rows: Sequence[tuple[int, str]]) -> None:
@@ -117,7 +108,8 @@ class _Batch:
         for word in set(flat).difference(known):
             known[word] = _hash(word)
         self._hashes = np.array([known[word] for word in flat], dtype=np.uint64)
-        self._letters = np.concatenate([[0], np.cumsum([_is_language(word) for word in flat])]).astype(np.int64)
+        language = [(len(word) > 1 and word[0].isalpha()) or word > "\u3000" for word in flat]
+        self._letters = np.concatenate([[0], np.cumsum(language)]).astype(np.int64)
 
     def runs(self, size: int) -> tuple[Hashes, Numbers, Numbers]:
         """Every run of ``size`` words: its hash, the place of its prompt in the batch, and its first word there."""
@@ -137,8 +129,6 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Matches:
-    """Runs of a training file that evaluation prompts hold too."""
-
     file: int
     runs: Numbers
     """Their numbers in the index."""
@@ -150,8 +140,6 @@ class _Matches:
 
 
 class _Index:
-    """All evaluation prompts."""
-
     def __init__(self, files: Sequence[Texts]) -> None:
         self._exact: defaultdict[int, dict[int, int]] = defaultdict(dict)  # key -> file -> first row
         found: dict[int, list[tuple[Hashes, Hashes, Numbers]]] = defaultdict(list)
@@ -218,11 +206,8 @@ class _Index:
         for match in matches:
             telling = prompts[match.runs] <= BOILERPLATE
             for run, row in zip(match.runs[telling].tolist(), match.rows[telling].tolist(), strict=True):
-                for eval_file, eval_row in self._rows_with(run):
+                low, high = np.searchsorted(self._runs, [run, run + 1])
+                for eval_file, eval_row in self._places[self._owners[low:high]].tolist():
                     if (match.file, row, eval_file) not in seen:
                         seen.add((match.file, row, eval_file))
                         yield Hit(match.file, row, eval_file, eval_row, exact=False, words=match.words[run])
-
-    def _rows_with(self, run: int) -> list[Any]:
-        low, high = np.searchsorted(self._runs, [run, run + 1])
-        return self._places[self._owners[low:high]].tolist()  # type: ignore[no-any-return]

@@ -6,15 +6,33 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.config.sections import DataItem
-from dapo.data.files import open_table, short_name
-from dapo.data.rows import BadRow, Keys, Row, check_row, listed
-from dapo.data.tables import PythonRows, Table
+from dapo.config.data import DataItem, names_a_data_set
+from dapo.data.rows import BadRow, Keys, PythonRows, Row, Table, check_row, listed
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError, DataError
+
+
+def open_table(item: DataItem) -> Table:
+    """The rows of one item. What reads Parquet and data sets is loaded only for those.
+    Raises DataError: it cannot be read, or has no rows."""
+    path, name = Path(item.path), item.path
+    if names_a_data_set(item):
+        from dapo.data.arrow import open_dataset
+
+        said = [f"{key}={value}" for key, value in (("name", item.name), ("split", item.split)) if value]
+        return open_dataset(item.path, item.name, item.split, f"{name} ({', '.join(said)})" if said else name)
+    if path.suffix == ".parquet":
+        from dapo.data.arrow import open_parquet
+
+        return open_parquet(path, name)
+    from dapo.data.text import open_text
+
+    return open_text(path, name)
+
 
 CHECKED_ROWS = 10_000
 """Rows that are looked at before anything else is loaded."""
@@ -33,9 +51,7 @@ class Part:
     weight: float | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this part from others, in JSON types."""
-        found = self.table.fingerprint()
-        found.pop("name")
+        found = {"rows": len(self.table), "content": self.table.content()}
         return found if self.weight is None else {**found, "weight": self.weight}
 
 
@@ -55,7 +71,7 @@ def open_parts(data: DataConfig, source: DataInput, answer_required: bool) -> tu
     for number, item in enumerate(items, start=1):
         try:
             keys = keys_of(item, data, answer_required)
-            parts.append(Part(open_table(item), keys, f"{number} {short_name(item)}", item.weight))
+            parts.append(Part(open_table(item), keys, f"{number} {Path(item.path).name or item.path}", item.weight))
         except DataError as fault:
             faults.append(str(fault))
     if faults:
@@ -98,7 +114,6 @@ class Rows:
         return check_row(part.table.raw(inside), part.keys, part.table.place(inside))
 
     def keys(self, number: int) -> Keys:
-        """Which keys of a row hold what."""
         return self._find(number)[0].keys
 
     def place(self, number: int) -> str:
@@ -128,7 +143,6 @@ def spread(streams: Sequence[Rows]) -> Iterator[tuple[int, int]]:
 
 
 def names_of(rows: Rows) -> str:
-    """The files that the rows are from."""
     return ", ".join(part.table.name for part in rows.parts)
 
 

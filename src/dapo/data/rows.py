@@ -1,8 +1,7 @@
-"""One row of data: what it may be, and the reason when it is not.
+"""One row of data: what it may be, and the reason when it is not; and tables, from which rows are read one by one.
 
 Consumes raw rows (bytes of JSON, or mappings from Parquet, a hub data set or Python); produces :class:`Row` records.
-Numbers of JSON are kept as they are written, so that an answer 0.10 stays 0.10.
-"""
+Numbers of JSON are kept as they are written, so that an answer 0.10 stays 0.10."""
 
 from __future__ import annotations
 
@@ -10,9 +9,10 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from hashlib import sha256
 from typing import Any, NoReturn
 
 from dapo.errors import shortened
@@ -80,7 +80,6 @@ class BadRow(Exception):
 
 
 def listed(faults: list[str]) -> str:
-    """The first faults, one a line, and how many there are."""
     shown = faults[:SHOWN_FAULTS]
     if len(faults) > len(shown):
         shown.append(f"... and {len(faults) - len(shown)} more; {len(faults)} errors in all")
@@ -125,7 +124,6 @@ def check_row(row: Any, keys: Keys, place: str) -> Row:
 
 
 def _look_up(row: Mapping[Any, Any], key: str) -> tuple[bool, Any]:
-    """Whether there is such a key, and its value."""
     if key in row:
         return True, row[key]
     found: Any = row
@@ -209,7 +207,6 @@ def _text_of(value: str | int | float | Decimal, key: str) -> str:
 
 
 def _names(row: Mapping[Any, Any]) -> str:
-    """The keys of a row, on one line and not too long."""
     shown = [key if isinstance(key, str) and key.isprintable() else repr(key) for key in row]
     return shortened(", ".join(shown) or "none", 200, " ...")
 
@@ -242,21 +239,57 @@ def plain_value(value: Any) -> Any:
 def _number(written: str) -> int | float | str | None:
     try:
         return int(written)
-    except ValueError:
-        pass
-    try:
+    except ValueError:  # a fraction, or more digits than Python reads
         value = float(written)
-    except ValueError:
-        return written
-    if value.is_integer() and written.lstrip("-").isdigit():  # more digits than Python reads
-        return str(written)
-    return value if math.isfinite(value) else str(written)
+    return str(written) if written.lstrip("-").isdigit() or not math.isfinite(value) else value
 
 
 def _kind(value: Any) -> str:
-    """What came, for a person who knows JSON."""
     if value is None:
         return "null"
     names = {_Number: "a number", str: "text", bool: "true or false", int: "a number", float: "a number"}
     names |= {list: "a list", tuple: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
+
+
+class Table:
+    """The rows of one file, one data set of the hub, or one list from Python. Numbers count from 0.
+    ``name``: as the user wrote it. ``content``: a hash of all that the table holds."""
+
+    def __init__(self, name: str, rows: int, content: str = "") -> None:
+        self.name, self._size, self._content = name, rows, content
+
+    def __len__(self) -> int:
+        return self._size
+
+    def raw(self, number: int) -> Any:
+        """A row as it stands there. Raises BadRow: it cannot be read."""
+        raise NotImplementedError
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for people: ``file:line``, or ``file:row 3`` where there are no lines."""
+        return f"{self.name}:row {number + 1}"
+
+    def content(self) -> str:
+        return self._content
+
+
+class PythonRows(Table):
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        super().__init__(name, len(rows))
+        self._rows = rows
+
+    def raw(self, number: int) -> Any:
+        return self._rows[number]
+
+    def place(self, number: int) -> str:
+        return f"{self.name}[{number}]"
+
+    def content(self) -> str:
+        if not self._content:
+            found = sha256()
+            for row in self._rows:
+                line = json.dumps(plain_value(row), sort_keys=True) + "\n"
+                found.update(line.encode("utf-8", "backslashreplace"))
+            self._content = found.hexdigest()
+        return self._content

@@ -1,27 +1,131 @@
 """Where prompts come from: rows become prompts when they are drawn, without end and from any position.
 
-Consumes tables (``files.py``) and a template; produces :class:`~dapo.records.Prompt` records. Waits for nothing. The
+Consumes tables (``parts.py``) and a template; produces :class:`~dapo.records.Prompt` records. Waits for nothing. The
 first 10,000 rows are checked at once, the others when they are drawn. The position is a few numbers, from which a
-resumed run draws the very same prompts.
-"""
+resumed run draws the very same prompts."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.data.order import Choice
-from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, open_parts
-from dapo.data.preview import DataReport, Head
-from dapo.data.rows import SHOWN_FAULTS, BadRow, listed
-from dapo.data.stream import Stream
+from dapo.data.order import Choice, Permutation
+from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, open_parts, spread
+from dapo.data.rows import SHOWN_FAULTS, BadRow, Row, listed
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
 from dapo.records import Prompt
 from dapo.util.differences import differences
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What is in the rows that were checked. All counts are rows.
+
+    ``duplicates``: rows whose prompt stood in an earlier row already; ``conflicts``: those of them whose answer
+    differs from that of the first one. They are kept: a row is a prompt of its own."""
+
+    rows: int
+    """In all the data."""
+    checked: int
+    too_long: int
+    duplicates: int
+    conflicts: int
+    longest: int
+    """Length in tokens of the longest prompt that is used."""
+    bad: int = 0
+    doubts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Rows that can be used and may be wrong (:meth:`Row.doubts`), by kind, as ``file:line: key holds ...``."""
+    faults: tuple[str, ...] = ()
+    """The first bad rows, as ``file:line: reason``."""
+
+    @property
+    def usable(self) -> int:
+        return self.checked - self.too_long - self.bad
+
+    @property
+    def whole(self) -> bool:
+        return self.checked == self.rows
+
+
+def preview(
+    streams: Sequence[Rows], template: PromptTemplate, data: DataConfig
+) -> tuple[list[tuple[int, int]], set[tuple[int, int]], DataReport]:
+    """Stream and number of each row that can be used and of each that cannot, among the first ones, and what they hold.
+    Raises DataError: as the recipe's policy says, or if no row is left."""
+    places = list(spread(streams))
+    good: list[tuple[int, int]] = []
+    bad: dict[tuple[int, int], str] = {}
+    lengths: list[int] = []
+    doubts: dict[str, list[str]] = {}
+    answers: dict[bytes, str | None] = {}
+    duplicates = conflicts = 0
+    for stream, number in places:
+        rows = streams[stream]
+        try:
+            row = rows[number]
+            lengths.append(len(encode(row, template)))
+        except BadRow as fault:
+            bad[stream, number] = f"{rows.place(number)}: {fault}"
+            continue
+        for what, said in row.doubts(rows.keys(number)):
+            doubts.setdefault(what, []).append(f"{row.place}: {said}")
+        text = blake2b(row.text.encode(), digest_size=16).digest()
+        duplicates += text in answers
+        conflicts += answers.setdefault(text, row.answer) != row.answer
+        if lengths[-1] <= data.max_prompt_length:
+            good.append((stream, number))
+    _refuse(streams, data, places, good, list(bad.values()), lengths)
+    fitting = [length for length in lengths if length <= data.max_prompt_length]
+    report = DataReport(
+        rows=sum(map(len, streams)),
+        checked=len(places),
+        too_long=len(lengths) - len(fitting),
+        duplicates=duplicates,
+        conflicts=conflicts,
+        longest=max(fitting),
+        bad=len(bad),
+        doubts=doubts,
+        faults=tuple(list(bad.values())[:SHOWN_FAULTS]),
+    )
+    return good, set(bad), report
+
+
+def _refuse(
+    streams: Sequence[Rows],
+    data: DataConfig,
+    places: Sequence[tuple[int, int]],
+    good: Sequence[tuple[int, int]],
+    faults: list[str],
+    lengths: Sequence[int],
+) -> None:
+    if faults and data.on_bad_row == "fail":
+        raise DataError(listed(faults))
+    count = len(places)
+    if len(faults) > data.max_bad_rows * count:
+        raise DataError(
+            f"{len(faults)} of {count} rows are bad ({len(faults) / count:.1%}), more than "
+            f"data.max_bad_rows={data.max_bad_rows:g} allows:\n{listed(faults)}"
+        )
+    if not good:
+        read = f"{'' if count == sum(map(len, streams)) else 'the first '}{count} rows were read, all of them"
+        if not lengths:
+            raise DataError(f"no prompt is left: {read} bad:\n{listed(faults)}")
+        raise DataError(
+            f"no prompt is left: {read} longer than data.max_prompt_length={data.max_prompt_length} tokens (the "
+            f"shortest has {min(lengths)})"
+        )
+    usable, looked_at = Counter(s for s, _ in good), Counter(s for s, _ in places)
+    for number, rows in enumerate(streams):
+        if not usable[number] and looked_at[number] == len(rows):
+            raise DataError(f"{names_of(rows)}: none of its {len(rows)} rows can be used")
+
 
 __all__ = ["CHECKED_ROWS", "DataReport", "PromptSource", "load_prompts", "read_prompts"]
 
@@ -36,15 +140,9 @@ def load_prompts(
     warn: Callable[[str], None] = lambda text: None,
 ) -> PromptSource:
     """Prompts to train on, without end.
-
-    Args:
-        template: the one that the rollout uses too.
-        answer_required: whether a row without an answer is a fault (``reward.build.needs_answer``).
-        warn: hears of bad rows that are skipped when they are drawn.
-
-    Raises:
-        DataError: a file or one of the first rows is bad, or no prompt is short enough.
-    """
+    ``template``: the one that the rollout uses too. ``answer_required``: whether a row without an answer is a fault
+    (``reward.build.needs_answer``). ``warn``: hears of bad rows that are skipped when they are drawn.
+    Raises DataError: a file or one of the first rows is bad, or no prompt is short enough."""
     parts, weights = open_parts(data, source, answer_required)
     streams = [Rows([part]) for part in parts] if weights else [Rows(parts)]
     return PromptSource(streams, template, data, seed=seed, weights=weights, warn=warn)
@@ -60,14 +158,8 @@ def read_prompts(
     warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Prompt, ...]:
     """Prompts to evaluate on: exactly the rows given, in their order, however long they are.
-
-    Args:
-        limit: use the first so many rows.
-        warn: hears of rows that may be wrong (:meth:`Row.doubts`).
-
-    Raises:
-        DataError: a file or a row is bad; names all of them.
-    """
+    ``limit``: use the first so many rows. ``warn``: hears of rows that may be wrong (:meth:`Row.doubts`).
+    Raises DataError: a file or a row is bad; names all of them."""
     rows = Rows(open_parts(data, source, answer_required)[0])
     prompts: list[Prompt] = []
     faults: list[str] = []
@@ -88,6 +180,40 @@ def read_prompts(
     return tuple(prompts)
 
 
+class _Stream:
+    """A position in rows that are passed through again and again, in an order that follows from seed and epoch."""
+
+    def __init__(self, rows: Rows, number: int, data: DataConfig, seed: int) -> None:
+        self.rows = rows
+        self._seed, self._number, self._shuffle = seed, number, data.shuffle
+        self.go_to(0, 0)
+        self._cycle = Permutation(len(rows), seed, "answers", number) if data.shuffle_answers else None
+
+    def go_to(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+        self._order = Permutation(len(self.rows), self._seed, "rows", self._number, epoch) if self._shuffle else None
+
+    def next(self) -> int:
+        if self.position == len(self.rows):
+            self.go_to(self.epoch + 1, 0)
+        number = self.position if self._order is None else self._order[self.position]
+        self.position += 1
+        return number
+
+    def answer(self, number: int, row: Row) -> str | None:
+        """Of the row, or, for the control experiment, of the next good one on a random cycle through all rows: no row
+        keeps its own. (Equal answers may still meet.)"""
+        if self._cycle is None:
+            return row.answer
+        place = self._cycle.place_of(number)
+        for step in range(1, len(self.rows)):
+            try:
+                return self.rows[self._cycle[(place + step) % len(self.rows)]].answer
+            except BadRow:
+                continue
+        return row.answer
+
+
 class PromptSource:
     """Prompts to draw from, without end: each epoch of a stream holds every usable row once."""
 
@@ -101,31 +227,22 @@ class PromptSource:
         weights: Sequence[float] | None = None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """
-        Args:
-            streams: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
-                identity (``Prompt.row``).
-            weights: of the streams; each draw is from one of them, chosen at random in this proportion.
-
-        Raises:
-            DataError: a row is bad, or none is short enough.
-        """
+        """``streams``: one, or the sources of a mixture. The place of a row in all of them, one after the other, is its
+        identity (``Prompt.row``). ``weights``: of the streams; each draw is from one of them, chosen at random in this
+        proportion.
+        Raises DataError: a row is bad, or none is short enough."""
         self._template, self._data, self._warn = template, data, warn
-        self._streams = [Stream(rows, number, data, seed) for number, rows in enumerate(streams)]
+        self._streams = [_Stream(rows, number, data, seed) for number, rows in enumerate(streams)]
         self._starts = [0, *accumulate(len(rows) for rows in streams)]
         self._choice = Choice(list(weights), seed, "mixture") if weights and len(weights) > 1 else None
         self._draws = self.seen = self.too_long = self.bad = 0
         self._warned = 0
-        checked = Head(self._streams, template, data)
-        self._named = checked.bad
-        self.report: DataReport = checked.report
-        self.prompts: Sequence[Prompt] = _Prompts(self, checked.good)
+        self._good, self._named, self.report = preview(streams, template, data)
+        self.prompts: Sequence[Prompt] = _Prompts(self, self._good)
         """The usable ones among the rows that were checked. Made when they are asked for, and not kept."""
-        self._good = checked.good
 
     @property
     def rows(self) -> int:
-        """In all the data, whether they can be used or not."""
         return self._starts[-1]
 
     def draw(self) -> Prompt:
@@ -196,7 +313,6 @@ class PromptSource:
         return {part.label: part.fingerprint() for stream in self._streams for part in stream.rows.parts}
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON."""
         return {
             "draws": self._draws,
             "positions": [[stream.epoch, stream.position] for stream in self._streams],
@@ -218,8 +334,6 @@ class PromptSource:
 
 
 class _Prompts(Sequence[Prompt]):
-    """Prompts of rows that are known to be good."""
-
     def __init__(self, source: PromptSource, rows: Sequence[tuple[int, int]]) -> None:
         self._source, self._rows = source, rows
 

@@ -1,6 +1,5 @@
 """From a row to the token ids that the model sees. The one place where prompts are tokenized: the length filter, the
-rollout and the evaluation all use it.
-"""
+rollout and the evaluation all use it."""
 
 from __future__ import annotations
 
@@ -16,16 +15,113 @@ from pathlib import Path
 from typing import Any
 
 from dapo.config import DataConfig
-from dapo.config.sections import NO_VARIABLES
-from dapo.data.control import control_ids, conversations
+from dapo.config.data import NO_VARIABLES
 from dapo.data.rows import Messages
 from dapo.errors import ConfigError, DataError, shortened
 from dapo.records import Prompt
 
-_DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form "
-    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+_NAMED = ("pad", "bos", "eos", "cls", "sep", "mask")
+"""Roles of tokens that a tokenizer names itself. The unknown token is not among them: it stands for text."""
+SAID = {"system": "Zsystem1", "user": "Zuser2", "assistant": "Zassistant3"}
+"""Contents of the messages that a chat template is tried with."""
+_ROLES = frozenset(("system", "user", "assistant", "developer", "model", "human", "bot", "chatbot"))
+_OPENING, _CLOSING = frozenset(("begin", "start", "open")), frozenset(("end", "close"))
+_BRACKETED = re.compile(r"[<\[\u25c1]\S+[>\]\u25b7]")
+_USUAL = frozenset(
+    ("im", "turn", "header id", "role", "text", "endoftext", "startoftext", "sentence", "eot id", "eom id")
 )
+"""Names of special tokens that are marks of a turn or text also where no chat template shows it (a base model)."""
+
+
+def control_ids(tokenizer: Any, rendered: Sequence[str], stop_ids: Iterable[int] = ()) -> frozenset[int]:
+    """The control tokens' ids.
+
+    A token that was added to the vocabulary is a turn mark if the chat template writes it where a turn begins or ends:
+    a system text may mention others. Half of a pair of tags, such as ``<think>`` and ``</think>``, is none: templates
+    write those as well. What tells a pair of turn marks from one of tags is that the template puts a message of the
+    system's or the user's, or the name of a role, between them. Nor is one without a word, such as a line end, or one
+    of those that name the channel of what follows: they tell what is thinking.
+    ``rendered``: conversations as the chat template writes them, with the contents of :data:`SAID`. Without the head of
+    a turn to come, where some templates open ``<think>``. ``stop_ids``: what ends a response. Of them count those that
+    were added to the vocabulary and are not half of a pair of tags: ``</answer>`` ends a response, and is a part of it.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    texts = {int(token_id): str(token.content) for token_id, token in added.items()}
+    bracketed = {token_id: _name(text) for token_id, text in texts.items() if _BRACKETED.fullmatch(text)}
+    found = {getattr(tokenizer, f"{role}_token_id", None) for role in _NAMED}
+    everything, lone = "\n".join(rendered), set[int]()
+    for token_id, text in texts.items():
+        special = added[token_id].special
+        if special and _name(text) in _USUAL:
+            found.add(token_id)
+        elif text in everything and (token_id in bracketed or (special and _words(text))):
+            if _name(text) in ("channel", "message"):
+                continue
+            partners = [texts[i] for i in _partners(token_id, bracketed)]
+            if (closing := f"{text[0]}/{text[1:]}") in everything:  # which may be several tokens
+                partners.append(closing)
+            if any(_enclose_turn(text, partner, rendered) for partner in partners):
+                found.add(token_id)
+            elif not partners:
+                lone.add(token_id)
+    while more := {
+        one
+        for one in lone - found
+        if _bounds_turn(texts[one], rendered, [text for i, text in texts.items() if i in found])
+    }:
+        found |= more
+    for token_id in texts.keys() & set(stop_ids):
+        partners_ids = _partners(token_id, bracketed)
+        if not partners_ids or found.intersection(partners_ids):
+            found.add(token_id)
+    return frozenset(token_id for token_id in found if token_id is not None)
+
+
+def _partners(token_id: int, names: Mapping[int, str]) -> list[int]:
+    return [other for other, name in names.items() if other != token_id and name == names.get(token_id)]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def _name(text: str) -> str:
+    """What the two tokens of a pair have in common: ``think``, ``thought`` of ``<|begin_of_thought|>``."""
+    return " ".join(word for word in _words(text) if word not in _OPENING | _CLOSING | {"of"})
+
+
+def _enclose_turn(text: str, partner: str, rendered: Sequence[str]) -> bool:
+    """Whether a conversation holds a message, or a role's name, between the first of a pair and the second."""
+    closes = "/" in text or bool(_CLOSING & set(_words(text)))
+    first, second = (partner, text) if closes else (text, partner)
+    for whole in rendered:
+        for piece in whole.split(first)[1:]:
+            inside, end, _ = piece.partition(second)
+            said = SAID["system"] in inside or SAID["user"] in inside
+            if end and (said or inside.strip().lower() in _ROLES):
+                return True
+    return _name(text) in _ROLES
+
+
+def _bounds_turn(text: str, rendered: Sequence[str], marks: Sequence[str]) -> bool:
+    """Whether a token of its own stands at the beginning, behind a turn mark or a role's name, or beside a message."""
+    for place in (place for whole in rendered for place in re.finditer(re.escape(text), whole)):
+        before, after = place.string[: place.start()].rstrip(), place.string[place.end() :].lstrip()
+        role = re.search(r"(?:^|[^\w ])(\w+)$", before)
+        beside = before.endswith((*SAID.values(), *marks)) or after.startswith((*SAID.values(),))
+        if not before or beside or (role and role[1].lower() in _ROLES):
+            return True
+    return _name(text) in _ROLES
+
+
+def conversations() -> list[list[Mapping[str, str]]]:
+    """Messages to try a chat template with: some templates refuse the system's."""
+    system, user, assistant = ({"role": role, "content": said} for role, said in SAID.items())
+    return [[system, user, assistant, user], [user, assistant, user], [user]]
+
+
+_DAPO_BEFORE = "Solve the following math problem step by step. The last line of your response should be of the form "
+_DAPO_BEFORE += "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 """The wording of the released training data (DAPO-Math-17k), to the letter."""
 _DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 _END_TOKENS, _END_CHARACTERS = 256, 1000
@@ -38,19 +134,13 @@ class PromptTemplate:
     The rule for a tokenizer without a chat template (a base model): template ``plain`` is what it is for; ``dapo`` is
     written as plain text, system message, instruction and problem, with nothing around them; ``chat`` is refused,
     unless ``data.chat_template`` names a file. Such a file becomes the tokenizer's chat template, so that it is kept
-    with the trained model.
-    """
+    with the trained model."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, embedding_rows: int | None = None) -> None:
-        """
-        Args:
-            tokenizer: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
-            embedding_rows: of the model; a prompt with a token beyond them is refused. None: not known.
-
-        Raises:
-            ConfigError: template ``chat`` with a tokenizer that has no chat template, a template file that cannot be
-                used, or ``data.chat_template_kwargs`` that the template does not know.
-        """
+        """``tokenizer``: with ``__call__``, ``apply_chat_template`` and ``decode`` as Transformers has them.
+        ``embedding_rows``: of the model; a prompt with a token beyond them is refused. None: not known.
+        Raises ConfigError: template ``chat`` with a tokenizer that has no chat template, a template file that cannot be
+        used, or ``data.chat_template_kwargs`` that the template does not know."""
         self._config = config
         self._tokenizer = tokenizer
         self._stop_ids: tuple[int, ...] = ()
@@ -77,18 +167,18 @@ class PromptTemplate:
     def encode(self, prompt: str | Messages) -> list[int]:
         """Token ids of a prompt. With a chat template the template is the authority on special tokens, otherwise the
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
-
-        Raises:
-            DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens.
-        """
+        Raises DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens."""
         messages = self._messages(prompt)
+        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         if self._uses_chat:
-            return self._known(self._one_bos(self._chat_ids(messages)))
-        text = "\n\n".join(message["content"] for message in messages)
-        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
-        return self._known(self._one_bos(self._without_eos(ids)))
-
-    def _known(self, ids: list[int]) -> list[int]:
+            ids = self._chat_ids(messages)
+        else:
+            text = "\n\n".join(message["content"] for message in messages)
+            ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+            while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
+                ids = ids[:-1]
+        while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:  # of the template and of the tokenizer
+            ids = ids[1:]
         if ids and self.embedding_rows is not None and max(ids) >= self.embedding_rows:
             raise DataError(
                 f"the prompt, template included, holds {self._tokenizer.convert_ids_to_tokens(max(ids))!r}, which is "
@@ -102,13 +192,12 @@ class PromptTemplate:
         return shortened(repr(self._tokenizer.decode(list(prompt.token_ids))), limit, " ...")
 
     def ends_with(self, stop_ids: Iterable[int]) -> None:
-        """Take note of the tokens that end a response, which the tokenizer alone need not know (``control.py``)."""
+        """Take note of the tokens that end a response, which the tokenizer alone need not know."""
         self._stop_ids = tuple(stop_ids)
         self.__dict__.pop("control", None)
 
     @cached_property
     def control(self) -> frozenset[int]:
-        """Ids of the control tokens."""
         rendered: list[str] = []
         for messages in conversations() if getattr(self._tokenizer, "chat_template", None) else ():
             with suppress(Exception):  # templates raise their own kinds, such as for roles that they do not know
@@ -122,11 +211,9 @@ class PromptTemplate:
     def text(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, control tokens too. An id that the tokenizer does not have (models have rows without a
         token) is U+FFFD, as what stands on its two sides is not one text."""
-        parts = groupby(map(int, token_ids), self._has_token)
+        # the vocabulary has each text but once
+        parts = groupby(map(int, token_ids), lambda one: one in self._vocabulary or bool(self._plain([one])))
         return "".join(self._plain([*ids]) if there else "\ufffd" * len([*ids]) for there, ids in parts)
-
-    def _has_token(self, token_id: int) -> bool:
-        return token_id in self._vocabulary or bool(self._plain([token_id]))  # which has each text but once
 
     @cached_property
     def _vocabulary(self) -> frozenset[int]:
@@ -160,7 +247,6 @@ class PromptTemplate:
                 raise ConfigError(f"data.chat_template_kwargs.{name}: the chat template has no such variable; {hint}")
 
     def _take(self, file: str) -> None:
-        """Give the tokenizer the chat template in ``file``, and try it."""
         try:
             self._tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
         except OSError as error:
@@ -173,7 +259,6 @@ class PromptTemplate:
             raise ConfigError(f"data.chat_template: {file}: {error}") from None
 
     def _messages(self, prompt: str | Messages) -> list[Mapping[str, str]]:
-        """The prompt as chat messages, instruction and system message included."""
         config = self._config
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         last = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
@@ -192,20 +277,6 @@ class PromptTemplate:
         except Exception as error:  # templates raise their own kinds, such as for a role that they do not know
             raise DataError(f"the tokenizer's chat template refuses the prompt: {error}") from None
         return list(ids)
-
-    def _without_eos(self, ids: list[int]) -> list[int]:
-        """Some tokenizers end every text with EOS; a response to that would be a response to nothing."""
-        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
-        while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):
-            ids = ids[:-1]
-        return ids
-
-    def _one_bos(self, ids: list[int]) -> list[int]:
-        """Templates that write the BOS themselves and tokenizers that add one must not add up to two."""
-        bos = self._tokenizer.bos_token_id
-        while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
-            ids = ids[1:]
-        return ids
 
 
 def lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
@@ -227,7 +298,6 @@ def _with_date(template: str, today: date) -> str:
 
 
 def _variables(template: str) -> set[str]:
-    """What a chat template can be given beside what every one is."""
     from jinja2 import TemplateError, meta
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

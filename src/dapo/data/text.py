@@ -1,8 +1,7 @@
 """JSON lines and JSON arrays, plain or compressed, row by row without holding them.
 
-An index of where each row begins is made in one pass, the same that hashes the file. Small files stay in memory; of
-others the index, and what was compressed, is kept in the cache. Reading a row is two short reads.
-"""
+An index of where each row begins is made in one pass. Small files stay in memory; of
+others the index, and what was compressed, is kept in the cache. Reading a row is two short reads."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from dapo.data.cache import cached, file_key, write_with_room
-from dapo.data.rows import parse_json
-from dapo.data.tables import Table
+from dapo.data.rows import Table, parse_json
 from dapo.errors import DataError, install
+from dapo.util.files import file_hash
 
 _VERSION = 1
 """Of what is kept in the cache."""
@@ -39,21 +38,15 @@ _INDEX, _CONTENT = "index.bin", "content"
 
 
 class TextTable(Table):
-    """Rows of a JSON lines file or a JSON array."""
-
     def __init__(self, name: str, content: _Memory | _OnDisk, index: _Memory | _OnDisk, facts: dict[str, Any]) -> None:
         """``index``: 16 bytes for each row. ``facts``: ``rows``, ``sha256`` and ``array``."""
-        self.name = name
-        self._content, self._index = content, index
-        self._rows, self._sha256, self._array = int(facts["rows"]), str(facts["sha256"]), bool(facts["array"])
-
-    def __len__(self) -> int:
-        return self._rows
+        super().__init__(name, int(facts["rows"]), str(facts["sha256"]))
+        self._bytes, self._index, self._array = content, index, bool(facts["array"])
 
     def raw(self, number: int) -> Any:
         start, other = self._entry(number)
         try:
-            data = self._content.read(start, other - start) if self._array else self._content.line(start)
+            data = self._bytes.read(start, other - start) if self._array else self._bytes.line(start)
         except OSError as error:
             raise DataError(f"{self.place(number)}: cannot be read: {error.strerror or error}") from None
         except _Changed:
@@ -61,15 +54,12 @@ class TextTable(Table):
         return parse_json(data.removeprefix(_BOM) if start == 0 else data)
 
     def place(self, number: int) -> str:
-        return f"{self.name}:row {number + 1}" if self._array else f"{self.name}:{self._entry(number)[1]}"
-
-    def content(self) -> str:
-        return self._sha256
+        return super().place(number) if self._array else f"{self.name}:{self._entry(number)[1]}"
 
     def require_a_row_per_line(self) -> None:
         """Raises DataError if the first row goes on in the lines after it."""
         start, _ = self._entry(0)
-        text = self._content.read(start, _LOOKED_AT).decode("utf-8", errors="replace").lstrip("\ufeff \t\r")
+        text = self._bytes.read(start, _LOOKED_AT).decode("utf-8", errors="replace").lstrip("\ufeff \t\r")
         first, kind = text.partition("\n")[0].rstrip(), {"{": "object", "[": "array"}.get(text[:1])
         if self._array or kind is None:
             return
@@ -113,41 +103,31 @@ def _open(path: Path, name: str) -> TextTable:
     compressed = path.suffix in _OPENERS
     if path.stat().st_size > (_SMALL_COMPRESSED if compressed else _SMALL):
         return _from_cache(path, name, compressed)
-    digest = hashlib.sha256()
-    if not compressed:
-        data = path.read_bytes()
-        digest.update(data)
-        return _in_memory(path, name, data, digest.hexdigest())
-    pieces: list[bytes] = []
-    for chunk in _decompressed(path, digest):
-        pieces.append(chunk)
-        if sum(map(len, pieces)) > 8 * _SMALL:  # it only looked small
+    data = bytearray()
+    for chunk in _chunks_of(path):
+        data += chunk
+        if len(data) > 8 * _SMALL:  # it only looked small
             return _from_cache(path, name, compressed)
-    return _in_memory(path, name, b"".join(pieces), digest.hexdigest())
-
-
-def _in_memory(path: Path, name: str, data: bytes, sha256: str) -> TextTable:
-    content = _Memory(data)
+    content = _Memory(bytes(data))
     array = _is_array(path, content)
-    index = b"".join(_index_array(data) if array else _index_lines(iter([data])))
-    return TextTable(name, content, _Memory(index), _facts(len(index), sha256, array))
+    index = b"".join(_index(content, array))
+    digest = file_hash(path) if compressed else hashlib.sha256(data).hexdigest()
+    return TextTable(name, content, _Memory(index), _facts(len(index), digest, array))
 
 
 def _from_cache(path: Path, name: str, compressed: bool) -> TextTable:
     original = _OnDisk(path)
 
     def build(folder: Path) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        content, chunks = original, original.chunks(digest)
+        content = original
         if compressed:
-            write_with_room(folder / _CONTENT, _decompressed(path, digest))
+            write_with_room(folder / _CONTENT, _chunks_of(path))
             content = _OnDisk(folder / _CONTENT)
-            chunks = content.chunks()
         array = _is_array(path, content)
-        blocks = _index_array(b"".join(chunks)) if array else _index_lines(chunks)
-        write_with_room(folder / _INDEX, blocks)
+        write_with_room(folder / _INDEX, _index(content, array))
+        digest = file_hash(path)
         original.check()
-        return _facts((folder / _INDEX).stat().st_size, digest.hexdigest(), array)
+        return _facts((folder / _INDEX).stat().st_size, digest, array)
 
     try:
         folder, facts = cached("rows", file_key(path, _VERSION), build)
@@ -186,10 +166,11 @@ class _Memory:
         end = self._data.find(b"\n", offset)
         return self._data[offset : end if end >= 0 else None]
 
+    def chunks(self) -> Iterator[bytes]:
+        yield self._data
+
 
 class _OnDisk:
-    """An open file, which must stay as it was when it was opened."""
-
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
         self._stat = self._now()
@@ -204,12 +185,9 @@ class _OnDisk:
         self._file.seek(offset)
         return self._file.readline()
 
-    def chunks(self, digest: Any = None) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         self._file.seek(0)
-        while chunk := self._file.read(_CHUNK):
-            if digest is not None:
-                digest.update(chunk)
-            yield chunk
+        yield from _plain_chunks(self._file)
 
     def check(self) -> None:
         """Raises _Changed: it was written to."""
@@ -225,38 +203,19 @@ class _OnDisk:
             self._file.close()
 
 
-class _Hashing:
-    """A file that hashes what is read from it."""
-
-    def __init__(self, file: IO[bytes], digest: Any) -> None:
-        self._file, self._digest = file, digest
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self._digest.update(data)
-        return data
-
-
-def _decompressed(path: Path, digest: Any) -> Iterator[bytes]:
-    """The content in pieces; ``digest`` gets the bytes of the file itself.
-    Raises _Damaged: it is not what its name says, or not whole; DataError: a package is missing."""
+def _chunks_of(path: Path) -> Iterator[bytes]:
+    """The content, decompressed. Raises _Damaged: it is not what its name says, or not whole; DataError: a package is
+    missing."""
     with path.open("rb") as file:
-        source = _Hashing(file, digest)
-        chunks = _OPENERS[path.suffix](source)
-        while True:
-            try:
-                chunk = next(chunks, None)
-            except (
-                OSError,
-                EOFError,
-                zlib.error,
-            ) as error:  # reading alone: what is done with the chunk is not in here
-                raise _Damaged(getattr(error, "strerror", None) or str(error)) from None
-            if chunk is None:
-                break
-            yield chunk
-        while source.read(_CHUNK):  # what may stand behind the end
-            pass
+        try:
+            yield from _OPENERS.get(path.suffix, _plain_chunks)(file)
+        except (OSError, EOFError, zlib.error) as error:
+            raise _Damaged(getattr(error, "strerror", None) or str(error)) from None
+
+
+def _plain_chunks(source: Any) -> Iterator[bytes]:
+    while chunk := source.read(_CHUNK):
+        yield chunk
 
 
 def _gzip_chunks(source: Any) -> Iterator[bytes]:
@@ -290,8 +249,11 @@ _OPENERS = {".gz": _gzip_chunks, ".zst": _zstd_chunks}
 # --- where rows begin ---------------------------------------------------------------------------------------------
 
 
+def _index(content: _Memory | _OnDisk, array: bool) -> Iterator[bytes]:
+    return _index_array(b"".join(content.chunks())) if array else _index_lines(content.chunks())
+
+
 def _index_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Offset and line number of every line that is not blank."""
     offset, number = 0, 1
     pieces: list[bytes] = []
     for chunk in chunks:
@@ -341,30 +303,24 @@ def _index_array(data: bytes) -> Iterator[bytes]:
     """
     text = data.decode("latin-1")
     scan = json.JSONDecoder().raw_decode
-    place = _skip(text, 3 if data.startswith(_BOM) else 0) + 1
+    place = _skip(text, _skip(text, 3 if data.startswith(_BOM) else 0) + 1)
     entries: list[tuple[int, int]] = []
-    place = _skip(text, place)
-    if text[place : place + 1] == "]":
-        place += 1
-    else:
-        while True:
-            try:
-                _, end = scan(text, place)
-            except (json.JSONDecodeError, RecursionError, ValueError) as error:
-                at = error.pos if isinstance(error, json.JSONDecodeError) else place
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-                raise _broken(text, at, f"{reason} (in row {len(entries) + 1})") from None
-            entries.append((place, end))
-            place = _skip(text, end)
-            mark = text[place : place + 1]
-            if mark == "]":
-                place += 1
-                break
-            if mark != ",":
-                raise _broken(text, place, f"a comma or ] is missing after row {len(entries)}")
+    mark = text[place : place + 1]
+    while mark != "]":
+        try:
+            _, end = scan(text, place)
+        except (ValueError, RecursionError) as error:
+            at, reason = getattr(error, "pos", place), getattr(error, "msg", "nested too deeply")
+            raise _broken(text, at, f"{reason} (in row {len(entries) + 1})") from None
+        entries.append((place, end))
+        place = _skip(text, end)
+        mark = text[place : place + 1]
+        if mark == ",":
             place = _skip(text, place + 1)
-    if text[place:].strip(" \t\r\n"):
-        raise _broken(text, place, "something stands behind the end of the list")
+        elif mark != "]":
+            raise _broken(text, place, f"a comma or ] is missing after row {len(entries)}")
+    if text[place + 1 :].strip(" \t\r\n"):
+        raise _broken(text, place + 1, "something stands behind the end of the list")
     yield np.array(entries, dtype="<u8").tobytes()
 
 

@@ -1,16 +1,14 @@
 """``dapo evaluate`` without its printing: a model on files of prompts, each file a benchmark of its own.
 
 Consumes: a config and files. Produces: a :class:`FileResult` for each, and all of them as one JSON-able report. Waits
-for the engine and the scorer, one file after the other.
-"""
+for the engine and the scorer, one file after the other."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +16,10 @@ from typing import Any, TypeVar
 from dapo.checks.answers import doubts_about
 from dapo.checks.start import examine_rows
 from dapo.config import Config
+from dapo.config.data import DataItem
+from dapo.config.reading import with_values
 from dapo.config.secrets import redact
-from dapo.config.sections import DataItem
-from dapo.data.files import open_table
+from dapo.data.parts import open_table
 from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
 from dapo.errors import DataError
@@ -33,9 +32,8 @@ from dapo.observe.run_folder import describe_environment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer, needs_answer
-from dapo.reward.contract import Scorer
-from dapo.rollout.engine import Engine
 from dapo.util.escapes import eaten_in
+from dapo.util.files import file_hash
 from dapo.util.process import run_async
 
 
@@ -50,7 +48,6 @@ class FileResult:
 
     @property
     def tokens(self) -> int:
-        """Response tokens."""
         return sum(s.length for g in self.evaluation.groups for s in g.samples)
 
     def as_json(self) -> dict[str, Any]:
@@ -58,7 +55,7 @@ class FileResult:
         return {
             "name": self.name,
             "file": self.file,
-            "sha256": _fingerprint(Path(self.file)),
+            "sha256": file_hash(Path(self.file)) if Path(self.file).is_file() else None,
             "seconds": round(self.seconds, 2),
             "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else None,
             **self.evaluation.as_json(),
@@ -77,20 +74,12 @@ def evaluate_files(
 ) -> tuple[list[FileResult], Report]:
     """Evaluate ``config.model`` on each item of ``evaluation.data``, exactly the rows given (the first
     ``evaluation.rows`` of each).
-
-    Args:
-        write: called after each item with the results so far, so that nothing that goes wrong later can spoil them,
-            and with the config that has the picked template in it.
-        published: how rows are read that are as the benchmark's authors publish them; others are read as ever.
-        inputs: ``model``, ``tokenizer``, ``heldout`` (rows, under the name of the only item) and ``reward`` of a Python
-            caller, in place of what the config names.
-
-    Returns:
-        The results in the order of the items, and what ``write`` last returned.
-
-    Raises:
-        UserError: something in model, data or reward is wrong; rows that are too long are among it.
-    """
+    ``write``: called after each item with the results so far, so that nothing that goes wrong later can spoil them, and
+    with the config that has the picked template in it. ``published``: how rows are read that are as the benchmark's
+    authors publish them; others are read as ever. ``inputs``: ``model``, ``tokenizer``, ``heldout`` (rows, under the
+    name of the only item) and ``reward`` of a Python caller, in place of what the config names.
+    Returns the results in the order of the items, and what ``write`` last returned.
+    Raises UserError: something in model, data or reward is wrong; rows that are too long are among it."""
     listener.phase("loading tokenizer and data")
     inputs = inputs or RunOverrides()
     config = _keys_as_published(config, published) if published else config
@@ -99,6 +88,37 @@ def evaluate_files(
     prompts = {label_of(item): _prompts(prompting, item, listener, inputs) for item in items}
     if published and config.reward.kind in ("math", "exact"):  # any other may want the solution
         prompts = {file: _bare_answers(file, found, published, listener) for file, found in prompts.items()}
+    _tell(prompting, prompts, listener, inputs)
+    listener.phase("loading the model")
+    wanted = max(map(len, prompts.values())) * config.evaluation.samples_per_prompt
+    engine = load_engine(prompting, prompts, wanted, listener)
+
+    async def run() -> tuple[list[FileResult], Report]:
+        results = []
+        scorer = make_scorer(prompting.config.reward, inputs.reward)
+        async with contextlib.AsyncExitStack() as resources:  # each is closed whatever becomes of the other
+            resources.push_async_callback(scorer.close)
+            resources.push_async_callback(engine.close)
+            await scorer.start()
+            for file, found in prompts.items():
+                await examine_rows(file, found, scorer, listener)
+            for (file, found), name in zip(prompts.items(), short_names(list(prompts)), strict=True):
+                listener.phase(f"evaluating on {name}: {len(found)} rows")
+                started = time.perf_counter()
+                decode = prompting.template.decode
+                evaluation = await evaluate(found, engine, scorer, decode, prompting.config, listener.advance)
+                results.append(FileResult(name, file, evaluation, time.perf_counter() - started))
+                listener.evaluated(name, evaluation.metrics())
+                written = write(prompting.config, results)
+        return results, written
+
+    return run_async(run)
+
+
+def _tell(
+    prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]], listener: Listener, inputs: RunOverrides
+) -> None:
+    """How it is done, by the settings and the first prompt, and what may be wrong with rows and settings."""
     for line in settings_lines(prompting.config):
         if inputs.reward is None or not line.startswith("reward"):
             listener.phase(line)
@@ -108,41 +128,9 @@ def evaluate_files(
     eaten = eaten_in(prompting.config.model_dump(mode="json"))
     for said in (*eaten, *doubts(prompting, prompts)):
         listener.warning(said)
-    for item in items if inputs.reward is None else ():
+    for item in prompting.config.evaluation.data if inputs.reward is None else ():
         for doubt in doubts_about(prompting.config, item, prompts[label_of(item)]):
             listener.warning(doubt)
-    listener.phase("loading the model")
-    wanted = max(map(len, prompts.values())) * config.evaluation.samples_per_prompt
-    engine = load_engine(prompting, prompts, wanted, listener)
-
-    async def run() -> tuple[list[FileResult], Report]:
-        results = []
-        async with _running(prompting, engine, inputs.reward) as scorer:
-            for file, found in prompts.items():
-                await examine_rows(file, found, scorer, listener)
-            for (file, found), name in zip(prompts.items(), short_names(list(prompts)), strict=True):
-                listener.phase(f"evaluating on {name}: {len(found)} rows")
-                started = time.perf_counter()
-                evaluation = await evaluate(
-                    found, engine, scorer, prompting.template.decode, prompting.config, listener.advance
-                )
-                results.append(FileResult(name, file, evaluation, time.perf_counter() - started))
-                listener.evaluated(name, evaluation.metrics())
-                written = write(prompting.config, results)
-        return results, written
-
-    return run_async(run)
-
-
-@contextlib.asynccontextmanager
-async def _running(prompting: Prompting, engine: Engine, reward: Any) -> AsyncIterator[Scorer]:
-    """The scorer, started; it and the engine are closed at the end, each whatever becomes of the other."""
-    scorer = make_scorer(prompting.config.reward, reward)
-    async with contextlib.AsyncExitStack() as resources:
-        resources.push_async_callback(scorer.close)
-        resources.push_async_callback(engine.close)
-        await scorer.start()
-        yield scorer
 
 
 def _prompts(prompting: Prompting, item: DataItem, listener: Listener, inputs: RunOverrides) -> tuple[Prompt, ...]:
@@ -160,12 +148,11 @@ def _prompts(prompting: Prompting, item: DataItem, listener: Listener, inputs: R
     if not prompts:
         raise DataError(f"{label_of(item)}: holds no rows")
     longest = max(prompts, key=lambda p: len(p.token_ids))
-    if len(longest.token_ids) > limit:
-        raise DataError(
-            f"{label_of(item)}, row {longest.row + 1}: the prompt has {len(longest.token_ids)} tokens, more than "
-            f"data.max_prompt_length={limit}; an evaluation leaves no row out: use "
-            f"data.max_prompt_length={len(longest.token_ids)}"
+    if (size := len(longest.token_ids)) > limit:
+        text = (
+            f"{label_of(item)}, row {longest.row + 1}: the prompt has {size} tokens, more than data.max_prompt_length="
         )
+        raise DataError(f"{text}{limit}; an evaluation leaves no row out: use data.max_prompt_length={size}")
     return prompts
 
 
@@ -174,19 +161,13 @@ def _keys_as_published(config: Config, published: Published) -> Config:
     usual, theirs = Keys().prompt, published.prompt_key
     items = []
     for item in config.evaluation.data:
-        row = _first_row(item) if (item.prompt_key or config.data.prompt_key) == usual else {}
-        found = theirs in row and usual not in row
+        row: Any = {}
+        if (item.prompt_key or config.data.prompt_key) == usual:
+            with contextlib.suppress(BadRow):  # which is told of when all rows are read
+                row = open_table(item).raw(0)
+        found = isinstance(row, Mapping) and theirs in row and usual not in row
         items.append(item.model_copy(update={"prompt_key": theirs}) if found else item)
-    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"data": items})})
-
-
-def _first_row(item: DataItem) -> Mapping[str, Any]:
-    """As it stands there; empty where it cannot be read, which is told of when all rows are."""
-    try:
-        row = open_table(item).raw(0)
-    except BadRow:
-        return {}
-    return row if isinstance(row, Mapping) else {}
+    return with_values(config, {"evaluation.data": items})
 
 
 def _bare_answers(
@@ -239,11 +220,3 @@ def short_names(files: Sequence[str]) -> list[str]:
         seen[stem] += 1
         names.append(f"{stem}-{seen[stem]}" if again[stem] > 1 else stem)
     return names
-
-
-def _fingerprint(file: Path) -> str | None:
-    """Of the bytes; None for what is not a local file."""
-    if not file.is_file():
-        return None
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -37,7 +37,6 @@ class Response:
     token_logprobs: list[dict[str, Any]] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """By the names that users of JSON see."""
         found = {"response" if name == "text" else name: value for name, value in asdict(self).items()}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -53,12 +52,9 @@ def generate_responses(
 ) -> None:
     """Sample ``evaluation.samples_per_prompt`` responses to every text and every row of ``evaluation.data``, whose
     answers are not needed. ``show`` is called with each response as soon as all before it are there; ``top_logprobs``
-    of the most likely tokens are reported at each place. ``model``, ``tokenizer``: loaded ones, used in place
-    of the config's.
-
-    Raises:
-        UserError: something in model or data is wrong.
-    """
+    of the most likely tokens are reported at each place. ``model``, ``tokenizer``: loaded ones, used in place of the
+    config's.
+    Raises UserError: something in model or data is wrong."""
     listener.phase("loading the tokenizer")
     prompting = load_prompting(config, model, tokenizer)
     prompts = _prompts(prompting, texts)

@@ -1,8 +1,7 @@
 """What ``dapo evaluate`` and ``dapo generate`` share: a model by any of its names, settings in layers, and an engine.
 
 The first part is light, so that mistakes in names and settings show at once; torch is loaded by the second one. No
-trainer and no float32 master weights are made: the model is loaded in ``model.compute_dtype``.
-"""
+trainer and no float32 master weights are made: the model is loaded in ``model.compute_dtype``."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.config import Config, load_config, nested
-from dapo.config.layers import layered_config
+from dapo.config.data import DataConfig, DataItem
+from dapo.config.reading import layered_config, with_values
 from dapo.config.secrets import require_secrets
-from dapo.config.sections import DataConfig, DataItem
 from dapo.errors import ConfigError, DataError, ModelError
 from dapo.evaluation.evaluate import stop_texts
 from dapo.observe.checkpoints import Checkpoints
@@ -41,10 +40,7 @@ class FoundModel:
 def find_model(name: str) -> FoundModel:
     """The model that ``name`` stands for: a folder in Hugging Face layout, a run folder (its last weights, which are
     model-after/ or else those of the last checkpoint), a checkpoint folder, or a name on the hub.
-
-    Raises:
-        ModelError: there is such a folder, but no model in it; or a path that leads nowhere.
-    """
+    Raises ModelError: there is such a folder, but no model in it; or a path that leads nowhere."""
     folder = Path(name).expanduser()
     if os.path.isfile(folder):  # noqa: PTH113  (the methods of Path raise for a name that is too long)
         raise ModelError(f"model {name}: is a file; name the folder that holds config.json and the weights")
@@ -52,7 +48,10 @@ def find_model(name: str) -> FoundModel:
         if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
             raise ModelError(f"model {name!r}: no such folder")
         return FoundModel(name)  # whether the hub has it shows when it is loaded
-    places = [folder, folder / "model", folder / "model-after", *_checkpoints(folder)]
+    runs = folder / "checkpoints"
+    furthest_first = reversed(Checkpoints(runs).places() if runs.is_dir() else [])
+    kept = (runs / place.name / "model" for place in furthest_first)
+    places = [folder, folder / "model", folder / "model-after", *kept]
     found = next((place for place in places if holds_model(place)), None)
     if found is None:
         raise ModelError(
@@ -61,13 +60,6 @@ def find_model(name: str) -> FoundModel:
             "folder)"
         )
     return FoundModel(str(found), _recipe_of(found))
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Models of a run's checkpoints, the furthest one first."""
-    folder = run / "checkpoints"
-    places = Checkpoints(folder).places() if folder.is_dir() else []
-    return [folder / place.name / "model" for place in reversed(places)]
 
 
 def _recipe_of(model: Path) -> Path | None:
@@ -111,10 +103,7 @@ def inference_config(
 ) -> Config:
     """Settings for a model: defaults, then ``recipe`` or else the one it was trained by, then ``layers`` of nested
     settings, such as a benchmark's and those of options, then ``overrides``. ``where``: places of keys for messages.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    Raises ConfigError: with every problem found."""
     trained = recipe or model.recipe
     from_recipe = load_config(trained).model_dump(include=_FROM_RECIPE, exclude_unset=True) if trained else {}  # type: ignore[arg-type]
     named = {"model": {"path": model.path}}
@@ -142,7 +131,7 @@ def settings_for(
     overrides: Sequence[str] = (),
 ) -> tuple[FoundModel, Config]:
     """A model by name, or a loaded one, and the settings for it: ``layers``, over them ``options`` by the names that
-    messages tell (``--top-p`` or ``top_p``; None: not given), and all else as for :func:`inference_config`.
+    messages tell (``--top-p`` or ``top_p``; None or []: not given), and all else as for :func:`inference_config`.
     Raises UserError: there is no such model, or a setting is wrong."""
     from dapo.model.hub import require_at_hand
 
@@ -153,7 +142,7 @@ def settings_for(
     given: dict[str, Any] = {}
     where: dict[str, str] = {}
     for option, value in options.items():
-        if value is not None:
+        if value not in (None, []):
             name = option.lstrip("-").replace("-", "_")
             key = _OPTIONS.get(name, f"evaluation.{name}")
             given[key], where[key] = value, option
@@ -191,13 +180,8 @@ def label_of(item: DataItem) -> str:
 def settings_lines(config: Config) -> list[str]:
     """How prompts are made, answers judged and samples drawn, for people: evaluation has its own sampling settings."""
     data, reward, sampling = config.data, config.reward, config.evaluation
-    prompt = f"template {data.template}"
-    for name, text in (
-        ("instruction", data.instruction),
-        ("system", data.system),
-        ("chat_template_kwargs", data.chat_template_kwargs),
-    ):
-        prompt += f", {name} {text!r}" if text else ""
+    written = {name: getattr(data, name) for name in ("instruction", "system", "chat_template_kwargs")}
+    prompt = f"template {data.template}" + "".join(f", {name} {text!r}" for name, text in written.items() if text)
     judged = {key: value for key, value in reward.model_dump(include={"extract", "after", "function"}).items() if value}
     said = "".join(f", {key} {', '.join(v) if isinstance(v, list) else repr(v)}" for key, v in judged.items())
     drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
@@ -231,17 +215,13 @@ def with_template(config: Config, tokenizer: Any) -> Config:
     if "template" in config.data.model_fields_set:
         return config
     template = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
-    return config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+    return with_values(config, {"data.template": template})
 
 
 def load_prompting(config: Config, model: Any = None, tokenizer: Any = None) -> Prompting:
-    """Load the tokenizer, unless it is given, and choose the template (:func:`with_template`).
-    ``model``: a loaded one to use in place of the config's.
-
-    Raises:
-        ModelError: there is no such tokenizer.
-        ConfigError: a template was asked for that it does not have.
-    """
+    """Load the tokenizer, unless it is given, and choose the template (:func:`with_template`). ``model``: a loaded one
+    to use in place of the config's.
+    Raises ModelError: there is no such tokenizer; ConfigError: a template was asked for that it does not have."""
     from dapo.data.template import PromptTemplate
     from dapo.model.loading import embedding_rows, load_tokenizer
 
@@ -277,11 +257,8 @@ def load_engine(
 ) -> NativeEngine:
     """The model in an engine that is just large enough for ``prompts``, by the name of where they come from, and for
     ``samples`` at once.
-
-    Raises:
-        ModelError: not found, damaged or not supported.
-        DataError: a prompt and its response do not fit into the model's positions; names the row.
-    """
+    Raises ModelError: not found, damaged or not supported; DataError: a prompt and its response do not fit into the
+    model's positions; names the row."""
     import torch
 
     from dapo.checks.start import check_vocabulary, notice_generation_config
@@ -323,20 +300,17 @@ def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_c
     from dapo.model.loading import POSITIONS_STATED, context_limit
 
     positions = context_limit(model_config)
-    longest, name = max(
-        ((p, name) for name, several in prompts.items() for p in several), key=lambda found: len(found[0].token_ids)
-    )
+    every = [(p, name) for name, several in prompts.items() for p in several]
+    longest, name = max(every, key=lambda found: len(found[0].token_ids))
     size = len(longest.token_ids)
     if positions is None or size + limit <= positions:
         return
+    row = f"{name}, row {longest.row + 1}"
     if size >= positions:
-        raise DataError(
-            f"{name}, row {longest.row + 1}: the prompt has {size} tokens, but the model was made for {positions} "
-            f"positions ({POSITIONS_STATED}); leave this row out"
-        )
-    error = ConfigError if limit >= positions else DataError
-    raise error(
-        f"{name}, row {longest.row + 1}: {size} prompt tokens and up to {limit} response tokens are more than the "
-        f"{positions} positions that the model was made for ({POSITIONS_STATED}); use "
-        f"--max-tokens {positions - size} or less (in Python: max_tokens)"
+        text = f"{row}: the prompt has {size} tokens, but the model was made for {positions} positions"
+        raise DataError(f"{text} ({POSITIONS_STATED}); leave this row out")
+    raise (ConfigError if limit >= positions else DataError)(
+        f"{row}: {size} prompt tokens and up to {limit} response tokens are more than the {positions} positions that "
+        f"the model was made for ({POSITIONS_STATED}); use --max-tokens {positions - size} or less (in Python: "
+        "max_tokens)"
     )

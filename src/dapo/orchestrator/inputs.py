@@ -15,8 +15,8 @@ import torch
 
 from dapo.checks.start import longest_sequence, smaller_step
 from dapo.config import Config
+from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
-from dapo.data.tables import Table
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError, ModelError, first_line
 from dapo.model.adapters import find_adapter

@@ -23,10 +23,9 @@ from itertools import count
 from typing import Any, TypeVar, get_args
 
 from dapo.config import CodeReward, RewardConfig
-from dapo.config.sections import DataItem
-from dapo.data.files import open_table
-from dapo.data.rows import BadRow, Keys, check_row, listed, plain_value
-from dapo.data.tables import Table
+from dapo.config.data import DataItem
+from dapo.data.parts import open_table
+from dapo.data.rows import BadRow, Keys, Table, check_row, listed, plain_value
 from dapo.errors import DataError, RewardError, shortened
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.build import make_scorer, needs_answer

@@ -30,6 +30,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
             yield Difference(f"{prefix}{key}", was, now)
 
 
-def shown(value: Any) -> str:
-    """A value as JSON, cut to 200 characters."""
-    return shortened(json.dumps(value, ensure_ascii=False, default=str), 200)
+def shown(value: Any, most: int = 200) -> str:
+    """A value as JSON, cut to ``most`` characters."""
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), most)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dapo.commands.demo import pretrained
-from dapo.commands.demo.pretrained import make_data, run_word_problems
+from dapo.commands.demo import run as pretrained
+from dapo.commands.demo.run import make_data, run_word_problems
 from dapo.commands.demo.word_problems import (
     EXAMPLES,
     NUMBERS,
@@ -23,7 +23,7 @@ from dapo.commands.demo.word_problems import (
     split_pairs,
 )
 from dapo.config import load_config
-from dapo.config.recipes import recipe_path
+from dapo.config.plan import recipe_path
 from dapo.errors import ConfigError
 from dapo.observe.progress import QuietListener
 

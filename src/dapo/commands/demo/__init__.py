@@ -1,9 +1,5 @@
 """``dapo demo``: a model learns on a laptop's CPU, as one may see and change.
 
-``arithmetic`` (``run.py``): a small model learns to think, from nothing. It makes its own data, tokenizer and model,
-warms the model up by imitation, hands it to the ordinary training loop with the recipe ``cpu-demo.yaml``, and shows
-what changed.
-
-``word-problems`` (``pretrained.py``): a pretrained model of 135 M parameters learns to solve word problems, with the
-recipe ``cpu-smollm2.yaml``.
-"""
+``arithmetic``: a small model learns to think, from nothing. It makes its own data, tokenizer and model, warms the model
+up by imitation, hands it to the ordinary training loop with the recipe ``cpu-demo.yaml``, and shows what changed.
+``word-problems``: a pretrained model of 135 M parameters learns to solve word problems (``cpu-smollm2.yaml``)."""

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dapo.commands.shared.completion import complete_override
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Quiet
+from dapo.commands.shared.options import Debug, Quiet, complete_override
 from dapo.commands.train import stopped_by_signals
 from dapo.errors import ConfigError
 from dapo.util.terminal import Terminal
@@ -42,18 +41,15 @@ def demo(arguments: Arguments = None, quiet: Quiet = False, debug: Debug = False
         with closing(make_listener(quiet, console)) as listener:
             listener.phase("loading")
             run, overrides = _chosen(arguments or [])
-            with stopped_by_signals() as stopping:
-                run(overrides, listener, None if quiet else console, stopping)
+            with stopped_by_signals() as shutdown:
+                run(overrides, listener, None if quiet else console, shutdown)
 
 
 def _chosen(arguments: list[str]) -> tuple[Callable[..., Any], list[str]]:
-    """The demo to run, and the overrides for it."""
     named = arguments[:1] if arguments and "=" not in arguments[0] else []
     name = named[0] if named else DEMOS[0]
     if name not in DEMOS:
         raise ConfigError(f"dapo demo {name}: there is no such demo; there are: {', '.join(DEMOS)}")
-    if name == DEMOS[0]:
-        from dapo.commands.demo.run import run_demo as run
-    else:
-        from dapo.commands.demo.pretrained import run_word_problems as run
-    return run, arguments[len(named) :]
+    from dapo.commands.demo.run import run_demo, run_word_problems
+
+    return run_demo if name == DEMOS[0] else run_word_problems, arguments[len(named) :]

@@ -2,8 +2,7 @@
 
 ``7*3+4-5=`` means ((7 * 3) + 4) - 5 with every intermediate result taken modulo 10, so 0. A response either works it
 out step by step and then answers, ``7*3=1;1+4=5;5-5=0;#0``, or jumps to an answer, ``#0``. What follows the last ``#``
-is the answer.
-"""
+is the answer."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ PAD, END = "<pad>", "<end>"
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Operands and the operators between them."""
-
     operands: tuple[int, ...]
     operators: tuple[str, ...]
 
@@ -45,7 +42,6 @@ class Expression:
         return self.steps[-1][-2]
 
     def response(self, think: bool) -> str:
-        """A demonstration, with the steps or without."""
         return ("".join(self.steps) if think else "") + ANSWER_MARK + self.answer
 
 
@@ -81,8 +77,7 @@ def make_model(seed: int, vocabulary: int) -> Any:
 
     Two settings are made for its size and its short texts, and decide whether the warm-up learns to copy operands
     within a minute or, with some seeds, not at all (docs/decisions/0007-demo.md): initial weights as wide as its width
-    asks for, and position frequencies that tell neighbours apart.
-    """
+    asks for, and position frequencies that tell neighbours apart."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

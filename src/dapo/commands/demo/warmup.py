@@ -1,9 +1,7 @@
 """The demo's warm-up: imitation of step-by-step demonstrations, frequent at first and rare at the end.
 
-After it the model *can* work in steps but mostly jumps to an answer. That is the state from which reinforcement
-learning can show something: it never teaches to copy an operand, but it finds out that writing the steps pays. So the
-first phase goes on until the steps themselves are right, whatever the seed.
-"""
+After it the model *can* work in steps but mostly jumps to an answer: reinforcement learning never teaches to copy an
+operand, but finds out that writing the steps pays. So the first phase goes on until the steps themselves are right."""
 
 from __future__ import annotations
 
@@ -41,8 +39,6 @@ class WarmUp:
 
 
 class Tutor:
-    """Draws demonstrations from a pool of expressions, in a seeded order."""
-
     def __init__(self, pool: list[Expression], tokenizer: Any, rng: np.random.Generator) -> None:
         self._ids = [
             (
@@ -54,7 +50,6 @@ class Tutor:
         self._rng = rng
 
     def batch(self, think_share: float) -> list[Demonstration]:
-        """``BATCH`` demonstrations; each shows the steps with probability ``think_share``."""
         rows = self._rng.integers(0, len(self._ids), BATCH)
         thinks = self._rng.random(BATCH) < think_share
         return [(self._ids[row][0], self._ids[row][1 + think]) for row, think in zip(rows, thinks, strict=True)]

@@ -1,13 +1,9 @@
 """Easy word problems for a small pretrained model: one addition, subtraction or multiplication, told as a story.
 
-Which *numbers* belong together is split between training and held-out problems: a pair of numbers that occurs in one of
-them, in whatever order, story and operation, never occurs in the other. So a held-out problem cannot be answered by
-remembering the sum of a training problem.
-
-``score`` is the reward. It keeps format and reasoning apart: a response is right if it states the right number after
-"Answer:", and beside that it is noted whether there was such an answer at all and whether the last number of the
-response, wherever it stands, is the right one.
-"""
+A pair of numbers that occurs in training problems, in whatever order, story and operation, never occurs in held-out
+ones: these cannot be answered by remembering a sum. ``score``, the reward, keeps format and reasoning apart: a response
+is right if it states the right number after "Answer:"; its parts say whether there was such an answer, and whether the
+last number of the response, wherever it stands, is the right one."""
 
 from __future__ import annotations
 
@@ -60,8 +56,6 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class WordProblem:
-    """A story with a question, and the number that answers it."""
-
     text: str
     operation: str
     numbers: Pair
@@ -69,7 +63,6 @@ class WordProblem:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The problem as a chat: the examples, each with its reply, and then the question."""
         turns = [("system", SYSTEM)]
         for question, reply in EXAMPLES:
             turns += [("user", question), ("assistant", reply)]
@@ -84,8 +77,7 @@ class WordProblem:
 def split_pairs(rng: np.random.Generator) -> tuple[list[Pair], list[Pair]]:
     """All pairs of different numbers, the smaller one first: ``(training, held out)``.
 
-    Pairs that may be multiplied are split on their own, so that each side has its share of them.
-    """
+    Pairs that may be multiplied are split on their own, so that each side has its share of them."""
     pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a < b]
     sides: tuple[list[Pair], list[Pair]] = ([], [])
     for kind in ([p for p in pairs if p[1] <= SMALL], [p for p in pairs if p[1] > SMALL]):
@@ -126,8 +118,7 @@ def score(response: str, answer: str) -> Reward:
     """+1 if the number after the last "Answer:" is ``answer``, -1 otherwise (Eq. 7).
 
     Parts, each 0 or 1: ``answer_found``, whether there is a whole number after an "Answer:" (the format);
-    ``last_number``, whether the last number of the response, however it is written there, is right (the reasoning).
-    """
+    ``last_number``, whether the last number of the response, however it is written there, is right (the reasoning)."""
     stated = _ANSWER.findall(response)
     extracted = stated[-1].replace(",", "") if stated else None
     numbers = _NUMBER.findall(response)

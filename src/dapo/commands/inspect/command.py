@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dapo.commands.shared.completion import complete_metric, complete_run, complete_status
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import AsJson, Debug, step_range
+from dapo.commands.shared.options import AsJson, Debug, complete_metric, complete_run, complete_status, step_range
 from dapo.commands.shared.output import print_json, print_lines, terminal_width
 from dapo.errors import ConfigError, UserError
 from dapo.util.terminal import Terminal, counted, visible

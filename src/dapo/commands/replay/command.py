@@ -79,7 +79,6 @@ def _sample(text: str | None) -> tuple[int, int] | None:
 
 
 def report(found: Replay) -> Iterator[str]:
-    """Everything but the tokens, as lines."""
     from dapo.commands.inspect.tables import columns
     from dapo.util.terminal import visible
 
@@ -101,7 +100,8 @@ def report(found: Replay) -> Iterator[str]:
         yield f"weights: from {found.start}{again}"
     if _made_again(found):  # otherwise there is nothing to show of them but what was planned
         yield ""
-        yield from columns(_HEADER, [_row(one, _differing(found)) for one in found.updates])
+        differing = {one.update for one in found.differences if one.what.startswith(f"step {found.step}: ")}
+        yield from columns(_HEADER, [_row(one, differing) for one in found.updates])
         yield from _norms(found.updates)
     yield from (f"note: {visible(text)}" for text in found.notes)
     if found.differences:
@@ -110,11 +110,6 @@ def report(found: Replay) -> Iterator[str]:
 
 
 _HEADER = ("update", "groups", "loss tokens", "token weight", "loss", "clip low", "clip high", "grad norm", "recorded")
-
-
-def _differing(found: Replay) -> set[int | None]:
-    """Numbers of the step's updates that did not come out as recorded."""
-    return {one.update for one in found.differences if one.what.startswith(f"step {found.step}: ")}
 
 
 def _row(update: Mapping[str, Any], differing: set[int | None]) -> list[str]:
@@ -171,7 +166,6 @@ def _cause(one: Difference, first: int | None) -> str:
 
 
 def difference(one: Difference) -> str:
-    """One line."""
     from dapo.util.terminal import visible
 
     place = f"sample {one.draw}:{one.index}: " if one.index is not None else ""
@@ -184,13 +178,11 @@ def difference(one: Difference) -> str:
 
 def _changed(was: Any, now: Any) -> str:
     if isinstance(was, Mapping) and isinstance(now, Mapping):  # two rewards
-        parts = [f"{key} {was[key]!r}, now {now.get(key)!r}" for key in was if was[key] != now.get(key)]
-        return "; ".join(parts)
+        return "; ".join(f"{key} {was[key]!r}, now {now.get(key)!r}" for key in was if was[key] != now.get(key))
     return f"recorded {was!r}, now {now!r}"
 
 
 def verdict(found: Replay) -> str:
-    """The last line."""
     if found.differences:
         return f"{len(found.differences)} differences"
     compared = "to the bit" if not found.tolerance else f"losses and gradients to {found.tolerance:g}"
@@ -207,7 +199,6 @@ def _made_again(found: Replay) -> bool:
 
 
 def _print_tokens(sample: Mapping[str, Any]) -> None:
-    """The table of a sample's tokens."""
     from rich.table import Table
     from rich.text import Text
 
@@ -217,28 +208,17 @@ def _print_tokens(sample: Mapping[str, Any]) -> None:
     console = Terminal()
     if not console.is_terminal:
         console = Terminal(width=200)  # nothing is cut for a file
-    console.print(
-        f"sample {sample['draw']}:{sample['index']} of row {sample['row']}, {sample['status']}, in {where}",
-        markup=False,
-        highlight=False,
-    )
+    title = f"sample {sample['draw']}:{sample['index']} of row {sample['row']}, {sample['status']}, in {where}"
+    console.print(title, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "token", "id", "p engine", "p trainer", "ratio", "advantage", "clip", "loss", "entropy"):
         table.add_column(name, justify="left" if name in ("token", "clip") else "right", no_wrap=True)
     for place, one in enumerate(sample["tokens"]):
         clip = one.get("clip") or ("not in the loss" if one.get("in_loss") is False else "")
-        cells = [
-            str(place),
-            visible(one["text"]).replace("\n", "\\n"),
-            str(one["token"]),
-            _probability(one["engine_logprob"]),
-            _probability(one.get("trainer_logprob")),
-            _number(one.get("ratio")),
-            _number(one.get("advantage")),
-            clip,
-            _number(one.get("loss")),
-            _number(one.get("entropy")),
-        ]
+        ratio, advantage, *others = (_number(one.get(name)) for name in ("ratio", "advantage", "loss", "entropy"))
+        chances = (_probability(one.get(f"{whose}_logprob")) for whose in ("engine", "trainer"))
+        text = visible(one["text"]).replace("\n", "\\n")
+        cells = [str(place), text, str(one["token"]), *chances, ratio, advantage, clip, *others]
         table.add_row(*(Text(cell, style="red" if one.get("clip") else "") for cell in cells))
     console.print(table)
 

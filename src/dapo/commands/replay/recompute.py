@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from dapo.algorithm.admission import GroupVerdict, judge
-from dapo.algorithm.objective import token_weights
+from dapo.algorithm.kl import kl_estimate
+from dapo.algorithm.objective import DapoObjective, TokenInputs, clipped_loss, policy_ratio, token_weights
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.commands.replay.stored import StoredStep
 from dapo.config import Config
+from dapo.orchestrator.batch_builder import Update
 from dapo.records import Group, Sample
-from dapo.training.packing import pack
+from dapo.training.packing import PackedBatch, pack, select_tokens
+from dapo.training.policy import Policy
 
 _VERDICTS = ("all_right", "all_wrong", "flat", "too_few_scored")
 """Statuses of groups that dynamic sampling did not want."""
@@ -33,10 +39,14 @@ class Difference:
     update: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """What is given."""
         place = {"draw": self.draw, "index": self.index, "update": self.update}
         known = {name: value for name, value in place.items() if value is not None}
         return {"what": self.what, **known, "recorded": self.recorded, "recomputed": self.recomputed}
+
+
+def faults(found: Iterable[tuple[int, int, str]], prefix: str = "") -> Iterator[Difference]:
+    """Of samples, by draw and index, that were changed after they were written."""
+    yield from (Difference(f"{prefix}{fault}", draw=draw, index=index) for draw, index, fault in found)
 
 
 def compare_groups(recorded: Sequence[Group], again: Sequence[Group]) -> Iterator[Difference]:
@@ -79,7 +89,6 @@ def compare_versions(stored: StoredStep, version: int, max_staleness: int) -> It
 
 
 def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
-    """Numbers of a sample that was trained on, from its reward to its advantage."""
     return {
         "draw": draw,
         "index": sample.index,
@@ -93,7 +102,6 @@ def sample_as_json(draw: int, sample: Sample, config: Config) -> dict[str, Any]:
 
 
 def _penalty(sample: Sample, config: Config) -> float:
-    """What the length took off the raw reward."""
     algorithm = config.algorithm
     buffer = algorithm.overlong_buffer
     if algorithm.overlong_hard_punishment:
@@ -112,7 +120,8 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
     """What the updates of the step consist of, as far as it follows without weights: groups, samples, tokens in the
     loss and the range of a loss token's weight. A correction that masks tokens may still take some out of the loss.
     ``groups``: that were trained on, with advantages and tokens, or zeros in place of these."""
-    packed = pack([_with_prompt(group) for group in groups])
+    # of prompts nothing here depends on the tokens, where these are not known
+    packed = pack([g if g.prompt.token_ids else replace(g, prompt=replace(g.prompt, token_ids=(0,))) for g in groups])
     found: list[dict[str, Any]] = []
     for _ in range(config.training.epochs_per_rollout):
         for batch in packed.updates(config.training.groups_per_update):
@@ -138,11 +147,6 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
     return found
 
 
-def _with_prompt(group: Group) -> Group:
-    """With a prompt of one token where its tokens are not known: nothing here depends on it."""
-    return group if group.prompt.token_ids else replace(group, prompt=replace(group.prompt, token_ids=(0,)))
-
-
 def same(one: Any, other: Any) -> bool:
     """Whether two recorded values are equal, to the bit; NaN, and what JSON makes of it, equals itself."""
     return bool(one == other) or (_is_none(one) and _is_none(other))
@@ -153,7 +157,6 @@ def _is_none(value: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """As JSON keeps it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -161,12 +164,8 @@ def reports_differ(
     recorded: Mapping[str, Any], made: Mapping[str, Any], tolerance: float, update: int | None
 ) -> Iterator[Difference]:
     """Where numbers of an update are not what was recorded.
-
-    Args:
-        recorded: by name; only names in both are compared.
-        tolerance: relative; 0: to the bit.
-        update: which one, or None for means over the step.
-    """
+    ``recorded``: by name; only names in both are compared. ``tolerance``: relative; 0: to the bit. ``update``: which
+    one, or None for means over the step."""
     for name, now in made.items():
         was = recorded.get(name)
         if name in recorded and not _close(was, now, tolerance):
@@ -178,3 +177,89 @@ def _close(was: Any, now: Any, tolerance: float) -> bool:
         return same(was, plain_number(now))
     numbers = isinstance(was, int | float) and isinstance(now, int | float)
     return numbers and math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance / 100)
+
+
+def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, count: int) -> list[dict[str, Any]]:
+    """Loss and gradient norm of single samples: their parts of the sums that the update adds up.
+    ``policy``: with the weights before the update. ``count``: look at so many, those first whose tokens weigh most
+    (weight times advantage); one backward pass each."""
+    batch, inputs = update.batch, update.inputs
+    stakes = (inputs.weights * inputs.advantages.abs().nan_to_num()).double()
+    by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=stakes.device)
+    by_sample = by_sample.index_add(0, batch.sample_ids, stakes)
+    order = torch.argsort(by_sample, descending=True, stable=True).tolist()
+    found = []
+    for number in order[:count]:
+        loss, norm = _gradient_norm(policy, update, objective, number)
+        draw, index = int(batch.draws[number]), int(batch.indices[number])
+        found.append({"draw": draw, "index": index, "loss": plain_number(loss), "grad_norm": plain_number(norm)})
+    return found
+
+
+def _gradient_norm(policy: Policy, update: Update, objective: DapoObjective, number: int) -> tuple[float, float]:
+    part, inputs = _alone(update, number)
+    if not part.num_response_tokens:
+        return 0.0, 0.0
+    with torch.enable_grad():
+        logprobs, entropy = policy.evaluate(part)
+        loss, _ = objective(logprobs, entropy, inputs)
+        parameters = [p for p in policy.model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+    return float(loss.detach()), float(norm)
+
+
+def _alone(update: Update, number: int) -> tuple[PackedBatch, TokenInputs]:
+    part = update.batch.select(np.array([number]))
+    return part.batch, select_tokens(update.inputs, part.index)
+
+
+def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str, Any]]:
+    return [
+        {"token": int(token), "text": decode(int(token)), "version": int(version), "engine_logprob": float(logprob)}
+        for token, logprob, version in zip(sample.token_ids, sample.logprobs, sample.versions, strict=True)
+    ]
+
+
+@torch.no_grad()
+def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, number: int) -> list[dict[str, Any]]:
+    """What the objective makes of each token of a sample: ``trainer_logprob``, ``ratio`` (to the proximal policy),
+    ``advantage``, ``importance``, ``in_loss``, ``clip`` (``low``, ``high``, ``dual`` or None), ``entropy`` in nats and
+    ``loss``, its contribution to the loss of the update.
+    ``policy``: with the weights before the update. ``number``: of the sample in the update's batch."""
+    part, inputs = _alone(update, number)
+    if not part.num_response_tokens:
+        return []
+    logprobs, entropy = policy.evaluate(part)
+    known = inputs.selected()
+    ratio = policy_ratio(logprobs, inputs.proximal_logprobs)
+    safe = torch.where(inputs.mask, logprobs, 0)
+    low, high, c = objective.clip_ratio_low, objective.clip_ratio_high, objective.clip_ratio_c
+    loss = clipped_loss(safe, known.proximal_logprobs, known.advantages, known.importance, low=low, high=high, c=c)
+    if objective.kl_in_loss and known.reference_logprobs is not None:
+        loss = loss + objective.kl_coef * kl_estimate(safe, known.reference_logprobs, objective.kl_estimator)
+    columns = {
+        "trainer_logprob": logprobs,
+        "ratio": ratio,
+        "advantage": inputs.advantages,
+        "importance": inputs.importance,
+        "in_loss": inputs.mask,
+        "entropy": entropy,
+        "loss": known.weights * loss,
+    }
+    lists = {name: [plain_number(value) for value in column.tolist()] for name, column in columns.items()}
+    rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [{**row, "clip": _clip(row, objective)} for row in rows]
+
+
+def _clip(row: dict[str, Any], objective: DapoObjective) -> str | None:
+    """On which side a token is clipped, so that it has no gradient; as the objective counts it."""
+    ratio, advantage = row["ratio"], row["advantage"]
+    if not row["in_loss"] or ratio is None or advantage is None:
+        return None
+    if advantage > 0:
+        return "high" if ratio > 1 + objective.clip_ratio_high else None
+    if advantage < 0 and ratio < 1 - objective.clip_ratio_low:
+        return "low"
+    c = objective.clip_ratio_c
+    return "dual" if advantage < 0 and c is not None and ratio > c else None

@@ -1,8 +1,7 @@
 """``dapo replay``: a rollout step made again, and what comes out otherwise than it was recorded.
 
 Consumes a run folder, of which nothing is changed. Produces a :class:`Replay`. Every part stands by itself: where one
-cannot be made again, the result says why, and the others are there all the same.
-"""
+cannot be made again, the result says why, and the others are there all the same."""
 
 from __future__ import annotations
 
@@ -11,25 +10,17 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dapo.commands.replay.machine import device_here, other_threads
-from dapo.commands.replay.recompute import (
-    Difference,
-    compare_decisions,
-    compare_groups,
-    compare_versions,
-    planned_updates,
-    reports_differ,
-    sample_as_json,
-)
+import numpy as np
+
+from dapo.commands.replay import recompute
 from dapo.commands.replay.stored import StoredStep, differing_texts, read_step
-from dapo.commands.replay.tokens import gradient_norms, place_in, stored_tokens, traced_tokens
-from dapo.commands.replay.weights import Rerun, find_start, flat_report
+from dapo.commands.replay.weights import Rerun, device_here, find_start, flat_report, other_threads
 from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
 from dapo.config import Config, load_config
 from dapo.data.template import PromptTemplate
@@ -55,8 +46,7 @@ class Replay:
     ``tolerance``: relative, for what the weights were needed for; 0: compared to the bit. ``start``: the kept weights,
     and ``rerun`` the steps whose updates were made again from there. ``samples``: of those trained on, from reward to
     advantage. ``updates``: planned, and where they could be made again with their numbers. ``tokens``: of the sample
-    asked for. ``missing``: what could not be made again, and why. ``notes``: what else to know.
-    """
+    asked for. ``missing``: what could not be made again, and why. ``notes``: what else to know."""
 
     run: str
     step: int
@@ -68,16 +58,13 @@ class Replay:
     rerun: list[int] = field(default_factory=list)
     rewards: dict[str, Any] | None = None
     sample: dict[str, Any] | None = None
-    differences: list[Difference] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    differences: list[recompute.Difference] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        names = [name for name in self.__dataclass_fields__ if name != "differences"]
-        return {
-            **{name: getattr(self, name) for name in names},
-            "differences": [difference.as_json() for difference in self.differences],
-        }
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return found | {"differences": [difference.as_json() for difference in self.differences]}
 
 
 def replay(
@@ -90,16 +77,10 @@ def replay(
     phase: Callable[[str], None] = lambda text: None,
 ) -> Replay:
     """Make a rollout step again.
-
-    Args:
-        step: from 1, as in ``samples/``.
-        update: of the step, from 0: only this one is reported; None: all of them.
-        sample: draw and index of the one whose tokens are wanted.
-        gradients: per update, for so many samples the gradient norm; one backward pass each.
-        rewards: score the samples again, which may cost calls of a judge.
-
-    Raises:
-        UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
+    ``step``: from 1, as in ``samples/``. ``update``: of the step, from 0: only this one is reported; None: all of them.
+    ``sample``: draw and index of the one whose tokens are wanted. ``gradients``: per update, for so many samples the
+    gradient norm; one backward pass each. ``rewards``: score the samples again, which may cost calls of a judge.
+    Raises UserError: there is no such run, step, update or sample (says which there are), or a stored file is damaged.
     """
     view = RunView.read(root)
     of_step = partial(config_of_step, load_config(view.folder.config), view.changes)
@@ -108,7 +89,7 @@ def replay(
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
     again = [shape(group, config) for group in stored.trained]
-    planned = planned_updates(stored.trained, config)
+    planned = recompute.planned_updates(stored.trained, config)
     if update is not None and not 0 <= update < len(planned):
         there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
         raise ConfigError(f"--update {update}: step {step} has no such update; {there}")
@@ -120,16 +101,15 @@ def replay(
         run=str(root),
         step=step,
         batch=_batch(stored),
-        samples=[sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
+        samples=[recompute.sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
         updates=planned if update is None else [planned[update]],
     )
-    for draw, index, fault in stored.faults:
-        found.differences.append(Difference(fault, draw=draw, index=index))
+    found.differences += recompute.faults(stored.faults)
     decode = _check_texts(found, view, stored, config)
-    found.differences += compare_decisions(stored, config)
+    found.differences += recompute.compare_decisions(stored, config)
     _check_versions(found, view, stored, config)
     if config.algorithm.kl.mode != "reward":
-        found.differences += compare_groups(stored.trained, again)
+        found.differences += recompute.compare_groups(stored.trained, again)
     if rewards:
         _rescore(found, view, config, phase)
     else:
@@ -147,9 +127,8 @@ def replay(
 def _require_step(view: RunView, step: int) -> None:
     there = view.steps_with_samples
     if (share := view.share_of_samples) not in (0, 1):
-        raise UserError(
-            f"{view.folder.root}: its recipe says run.save_samples={share:g}: a step is replayed from all of its groups"
-        )
+        text = f"its recipe says run.save_samples={share:g}: a step is replayed from all of its groups"
+        raise UserError(f"{view.folder.root}: {text}")
     if not there:
         why = "none yet" if view.saves_samples else "its recipe says run.save_samples=false"
         raise UserError(f"{view.folder.root}: no samples were saved, which a replay is made from: {why}")
@@ -161,17 +140,15 @@ def _wanted(stored: StoredStep, sample: tuple[int, int] | None) -> tuple[Group, 
     if sample is None:
         return None
     draw, index = sample
+    option = f"--sample {draw}:{index}"
     groups = {group.draw: (group, status) for group, status in stored.groups}
     if draw not in groups:
-        raise ConfigError(
-            f"--sample {draw}:{index}: step {stored.step} has no draw {draw}; there are {_some(sorted(groups))}"
-        )
+        raise ConfigError(f"{option}: step {stored.step} has no draw {draw}; there are {_some(sorted(groups))}")
     group, status = groups[draw]
-    for one in group.samples:
-        if one.index == index:
-            return group, status, one
-    there = _some([one.index for one in group.samples])
-    raise ConfigError(f"--sample {draw}:{index}: draw {draw} has no sample {index}; there are {there}")
+    samples = {one.index: one for one in group.samples}
+    if index not in samples:
+        raise ConfigError(f"{option}: draw {draw} has no sample {index}; there are {_some(list(samples))}")
+    return group, status, samples[index]
 
 
 def _some(numbers: Sequence[int]) -> str:
@@ -198,7 +175,6 @@ def _batch(stored: StoredStep) -> dict[str, Any]:
 
 
 def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Config) -> Callable[[int], str]:
-    """Compare tokens with texts; the answer gives the text of one token."""
     if stored.no_tokens is not None:
         found.missing.append(f"tokens: {stored.no_tokens}")
     folder = view.folder.model_before
@@ -213,8 +189,7 @@ def _check_texts(found: Replay, view: RunView, stored: StoredStep, config: Confi
         found.missing.append(f"texts of tokens: {folder} holds no tokenizer that can be loaded: {error}")
         return lambda token: ""
     if stored.no_tokens is None:
-        for draw, index, fault in differing_texts(stored, template.decode):
-            found.differences.append(Difference(fault, draw=draw, index=index))
+        found.differences += recompute.faults(differing_texts(stored, template.decode))
     return lambda token: template.text([token])
 
 
@@ -223,7 +198,7 @@ def _check_versions(found: Replay, view: RunView, stored: StoredStep, config: Co
     after = {entry["step"]: entry.get("version") for entry in view.metrics}
     version = 0 if found.step == 1 else after.get(found.step - 1)
     if stored.no_tokens is None and isinstance(version, int):
-        found.differences += compare_versions(stored, version, config.rollout.max_staleness)
+        found.differences += recompute.compare_versions(stored, version, config.rollout.max_staleness)
     elif stored.no_tokens is None:
         found.missing.append(f"versions of tokens: metrics.jsonl does not say which one step {found.step - 1} led to")
 
@@ -236,24 +211,19 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
     phase("scoring the samples again")
     changes: list[StepChange] = []
     try:
-        found.notes += [
-            f"the reward is not the one that the run started with: {x}" for x in view.changes_of_reward(config)
-        ]
+        changed = view.changes_of_reward(config)
+        found.notes += [f"the reward is not the one that the run started with: {one}" for one in changed]
         rows = StoredRows(config, config.reward, found.notes.append)
         with ThreadPoolExecutor(1) as thread:  # a loop cannot run inside another one, such as a notebook's
-            thread.submit(
-                asyncio.run, rescore(view.folder, [found.step], config.reward, config, rows, changes.append)
-            ).result()
+            work = rescore(view.folder, [found.step], config.reward, config, rows, changes.append)
+            thread.submit(asyncio.run, work).result()
     except UserError as error:
         found.missing.append(f"rewards: {error}")
         return
     (change,) = changes
     found.rewards = {"samples": change.numbers["samples"], "changed": len(change.changes)}
-    for one in change.changes:
-        told = one.as_json()
-        found.differences.append(
-            Difference("reward", told["before"], told["after"], draw=told["draw"], index=told["index"])
-        )
+    told = [one.as_json() for one in change.changes]
+    found.differences += [recompute.Difference("reward", t["before"], t["after"], t["draw"], t["index"]) for t in told]
 
 
 # --- with weights -------------------------------------------------------------------------------------------------
@@ -261,8 +231,6 @@ def _rescore(found: Replay, view: RunView, config: Config, phase: Callable[[str]
 
 @dataclass(slots=True)
 class _Trace:
-    """What is looked at in the updates of the step as they are made."""
-
     stored: StoredStep
     wanted: tuple[Group, str, Sample] | None
     gradients: int
@@ -275,23 +243,23 @@ class _Trace:
     traced_in: int | None = None
 
     def visit(self, number: int, update: Update, objective: Any) -> None:
-        """Before update ``number`` is made."""
         assert self.rerun is not None
         policy = self.rerun.trainer.policy
         if self.update not in (None, number):
             return
         if self.gradients:
-            self.norms[number] = gradient_norms(policy, update, objective, self.gradients)
+            self.norms[number] = recompute.gradient_norms(policy, update, objective, self.gradients)
         if self.wanted is not None and self.traced is None:
             group, _, sample = self.wanted
-            place = place_in(update, group.draw, sample.index)
-            if place is not None:
-                self.traced, self.traced_in = traced_tokens(policy, update, objective, place), number
+            places = np.flatnonzero((update.batch.draws == group.draw) & (update.batch.indices == sample.index))
+            if len(places):
+                self.traced = recompute.traced_tokens(policy, update, objective, int(places[0]))
+                self.traced_in = number
 
     def as_json(self) -> dict[str, Any]:
         assert self.wanted is not None
         group, status, sample = self.wanted
-        known = stored_tokens(sample, self.decode) if self.stored.no_tokens is None else []
+        known = recompute.stored_tokens(sample, self.decode) if self.stored.no_tokens is None else []
         traced = self.traced if self.traced is not None else [{}] * len(known)
         return {
             "draw": group.draw,
@@ -345,7 +313,7 @@ def _make_updates(
     found.differences += [d for d in rerun.differences if d.update in wanted]
     _report_updates(found, stored, reports, trace)
     if config.algorithm.kl.mode == "reward" and rerun.shaped is not None:
-        found.differences += compare_groups(stored.trained, rerun.shaped)
+        found.differences += recompute.compare_groups(stored.trained, rerun.shaped)
     if trace.update is None and len(reports) == len(found.updates):
         _compare_with_metrics(found, view, config, list(reports.values()))
 
@@ -377,7 +345,6 @@ _MEANS = {
 
 
 def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports: Sequence[UpdateReport]) -> None:
-    """The means over all updates of the step with its line in metrics.jsonl."""
     recorded = next((entry for entry in view.metrics if entry["step"] == found.step), None)
     done = [report for report in reports if report.skipped is None]
     if recorded is None:
@@ -395,6 +362,6 @@ def _compare_with_metrics(found: Replay, view: RunView, config: Config, reports:
     if mismatch.tokens and config.proximal == "engine":
         means |= {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum}
     found.differences += [
-        Difference(f"metrics.jsonl: {d.what}", d.recorded, d.recomputed)
-        for d in reports_differ(recorded, means, found.tolerance, None)
+        recompute.Difference(f"metrics.jsonl: {d.what}", d.recorded, d.recomputed)
+        for d in recompute.reports_differ(recorded, means, found.tolerance, None)
     ]

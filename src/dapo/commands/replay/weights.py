@@ -1,12 +1,13 @@
 """The weights that an update started from: kept, or made again by re-running the stored updates since an older place.
 
 Sampling is not repeated: every step that is re-run trains on its stored batch. So what has to be the same is the
-trainer alone, which in deterministic mode on the same machine it is, to the bit.
-"""
+trainer alone, which in deterministic mode on the same machine it is, to the bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 
 from dapo.algorithm.objective import DapoObjective
-from dapo.commands.replay.recompute import Difference, reports_differ
+from dapo.commands.replay.recompute import Difference, faults, reports_differ
 from dapo.commands.replay.stored import StoredStep, read_step
 from dapo.config import Config
-from dapo.errors import UserError
-from dapo.model.placement import set_threads
+from dapo.errors import ConfigError, UserError
+from dapo.model.placement import device_of, set_threads
 from dapo.observe.checkpoints import CheckpointId, Checkpoints, damages
 from dapo.observe.run_folder import RunFolder
+from dapo.observe.run_view import RunView
 from dapo.observe.samples import tokens_path
 from dapo.orchestrator.batch_builder import Batch, BatchBuilder, Update
 from dapo.orchestrator.state import read_state
@@ -86,13 +88,9 @@ def _starts(folder: RunFolder) -> Iterator[Start]:
 
 class Rerun:
     """A trainer at a place of the run, and the way from there.
-
-    Attributes:
-        tolerance: relative, that updates are compared with; 0: to the bit.
-        differences: what on the way did not come out as it was recorded.
-        shaped: the groups of the step made last, with shaped rewards and advantages made again, a KL in the reward
-            included; None: its batch was taken from a checkpoint.
-    """
+    ``tolerance``: relative, that updates are compared with; 0: to the bit. ``differences``: what on the way did not
+    come out as it was recorded. ``shaped``: the groups of the step made last, with shaped rewards and advantages made
+    again, a KL in the reward included; None: its batch was taken from a checkpoint."""
 
     def __init__(
         self, folder: RunFolder, of_step: Callable[[int], Config], start: Start, step: int, device: torch.device
@@ -132,18 +130,15 @@ class Rerun:
         """Re-run the updates of all steps before ``step``, up to the first that does not come out as recorded."""
         while self._step < step - 1 and not self.differences:  # after one, all others would differ too
             phase(f"making the updates of step {self._step + 1} again")
-            self.make(self._stored(self._step + 1))
+            stored = read_step(self._folder, self._step + 1)
+            self.differences += faults(stored.faults, f"step {stored.step}: ")
+            self.make(stored)
 
     def make(self, stored: StoredStep, last: int | None = None, visit: Visit | None = None) -> dict[int, UpdateReport]:
         """Make the updates of the next step and compare them with what was recorded.
-
-        Args:
-            last: stop after this update; None: after all of them.
-            visit: sees every update before it is made.
-
-        Returns:
-            The report of every update, by its number. Those made before the checkpoint was taken are not among them.
-        """
+        ``last``: stop after this update; None: after all of them. ``visit``: sees every update before it is made.
+        Returns the report of every update, by its number. Those made before the checkpoint was taken are not among
+        them."""
         self._begin(stored)
         reports: dict[int, UpdateReport] = {}
         earlier: list[UpdateReport] = []
@@ -195,16 +190,8 @@ class Rerun:
                 ids = [*group.prompt.token_ids, *sample.token_ids.tolist()]
                 odd = next((token for token in ids if not 0 <= token < size), None)
                 if odd is not None:
-                    raise UserError(
-                        f"step {stored.step}: sample {group.draw}:{sample.index} has a token {odd}, but the model "
-                        f"knows {size}"
-                    )
-
-    def _stored(self, step: int) -> StoredStep:
-        stored = read_step(self._folder, step)
-        for draw, index, fault in stored.faults:
-            self.differences.append(Difference(f"step {step}: {fault}", draw=draw, index=index))
-        return stored
+                    which = f"step {stored.step}: sample {group.draw}:{sample.index}"
+                    raise UserError(f"{which} has a token {odd}, but the model knows {size}")
 
     def _compare(self, stored: StoredStep, number: int, report: UpdateReport) -> None:
         if stored.reports is None or number >= len(stored.reports):
@@ -228,3 +215,39 @@ def flat_report(report: dict[str, Any]) -> dict[str, Any]:
     if mismatch.get("tokens"):
         found["mismatch"] = mismatch["absolute_sum"]
     return found
+
+
+# --- the machine of the run and the one here: why numbers may not come out to the bit ------------------------------
+
+
+def device_here(view: RunView, config: Config) -> tuple[torch.device, list[str]]:
+    """Where to compute, and why that cannot be exact: to the bit it is only on what the run was made on."""
+    reasons = []
+    try:
+        device = device_of(config)
+    except ConfigError:
+        device = torch.device("cpu")
+        reasons.append("the run was on a GPU, of which there is none here")
+    if not config.runtime.deterministic:
+        reasons.append("runtime.deterministic is false")
+    now = {"torch": torch.__version__, "machine": platform.machine()}
+    for one in _environments(view):
+        then = {"torch": (one.get("packages") or {}).get("torch"), "machine": one.get("machine")}
+        reasons += [f"{name} was {then[name]}, is {now[name]}" for name in now if then[name] not in (None, now[name])]
+    return device, list(dict.fromkeys(reasons))
+
+
+def other_threads(view: RunView, config: Config) -> list[str]:
+    """Why the order of additions may be another one: as many threads as cores, and there are others."""
+    if config.runtime.threads is not None or torch.get_num_threads() == 1:
+        return []
+    known = [one.get("cores") for one in _environments(view)]
+    cores = {count for count in known if isinstance(count, int)} - {os.cpu_count()}
+    return [f"the run had {', '.join(map(str, sorted(cores)))} cores, here are {os.cpu_count()}"] if cores else []
+
+
+def _environments(view: RunView) -> list[Mapping[str, Any]]:
+    """What the run was made on, once for each time that it was started."""
+    resumed = view.environment.get("resumed")
+    found = [view.environment, *(resumed if isinstance(resumed, list) else [])]
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("packages") or {}, dict)]

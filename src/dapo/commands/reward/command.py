@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dapo.commands.shared.completion import complete_recipe
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
-from dapo.commands.shared.options import Debug, JsonFile, Run, files_and_settings, step_range
+from dapo.commands.shared.options import Debug, JsonFile, Run, complete_recipe, files_and_settings, step_range
 from dapo.commands.shared.output import print_lines, require_writable, status_line, write_results
 from dapo.errors import ConfigError
 from dapo.util.terminal import counted, warn

@@ -30,7 +30,6 @@ _NO_FAULTS = {
 
 
 def exit_code(error: UserError) -> int:
-    """The exit code for an error of the user's."""
     if isinstance(error, ConfigError | DataError):
         return 2
     return 3 if isinstance(error, StarvedError | NumericalError) else 1
@@ -59,8 +58,11 @@ def errors_for_people(debug: bool, output_is_result: bool = True) -> Iterator[No
     except typer.Exit:
         raise
     except ExceptionGroup as group:  # of concurrent tasks: the user's error matters, the cancelled rest does not
+        found: BaseException = group.subgroup(UserError) or group
+        while isinstance(found, BaseExceptionGroup):
+            found = found.exceptions[0]
         with errors_for_people(debug):
-            raise next((e for e in _leaves(group) if isinstance(e, UserError)), group.exceptions[0]) from None
+            raise found from None
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -72,14 +74,6 @@ def errors_for_people(debug: bool, output_is_result: bool = True) -> Iterator[No
             + ("Please report it with the traceback above." if debug else "Use --debug for the traceback.")
         )
         raise typer.Exit(70) from None
-
-
-def _leaves(error: Exception) -> Iterator[Exception]:
-    if isinstance(error, ExceptionGroup):
-        for part in error.exceptions:
-            yield from _leaves(part)
-    else:
-        yield error
 
 
 def complain(message: str) -> None:

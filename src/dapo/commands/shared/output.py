@@ -37,13 +37,11 @@ def terminal_width() -> int | None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """On standard output, as they come."""
     for line in lines:
         print(line)
 
 
 def print_json(value: Any) -> None:
-    """On standard output, for people and programs."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from dapo.commands.shared.completion import complete_run
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Host, Quiet
+from dapo.commands.shared.options import Debug, Host, Quiet, complete_run
 from dapo.errors import ConfigError, install
 
 _NEEDS = ("duckdb", "fastapi", "uvicorn")

@@ -9,7 +9,7 @@ from typing import Any
 
 from dapo.commands.ui.texts import sendable
 from dapo.config import Config, load_config
-from dapo.config.sections import DataItem
+from dapo.config.data import DataItem
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow, Messages
 from dapo.errors import DataError, UserError
