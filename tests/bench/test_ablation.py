@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import ablation  # noqa: E402
-
 from dapo.commands.demo.task import make_tokenizer  # noqa: E402
 from dapo.config import load_config  # noqa: E402
 from helpers import random_model  # noqa: E402

@@ -14,7 +14,6 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import synthetic_run  # noqa: E402
-
 from dapo.observe.index import Manifest, SampleIndex  # noqa: E402
 from dapo.observe.run_view import RunView  # noqa: E402
 from dapo.observe.sample_rows import read_line  # noqa: E402
