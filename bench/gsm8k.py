@@ -36,7 +36,7 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -243,53 +243,29 @@ def trl(options: argparse.Namespace) -> None:
 
 def tell(folder: Path) -> None:
     """Print the last accuracy of a run."""
-    last = read_curve(folder).points[-1]
-    console.print(f"after {last.minutes:.2f} minutes: {last.accuracy:.1%}", highlight=False)
+    last = read_curve(folder)["points"][-1]
+    console.print(f"after {last['minutes']:.2f} minutes: {last['accuracy']:.1%}", highlight=False)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """An evaluation, after so many steps and minutes of training. Shares of the rows; None: not known."""
-
-    step: int
-    minutes: float
-    accuracy: float
-    no_answer: float | None
-    lenient: float | None
-    truncated: float | None
-    response_length: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The evaluations of a run. ``card``: what ``card.json`` says."""
-
-    name: str
-    points: tuple[Point, ...]
-    steps: int
-    elapsed: float | None
-    card: dict[str, Any]
-
-    def at(self, minute: float) -> Point:
-        """The last evaluation up to a minute of training.
-
-        Raises:
-            DataError: there is none.
-        """
-        found = [point for point in self.points if point.minutes <= minute + 1e-9]
-        if not found:
-            first = f"{self.points[0].minutes:g}"
-            raise DataError(f"{self.name}: the first evaluation is at minute {first}; use --minute {first} or later")
-        return found[-1]
+FIGURES = {
+    "accuracy": "accuracy",
+    "no_answer": "no_answer",
+    "lenient": "lenient",
+    "truncated": "truncated",
+    "response_length": "response_length",
+    "low": "accuracy_low",
+    "high": "accuracy_high",
+}
+"""What is known of an evaluation, beside its step and minute of training, and the metrics (``eval/``) they are."""
+Point = dict[str, Any]
+Curve = dict[str, Any]
 
 
 def read_curve(folder: Path) -> Curve:
-    """The curve in a run folder's metrics.jsonl.
+    """The curve in a run folder's metrics.jsonl, and what card.json says.
 
     Raises:
         UserError: there is none, or a line or the card cannot be read.
@@ -300,13 +276,26 @@ def read_curve(folder: Path) -> Curve:
         # TRL's side counts in time/training what passes between evaluations; ours leaves files out there
         spent += (entry.get("time/wall") or 0.0) - (entry.get("time/evaluation") or 0.0)
         if entry.get("eval/accuracy") is not None:
-            names = ("no_answer", "lenient", "truncated", "response_length", "accuracy_low", "accuracy_high")
-            values = (entry.get(f"eval/{name}") for name in names)
             seconds = spent if "time/wall" in entry else entry.get("time/training") or 0.0
-            points.append(Point(steps, seconds / 60, entry["eval/accuracy"], *values))
+            figures = {name: entry.get(f"eval/{key}") for name, key in FIGURES.items()}
+            points.append({"step": steps, "minutes": seconds / 60, **figures})
     if not points:
         raise DataError(f"{folder}: no evaluation in metrics.jsonl")
-    return Curve(folder.resolve().name, tuple(points), steps, elapsed, _card(folder / "card.json"))
+    ends = {"steps": steps, "elapsed_seconds": elapsed, "card": _card(folder / "card.json")}
+    return {"run": folder.resolve().name, "points": points, **ends}
+
+
+def point_at(curve: Curve, minute: float) -> Point:
+    """The last evaluation up to a minute of training.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = [point for point in curve["points"] if point["minutes"] <= minute + 1e-9]
+    if not found:
+        first = f"{curve['points'][0]['minutes']:g}"
+        raise DataError(f"{curve['run']}: the first evaluation is at minute {first}; use --minute {first} or later")
+    return dict(found[-1])
 
 
 def _card(file: Path) -> dict[str, Any]:
@@ -339,8 +328,8 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
         )
     runner.table(f"greedy accuracy before and at minute {options.minute:g} of training", heads, lines)
     for curve in curves:
-        points = "  ".join(f"{p.minutes:.1f}: {p.accuracy:.1%}" for p in curve.points)
-        console.print(f"{curve.name}: {points}", highlight=False)
+        points = "  ".join(f"{p['minutes']:.1f}: {p['accuracy']:.1%}" for p in curve["points"])
+        console.print(f"{curve['run']}: {points}", highlight=False)
     if options.out:
         write_curves(curves, found, options.out)
     return found
@@ -348,17 +337,17 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def summary(curve: Curve, minute: float) -> dict[str, Any]:
     """What the table says of a run."""
-    ends = {"before": asdict(curve.points[0]), "after": asdict(curve.at(minute))}
-    return {"run": curve.name, **ends, "steps": curve.steps, "elapsed_seconds": curve.elapsed, "card": curve.card}
+    ends = {"before": curve["points"][0], "after": point_at(curve, minute)}
+    return ends | {name: curve[name] for name in ("run", "steps", "elapsed_seconds", "card")}
 
 
 def write_curves(curves: Sequence[Curve], found: Sequence[dict[str, Any]], folder: Path) -> None:
     """curves.csv, curves.json and curves.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "curves.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["run", *Point.__dataclass_fields__])
+        writer = csv.DictWriter(file, ["run", "step", "minutes", *FIGURES])
         writer.writeheader()
-        writer.writerows({"run": curve.name} | asdict(point) for curve in curves for point in curve.points)
+        writer.writerows({"run": curve["run"]} | point for curve in curves for point in curve["points"])
     (folder / "curves.json").write_text(json.dumps(list(found), indent=1), encoding="utf-8")
     draw(curves, folder / "curves.svg")
 
@@ -370,7 +359,8 @@ def draw(curves: Sequence[Curve], file: Path) -> None:
     figure = Figure(figsize=(7.5, 4.4), layout="constrained")
     axes = figure.subplots()
     for curve in curves:
-        axes.plot([p.minutes for p in curve.points], [100 * p.accuracy for p in curve.points], label=curve.name)
+        minutes, accuracies = zip(*((p["minutes"], 100 * p["accuracy"]) for p in curve["points"]), strict=True)
+        axes.plot(minutes, accuracies, label=curve["run"])
     axes.set(xlabel="minutes of training", ylabel="accuracy, %", xlim=(0, None), ylim=(0, None))
     axes.legend()
     figure.savefig(file, metadata={"Date": None})

@@ -16,10 +16,11 @@ from runner import Report
 from work import (
     INSTRUCTION,
     REWARD_WORKERS,
-    Sequences,
+    Groups,
     Shape,
     Task,
-    make_sequences,
+    make_groups,
+    sizes_of,
     training_operations,
     verdict,
 )
@@ -38,12 +39,12 @@ def update(job: dict[str, Any], report: Report) -> None:
     from dapo.training.trainer import Trainer
 
     say_limits(job, report)
-    sequences = make_sequences(job["groups"], job["samples"], Shape.read(job["model"]).vocab_size, job["limit"])
+    groups = make_groups(job["groups"], job["samples"], Shape.read(job["model"]).vocab_size, job["limit"])
     settings = {"tokens_per_micro_batch": job["micro_tokens"], "learning_rate": 1e-6, "warmup_steps": 0} | job["set"]
     model = load(job["model"], True, job["device"], "float32").requires_grad_(True)
     dtype = torch.bfloat16 if job["device"] == "cuda" else torch.float32
     trainer = Trainer(model, TrainingConfig(**settings), 1.0, dtype)
-    batch = packed(sequences, job["device"], job["shared"])
+    batch = packed(groups, job["device"], job["shared"])
     batch = replace(batch, behaviour_logprobs=trainer.logprobs(batch))  # ratios near 1, as in training
     inputs, objective = token_inputs(batch), DapoObjective()
     for number in range(job["warmup"] + job["repeats"]):
@@ -57,7 +58,7 @@ def update(job: dict[str, Any], report: Report) -> None:
     say_memory(report)
     hand_overs(trainer, job["repeats"], report)
     computed = computed_tokens(model, lambda: trainer.update(batch, inputs, objective))
-    sizes = sequences.sizes()
+    sizes = sizes_of(groups)
     operations = training_operations(Shape.read(job["model"]), computed, sizes["response_tokens"])
     report.say("work", **sizes, computed=computed, operations=operations)
 
@@ -76,7 +77,7 @@ def hand_overs(trainer: Any, repeats: int, report: Report) -> None:
         report.say("hand_over", counts=number > 0, seconds=mark(wait=True).since(start)["seconds"])
 
 
-def packed(sequences: Sequences, device: str, shared: bool) -> Any:
+def packed(made: Groups, device: str, shared: bool) -> Any:
     """The groups as a batch; not ``shared``: every sample is a group of its own, with a prompt of its own."""
     import numpy as np
 
@@ -84,7 +85,7 @@ def packed(sequences: Sequences, device: str, shared: bool) -> Any:
     from dapo.training.packing import pack
 
     groups = []
-    for draw, (prompt, responses) in enumerate(sequences.groups):
+    for draw, (prompt, responses) in enumerate(made):
         samples = []
         for i, response in enumerate(responses):
             ids, zeros = np.asarray(response, dtype=np.int32), np.zeros(len(response), dtype=np.float32)

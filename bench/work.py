@@ -264,25 +264,11 @@ def random_prompts(lengths: Iterable[int], vocabulary: int) -> list[list[int]]:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Groups of samples: for each group the prompt's token ids, and those of each response. Tokens mean nothing."""
-
-    groups: list[tuple[list[int], list[list[int]]]]
-
-    def sizes(self) -> dict[str, int]:
-        """Numbers of sequences and tokens; ``shared_tokens`` counts the prompt of a group once, and
-        ``response_tokens`` go through the head."""
-        responses = sum(len(response) for _, several in self.groups for response in several)
-        return {
-            "sequences": sum(len(several) for _, several in self.groups),
-            "tokens": sum(len(prompt) * len(several) for prompt, several in self.groups) + responses,
-            "shared_tokens": sum(len(prompt) for prompt, _ in self.groups) + responses,
-            "response_tokens": responses,
-        }
+Groups = list[tuple[list[int], list[list[int]]]]
+"""For each group the prompt's token ids, and those of each response. Tokens mean nothing."""
 
 
-def make_sequences(groups: int, samples: int, vocabulary: int, limit: int) -> Sequences:
+def make_groups(groups: int, samples: int, vocabulary: int, limit: int) -> Groups:
     """Groups with the lengths of real prompts and responses, cut at ``limit``; tokens are below ``vocabulary``."""
     draw = random.Random(0)
     lengths = drawn_lengths(groups * samples)
@@ -291,7 +277,19 @@ def make_sequences(groups: int, samples: int, vocabulary: int, limit: int) -> Se
         return [draw.randrange(vocabulary) for _ in range(max(1, min(count, limit)))]
 
     mine = [lengths[g * samples : (g + 1) * samples] for g in range(groups)]
-    return Sequences([(tokens(pairs[0][0]), [tokens(response) for _, response in pairs]) for pairs in mine])
+    return [(tokens(pairs[0][0]), [tokens(response) for _, response in pairs]) for pairs in mine]
+
+
+def sizes_of(groups: Groups) -> dict[str, int]:
+    """Numbers of sequences and tokens; ``shared_tokens`` counts the prompt of a group once, and ``response_tokens`` go
+    through the head."""
+    responses = sum(len(response) for _, several in groups for response in several)
+    return {
+        "sequences": sum(len(several) for _, several in groups),
+        "tokens": sum(len(prompt) * len(several) for prompt, several in groups) + responses,
+        "shared_tokens": sum(len(prompt) for prompt, _ in groups) + responses,
+        "response_tokens": responses,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,12 @@ import numpy as np
 import pytest
 import yaml
 
+import ablation
+from dapo.commands.demo.task import make_tokenizer
+from dapo.config import load_config
+from helpers import random_model
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-
-import ablation  # noqa: E402
-from dapo.commands.demo.task import make_tokenizer  # noqa: E402
-from dapo.config import load_config  # noqa: E402
-from helpers import random_model  # noqa: E402
-
 LADDER = ["naive", "overlong-filtering", "clip-higher", "soft-overlong", "token-level", "dynamic-sampling"]
 
 

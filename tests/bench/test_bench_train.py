@@ -32,12 +32,12 @@ def test_operations_count_the_head_for_response_tokens_only() -> None:
 
 
 def test_the_work_of_a_mini_batch_is_like_the_real_one() -> None:
-    made = work.make_sequences(32, 16, 1000, 768)
-    sizes = made.sizes()
-    assert sizes["sequences"] == 512 and len(made.groups) == 32
+    made = work.make_groups(32, 16, 1000, 768)
+    sizes = work.sizes_of(made)
+    assert sizes["sequences"] == 512 and len(made) == 32
     assert 250 < sizes["response_tokens"] / 512 < 350
     assert 60 < sizes["shared_tokens"] - sizes["response_tokens"] < 32 * 250
-    assert sizes["tokens"] - sizes["response_tokens"] == sum(16 * len(prompt) for prompt, _ in made.groups)
+    assert sizes["tokens"] - sizes["response_tokens"] == sum(16 * len(prompt) for prompt, _ in made)
 
 
 def test_training_is_timed_with_and_without_shared_prompts(tmp_path: Path) -> None:

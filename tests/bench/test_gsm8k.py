@@ -197,6 +197,6 @@ def test_minutes_are_those_between_evaluations_on_both_sides(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
         entries = ({"step": step, "eval/accuracy": 0.5} | line for step, line in enumerate(lines))
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    points = [gsm8k.read_curve(tmp_path / name).points for name in ("ours", "theirs")]
-    assert [point.minutes for point in points[0]] == pytest.approx([0, 56 / 60, 2])  # with the six seconds of files
-    assert [point.minutes for point in points[1]] == pytest.approx([0, 57 / 60, 2])
+    points = [gsm8k.read_curve(tmp_path / name)["points"] for name in ("ours", "theirs")]
+    assert [point["minutes"] for point in points[0]] == pytest.approx([0, 56 / 60, 2])  # with the six seconds of files
+    assert [point["minutes"] for point in points[1]] == pytest.approx([0, 57 / 60, 2])
