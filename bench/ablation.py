@@ -71,13 +71,11 @@ class Cell:
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Do what the command line says."""
     options = parse(arguments)
     return {"run": run, "table": compare}[options.command](options)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("command", choices=["run", "table"])

@@ -75,7 +75,6 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 def compare(seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One world, trained by both."""
     out = options.out
     world, trained = out / f"world-{seed}", out / f"theirs-{seed}"
     config = recipe(seed, options.steps, world, world / "model", out / f"ours-{seed}")
@@ -110,7 +109,6 @@ def compare(seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def recipe(seed: int, steps: int, world: Path, model: Path, folder: Path) -> Config:
-    """The demo's recipe, for a model in a world."""
     places = {"model.path": model, "data.train": world / "train.jsonl", "evaluation.data": world / "heldout.jsonl"}
     settings = {"seed": seed, "training.steps": steps, "evaluation.every": 0, "run.save_every": 0, "run.dir": folder}
     changes = [f"{key}={value}" for key, value in (places | settings | {"run.save_samples": "false"}).items()]

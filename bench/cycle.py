@@ -65,7 +65,6 @@ ROWS = (
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run a command."""
     return runner.run_command(parse(arguments), COMMANDS)
 
 
@@ -109,7 +108,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def task_of(options: argparse.Namespace) -> Task:
-    """The cycles that the options ask for."""
     names = ("prompts", "samples", "updates", "limit", "device", "threads", "concurrent", "micro_tokens", "warmup")
     sizes: dict[str, Any] = {name: getattr(options, name) for name in (*names, "cycles")} | {"shuffle": False}
     shape = options.shape or "0.5b"
@@ -126,12 +124,10 @@ def task_of(options: argparse.Namespace) -> Task:
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    """Our side alone."""
     return shown(options, {"work": asdict(task_of(options)), "sides": [our_side(options, "ours")]})
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
-    """TRL in each setting of ``--search``."""
     return shown(
         options, runner.search(options, asdict(task_of(options)), lambda setting: their_side(options, setting))
     )
@@ -160,7 +156,6 @@ def our_side(options: argparse.Namespace, name: str, number: int = 0, keys: dict
 
 
 def their_side(options: argparse.Namespace, setting: str, number: int = 0) -> Side:
-    """TRL in a setting."""
     task = replace(task_of(options), seed=number + 1, cycles=options.peer_cycles)
     job = {"do": "peers.trl_jobs:cycles", "task": asdict(task), "setting": setting}
     return summary(run_side(options, f"trl-{setting}-{number + 1}", job | threads(task)), task) | {"setting": setting}

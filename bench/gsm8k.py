@@ -65,7 +65,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Do what the command line says."""
     options = parse(arguments)
     try:
         return {"data": data, "run": run, "trl": trl, "report": report}[options.command](options)
@@ -74,7 +73,6 @@ def main(arguments: list[str] | None = None) -> Any:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("data", help="make the recipe's files of rows").add_argument
@@ -242,7 +240,6 @@ def trl(options: argparse.Namespace) -> None:
 
 
 def tell(folder: Path) -> None:
-    """Print the last accuracy of a run."""
     last = read_curve(folder)["points"][-1]
     console.print(f"after {last['minutes']:.2f} minutes: {last['accuracy']:.1%}", highlight=False)
 
@@ -336,13 +333,11 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summary(curve: Curve, minute: float) -> dict[str, Any]:
-    """What the table says of a run."""
     ends = {"before": curve["points"][0], "after": point_at(curve, minute)}
     return ends | {name: curve[name] for name in ("run", "steps", "elapsed_seconds", "card")}
 
 
 def write_curves(curves: Sequence[Curve], found: Sequence[dict[str, Any]], folder: Path) -> None:
-    """curves.csv, curves.json and curves.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "curves.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, ["run", "step", "minutes", *FIGURES])

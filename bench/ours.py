@@ -39,7 +39,6 @@ def say_memory(report: Report) -> None:
 
 
 def say_limits(job: dict[str, Any], report: Report) -> None:
-    """Report what the card can do."""
     report.say("limits", **asdict(measure_limits(job["device"])))
     _free()
 

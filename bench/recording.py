@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def settings(options: argparse.Namespace) -> list[str]:
-    """What both sides have."""
     world = options.out / f"world-{options.seed}"
     return [
         f"seed={options.seed}",

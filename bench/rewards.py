@@ -69,7 +69,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 async def math(options: argparse.Namespace) -> None:
-    """Measure, print."""
     print(f"{options.pairs} distinct pairs each, {options.workers} workers; pairs a second (right answers)")
     for name, path in (("GSM8K", options.gsm8k), ("MATH", options.math)):
         for kind, pairs in pairs_of(path, options.pairs).items():
@@ -126,7 +125,6 @@ async def time_scorer(pairs: list[Pair], workers: int) -> tuple[float, int]:
 
 
 def time_plain(pairs: list[Pair]) -> tuple[float, int]:
-    """The same with Math-Verify alone."""
     started = time.perf_counter()
     verdicts = [bool(verify(parse(f"${gold}$"), parse(response))) for gold, response in pairs]
     return len(pairs) / (time.perf_counter() - started), sum(verdicts)

@@ -80,12 +80,10 @@ ROWS = (
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run a command."""
     return runner.run_command(parse(arguments), COMMANDS)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     parser = runner.make_parser(__doc__, sorted(COMMANDS), PARTS, patience=300)
     add = parser.add_argument
     add("--model", type=Path, help="folder of the real model; without, random weights")
@@ -165,7 +163,6 @@ def describe(works: list[Rollout]) -> dict[str, Any]:
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    """Our engine alone."""
     works, card = make_works(options), runner.measure_card(options).limits
     return shown({"work": describe(works), "sides": [our_side(options, works, card)]}, card)
 
@@ -177,13 +174,11 @@ def run_rollouts(options: argparse.Namespace, name: str, works: list[Rollout], r
 
 
 def our_side(options: argparse.Namespace, works: list[Rollout], card: Limits | None) -> Side:
-    """The rollout with our engine."""
     side = run_rollouts(options, "ours", works, options.repeats)
     return summary(side, works, card, median) | {"mismatch": side.first("mismatch") or None}
 
 
 def their_side(options: argparse.Namespace, works: list[Rollout], setting: str, card: Limits | None) -> Side:
-    """The rollout with vLLM in a setting."""
     rows, longest = len(works[-1].prompts), works[-1].longest
     steady = {"max_num_seqs": rows, "max_model_len": longest, "enable_prefix_caching": False}
     engine = steady if options.context else {}
@@ -215,14 +210,12 @@ def summary(side: Outcome, works: list[Rollout], card: Limits | None, choose: Ca
 
 
 def search(options: argparse.Namespace) -> dict[str, Any]:
-    """vLLM in each setting of ``--search``."""
     works, card = make_works(options), runner.measure_card(options).limits
     found = runner.search(options, describe(works), lambda setting: their_side(options, works, setting, card))
     return shown(found, card)
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Ours, vLLM's best, vLLM's defaults."""
     works, card = make_works(options), runner.measure_card(options).limits
     best = best_setting(options, describe(works))
     sides: dict[str, Callable[[int], Side]] = {"ours": lambda _: our_side(options, works, card)}
@@ -259,7 +252,6 @@ def void_reasons(work: Rollout, sides: list[Side]) -> list[str]:
 
 
 def shown(found: dict[str, Any], card: Limits | None) -> dict[str, Any]:
-    """Print the table."""
     found["limits"] = asdict(card) if card else None
     work = found["work"]
     what = "random weights, listed lengths" if work["random"] else "real model"

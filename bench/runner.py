@@ -78,7 +78,6 @@ def assignment(text: str) -> str:
 
 
 def assigned(items: Sequence[str]) -> dict[str, Any]:
-    """Keys and values of assignments."""
     return {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in items)}
 
 
@@ -161,7 +160,6 @@ class Outcome:
     error: str | None
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Its records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     def first(self, kind: str) -> dict[str, Any]:
@@ -198,7 +196,6 @@ class Report:
 
 
 def measure_card(options: argparse.Namespace) -> Outcome:
-    """What the card can do, measured in a process of its own."""
     return run_side(options, "limits", {"do": "ours:say_limits", "device": options.device})
 
 
@@ -268,7 +265,6 @@ def do_job(path: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What a side ran on."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -373,7 +369,6 @@ def show(title: str, found: Mapping[str, Any], rows: Sequence[tuple[str, str, st
 
 
 def show_limits(limits: Mapping[str, Any]) -> None:
-    """What the card can do, in a line."""
     console.print(
         f"{limits['device']}: copy {limits['bytes_per_second'] / 1e12:.3g} TB/s (read + write), "
         f"bfloat16 matrix product {limits['operations_per_second'] / 1e12:.4g} TFLOP/s"

@@ -57,12 +57,10 @@ MEMORY = (
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run a command."""
     return runner.run_command(parse(arguments), {"ours": ours, "sizes": sizes})
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     parser = runner.make_parser(__doc__, ["ours", "sizes"])
     add = parser.add_argument
     add("--shape", default="0.5b", choices=sorted(SHAPES))
@@ -102,14 +100,12 @@ def settings(items: list[str], shape: str) -> dict[str, Any]:
 
 
 def job_of(options: argparse.Namespace, do: str) -> dict[str, Any]:
-    """What a process is to do."""
     names = ("device", "groups", "samples", "limit", "micro_tokens", "warmup", "repeats")
     model = SHAPES[options.shape].write(options.out / f"shape-{options.shape}")
     return {"do": do, "model": str(model), **{name: getattr(options, name) for name in names}}
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any]:
-    """Our trainer, prompts shared and not."""
     keys = settings(options.set, options.shape)
     job = job_of(options, "ours_training:update")
     job["set"] = {key.removeprefix("training."): value for key, value in keys.items()}
@@ -151,7 +147,6 @@ def summary(side: Outcome) -> Side:
 
 
 def sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Memory of a step, predicted and taken."""
     found = []
     for shape in options.size:
         model = SHAPES[shape].write(options.out / f"shape-{shape}")

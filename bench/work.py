@@ -74,7 +74,6 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All parameters, tied ones once."""
         return self.layer_parameters + self.table_parameters * (1 if self.tie_word_embeddings else 2)
 
     @property
@@ -240,7 +239,6 @@ class Rollout:
         return replace(self, prompts=prompts, limits=[min(n, tokens) for n in self.limits])
 
     def first_token(self) -> Rollout:
-        """One token of one sample."""
         return replace(self, prompts=self.prompts[:1], limits=[1], samples=1)
 
 
@@ -328,7 +326,6 @@ class Task:
 
     @property
     def batch(self) -> int:
-        """Samples of one rollout."""
         return self.prompts * self.samples
 
     @property

@@ -145,7 +145,6 @@ def make_trainer(
 
 
 def conversation(row: dict[str, str]) -> dict[str, Any]:
-    """A row as TRL wants it."""
     return {"prompt": [{"role": "user", "content": row["prompt"] + INSTRUCTION}], "answer": row["answer"]}
 
 
@@ -171,7 +170,6 @@ class MathReward:
         return list(self._pool.map(score_math, texts, answers, repeat(["boxed", "answer_line"]), chunksize=16))
 
     def close(self) -> None:
-        """End the workers."""
         self._pool.shutdown()
 
 
