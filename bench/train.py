@@ -99,16 +99,12 @@ def settings(items: list[str], shape: str) -> dict[str, Any]:
 # --- tokens a second --------------------------------------------------------------------------------------------------
 
 
-def job_of(options: argparse.Namespace, do: str) -> dict[str, Any]:
+def ours(options: argparse.Namespace) -> dict[str, Any]:
     names = ("device", "groups", "samples", "limit", "micro_tokens", "warmup", "repeats")
     model = SHAPES[options.shape].write(options.out / f"shape-{options.shape}")
-    return {"do": do, "model": str(model), **{name: getattr(options, name) for name in names}}
-
-
-def ours(options: argparse.Namespace) -> dict[str, Any]:
-    keys = settings(options.set, options.shape)
-    job = job_of(options, "ours_training:update")
-    job["set"] = {key.removeprefix("training."): value for key, value in keys.items()}
+    keys = {key.removeprefix("training."): value for key, value in settings(options.set, options.shape).items()}
+    job = {"do": "ours_training:update", "model": str(model), "set": keys}
+    job |= {name: getattr(options, name) for name in names}
     sides = [summary(run_side(options, name, job | {"shared": name == "shared"})) for name in ("shared", "alone")]
     found = {"shape": options.shape, "micro_tokens": options.micro_tokens, "sides": sides}
     runner.show(f"one update, {options.shape}", found, ROWS)

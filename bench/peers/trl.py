@@ -105,14 +105,13 @@ def make_trainer(
     setting: str,
     rows: Sequence[dict[str, Any]],
     rewards: Any,
-    callbacks: Any,
+    callback: Any,
     steps: int,
     folder: Path,
-    model: Any = None,
-    tokenizer: Any = None,
-    **more: Any,
+    loaded: tuple[Any, Any] | None = None,
 ) -> Any:
-    """A GRPOTrainer; its vLLM gets the arguments that TRL does not pass on, too. ``more``: of ``GRPOConfig``."""
+    """A GRPOTrainer; its vLLM gets the arguments that TRL does not pass on, too. ``loaded``: model and tokenizer, in
+    place of those of the task's folder."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -121,27 +120,32 @@ def make_trainer(
 
     logging.getLogger("trl").setLevel(logging.ERROR)
     chosen = named(PARTS, setting)
-    settings = grpo_settings(task, setting, steps, folder) | more
-    dtype = chosen["model"].get("dtype", "float32")
+    settings = grpo_settings(task, setting, steps, folder)
+    if task.threads:
+        torch.set_num_threads(task.threads)
     if settings.get("use_vllm"):
         from trl.generation import vllm_generation
 
         assert torch.cuda.is_available(), "TRL with colocated vLLM needs a GPU"
         engine = vllm_generation.LLM
         vllm_generation.LLM = lambda **arguments: engine(**(arguments | chosen["engine"]))
-    if model is None:
-        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, dtype))
-        tokenizer = AutoTokenizer.from_pretrained(task.model)
+    if loaded is None:
+        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, weights_dtype(setting)))
+        loaded = model, AutoTokenizer.from_pretrained(task.model)
     trainer = GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
+        model=loaded[0],
+        processing_class=loaded[1],
         reward_funcs=rewards,
         args=GRPOConfig(**settings),
         train_dataset=Dataset.from_list(list(rows)),
-        callbacks=callbacks,
+        callbacks=[callback],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def weights_dtype(setting: str) -> str:
+    return str(named(PARTS, setting)["model"].get("dtype", "float32"))
 
 
 def conversation(row: dict[str, str]) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ours import mark, say_memory
 from ours_training import loaded, rows_of
 from peers import named
-from peers.trl import PARTS, MathReward, by_hash, conversation, exact, make_trainer, punishment
+from peers.trl import PARTS, MathReward, by_hash, conversation, exact, make_trainer, punishment, weights_dtype
 from runner import Report
 from work import Task
 
@@ -28,8 +26,6 @@ def cycles(job: dict[str, Any], report: Report) -> None:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # TRL reaches into the engine, which is in its own process
     task = Task(**job["task"])
-    if task.threads:
-        torch.set_num_threads(task.threads)
     seconds: dict[str, list[float]] = {}
     counts: dict[str, list[int]] = {"generated": [], "trained": []}
 
@@ -48,16 +44,13 @@ def cycles(job: dict[str, Any], report: Report) -> None:
             for values in (*seconds.values(), *counts.values()):
                 values.clear()
 
-    model = tokenizer = None
     rows, reward = rows_of(task), MathReward() if task.rows else by_hash
-    if task.model == "demo":  # TRL is told how many tokens to sample, so the stop token stays
-        model, tokenizer = loaded(
-            replace(task, natural=True), named(PARTS, job["setting"])["model"].get("dtype", "float32")
-        )
+    # TRL is told how many tokens to sample, so the stop token stays
+    demo = loaded(replace(task, natural=True), weights_dtype(job["setting"])) if task.model == "demo" else None
     given = [conversation(row) for row in rows] if task.rows else rows
     with tempfile.TemporaryDirectory() as folder:
         steps, rewards = task.updates * task.rollouts, [reward, *punishment(task)]
-        trainer = make_trainer(task, job["setting"], given, rewards, [Watch()], steps, Path(folder), model, tokenizer)
+        trainer = make_trainer(task, job["setting"], given, rewards, Watch(), steps, Path(folder), demo)
         seconds |= timed_parts(trainer, counts)
         report.say("setting", task=job["task"], **named(PARTS, job["setting"]))
         trainer.train()
@@ -160,7 +153,7 @@ def learn(job: dict[str, Any], report: Report) -> None:
     (out / "metrics.jsonl").unlink(missing_ok=True)
     with MetricsLog(out / "metrics.jsonl") as log:
         rewards = [reward, *punishment(task)]
-        trainer = make_trainer(task, job["setting"], rows, rewards, [Clock()], 1_000_000, out)
+        trainer = make_trainer(task, job["setting"], rows, rewards, Clock(), 1_000_000, out)
         trainer.train()
     trainer.save_model(str(out / "model-after"))
     report.say("trained", rollouts=trainer.state.global_step // task.updates)
