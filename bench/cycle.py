@@ -99,6 +99,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--prompts {options.prompts} cannot be cut into {options.updates} updates of whole groups")
     if cuda and (options.model is None) != (options.rows is None):
         parser.error("--model and --rows belong together")
+    if not cuda and options.rows is not None:
+        parser.error("--rows: for a GPU only; on a CPU the verdict on a made-up row is a hash of the response")
+    if options.shape and options.command != "ours":
+        parser.error(f"--shape {options.shape}: random weights are for ours alone")
     if cuda and options.model is None and options.command != "ours":
         parser.error(f"{options.command} needs --model and --rows: TRL cannot be told the length of each response")
     for place in filter(None, (options.model, options.rows)):

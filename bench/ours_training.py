@@ -246,7 +246,7 @@ def loaded(task: Task, dtype: str) -> tuple[Any, Any]:
         tokenizer = make_tokenizer()
         model = make_model(task.seed, len(tokenizer)).to(getattr(torch, dtype))
     else:
-        random_weights = not any(Path(task.model).glob("*.safetensors"))
+        random_weights = {file.name for file in Path(task.model).iterdir()} == {"config.json"}
         tokenizer = make_tokenizer() if random_weights else load_tokenizer(task.model)
         model = load(task.model, random_weights, task.device, dtype).requires_grad_(True)
     if not task.natural:

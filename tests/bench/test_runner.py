@@ -30,6 +30,8 @@ def test_a_key_without_a_value_is_refused_before_anything_runs(
         (cycle, ["compare"], "compare needs --model and --rows"),
         (cycle, ["ours", "--prompts", "6"], "cannot be cut into 4 updates"),
         (cycle, ["ours", "--cycles", "4"], "4: must be odd"),
+        (cycle, ["compare", "--device", "cpu", "--rows", "r"], "--rows: for a GPU only"),
+        (cycle, ["compare", "--device", "cpu", "--shape", "tiny"], "random weights are for ours alone"),
         (cycle, ["search", "--search", "micro8+quick"], "unknown setting 'quick'"),
         (rollout, ["compare", "--best", "sync+quick"], "unknown setting 'quick'"),
         (rollout, ["ours", "--prompts", "file"], "a number above 0, or with --model a file"),
