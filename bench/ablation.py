@@ -13,19 +13,14 @@ metrics.jsonl: its weights are not kept, so nobody waits for them. A cell that f
 from __future__ import annotations
 
 import argparse
-import ctypes
 import fcntl
 import json
 import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -39,9 +34,8 @@ from dapo.config import load_config
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import PlainListener
 from dapo.util.files import write_atomic
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+from runner import HERE, Report, run_side
+from work import measure_limits
 
 DECLARED = HERE.parent / "recipes" / "ablation" / "cells.yaml"
 RESULTS = HERE.parent / "docs" / "ablation"
@@ -77,16 +71,14 @@ class Cell:
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Do what the command line says."""
     options = parse(arguments)
-    return {"run": run, "cell": train, "table": compare}[options.command](options)
+    return {"run": run, "table": compare}[options.command](options)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("command", choices=["run", "table", "cell"], help="cell is what run starts for each: one cell in this process")
+    add("command", choices=["run", "table"])
     add("table", help="of cells.yaml, such as gsm8k")
     add("--until", type=float, default=math.inf, help="no cell begins that would end after this time")
     add("--only", nargs="+", metavar="CELL", help="such as gsm8k-naive-seed1")
@@ -96,6 +88,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--declared", type=Path, default=DECLARED, help="file of the cells")
     add("--results", type=Path, default=RESULTS, help="folder of the results (docs/ablation)")
     add("--out", type=Path, default=Path("runs/ablation"), help="folder of the runs")
+    parser.set_defaults(peer_path=None, keep=False)
     return parser.parse_args(arguments)
 
 
@@ -141,23 +134,12 @@ def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
     """Run a cell and write its result; the seconds it took, or None if it did not come to its end."""
     folder, began = options.out / cell.name, time.time()
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
-    print(f"{time.ctime()} {cell.name}: begins", flush=True)
-    command = [sys.executable, __file__, "cell", cell.table, "--only", cell.name]
-    command += ["--declared", options.declared, "--out", options.out]
-    command += ["--set", *options.set] if options.set else []
-    with (options.out / f"{cell.name}.log").open("w") as log:
-        own = {"start_new_session": True, "preexec_fn": end_with_parent}
-        child = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, **own)
-        try:
-            while child.poll() is None and not (folder / "done").exists() and time.time() < began + cell.limit_s:
-                time.sleep(0.2)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+    job = {"do": "ablation:train", "declared": str(options.declared), "table": cell.table, "cell": cell.name}
+    limited = argparse.Namespace(**{**vars(options), "patience": cell.limit_s})
+    side = run_side(limited, cell.name, job | {"folder": str(folder), "set": options.set})
     seconds = time.time() - began
-    if not (folder / "done").exists():
-        print(f"{time.ctime()} {cell.name}: did not come to its end in {seconds:.0f} s; see {log.name}", flush=True)
+    if not side.of("done"):
+        print(f"{time.ctime()} {cell.name}: did not come to its end in {seconds:.0f} s", flush=True)
         return None
     for name in ("model-before", "model-after", "checkpoints"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -165,7 +147,7 @@ def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
     result = {
         **{"cell": cell.name, "variant": cell.variant, "seed": cell.seed, "settings": dict(cell.settings)},
         **{"date": time.strftime("%Y-%m-%d"), "commit": options.commit or (environment["git"] or {}).get("commit")},
-        "card": json.loads((folder / "card.json").read_text(encoding="utf-8")),
+        "card": side.first("limits"),
         "versions": {"python": environment["python"], **environment["packages"]},
         "seconds": round(seconds, 1),
         **curves(folder),
@@ -177,35 +159,24 @@ def attempt(cell: Cell, options: argparse.Namespace) -> float | None:
     return seconds
 
 
-def train(options: argparse.Namespace) -> None:
-    """Train one cell in this process."""
-    from rollout_ours import measure_limits
-
+def train(job: dict[str, Any], report: Report) -> None:
+    """Train one cell, in a process of its own, which ends with the last evaluation."""
     from dapo.model.placement import device_of
     from dapo.orchestrator.launch import run_experiment
 
-    cell = next(c for c in declared(options.declared, options.table) if [c.name] == options.only)
-    folder = options.out / cell.name
-    own = {**cell.settings, "seed": cell.seed, "run.dir": folder}
-    config = load_config(cell.recipe, [*(f"{k}={json.dumps(v, default=str)}" for k, v in own.items()), *options.set])
-    limits = measure_limits(device_of(config).type)
+    cell = next(c for c in declared(Path(job["declared"]), job["table"]) if c.name == job["cell"])
+    own = {**cell.settings, "seed": cell.seed, "run.dir": job["folder"]}
+    config = load_config(cell.recipe, [*(f"{k}={json.dumps(v, default=str)}" for k, v in own.items()), *job["set"]])
+    report.say("limits", **asdict(measure_limits(device_of(config).type)))
 
     class Ending(PlainListener):
-        """Marks the end of the last evaluation."""
-
         def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
             super().evaluated(name, metrics)
-            if name == "after training":
-                (folder / "card.json").write_text(json.dumps(asdict(limits)), encoding="utf-8")
-                (folder / "done").touch()
+            if name == "after training":  # what would follow is weights that are not kept
+                report.say("done")
+                os._exit(0)
 
     run_experiment(config, Ending())
-
-
-def end_with_parent() -> None:
-    """Have Linux kill this process at once when the one that started it ends: its folder will be another's."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which the program to come inherits
 
 
 def curves(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""GSM8K on one GPU: the data, the sweep that fixes learning rate and batch, the runs, and their curves.
+"""GSM8K on one GPU: the data, the sweep that fixes learning rate and batch, the runs, TRL's run, and their curves.
 
 usage: python bench/gsm8k.py data --train FILE --test FILE [--out runs/gsm8k-data] [--judge-rows 512]
        python bench/gsm8k.py run --split judge|test [--setting NAME] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
+       python bench/gsm8k.py trl [--setting NAME] [--peer-path SITE] [--minutes N] [--model FOLDER] [KEY=VALUE ...]
        python bench/gsm8k.py report RUN ... [--minute 10] [--out FOLDER]
 
 ``data`` writes train.jsonl and test.jsonl for ``recipes/gsm8k-1gpu.yaml``, and cuts 512 rows out of the training set
@@ -14,11 +15,17 @@ before any was run). ``--split judge``: trained on rest.jsonl, evaluated on judg
 train.jsonl, evaluated on test.jsonl. Each is a run folder with metrics.jsonl; the rate of an 8192^3 bfloat16 matrix
 product of the card, measured just before, goes into card.json beside it.
 
-``report`` makes one table of the curves of some runs (also those of ``trl_learning.py``): accuracy against minutes of
-training, which are all since the first step began but those of evaluations (ours: ``time/wall``, which has the writing
-of samples in it, as ``training.minutes`` has not: with ``--minutes 9.8`` a run ends before its minute 10); the value
-at a minute is that of the last evaluation up to it, and not the best one. Beside it the share without an answer and
-the accuracy whatever the format, before and after. With ``--out`` also curves.csv, curves.json and curves.svg.
+``trl`` trains with TRL's GRPOTrainer and colocated vLLM for so many minutes on the rows, prompts, reward, warm-up,
+batch, clipping and overlong punishment of the recipe, at a constant rate; dynamic sampling it does not have.
+Once a minute (``--every``) the weights go into vLLM, which answers all rows of test.jsonl greedily; our own code scores
+the answers and makes the numbers. What comes out is a folder with metrics.jsonl and card.json. Settings: see
+``peers/trl.py`` (PARTS).
+
+``report`` makes one table of the curves of some runs: accuracy against minutes of training, which are all since the
+first step began but those of evaluations (ours: ``time/wall``, which has the writing of samples in it, as
+``training.minutes`` has not: with ``--minutes 9.8`` a run ends before its minute 10); the value at a minute is that of
+the last evaluation up to it, and not the best one. Beside it the share without an answer and the accuracy whatever the
+format, before and after. With ``--out`` also curves.csv, curves.json and curves.svg (needs dapo-rl[report]).
 """
 
 from __future__ import annotations
@@ -26,26 +33,29 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import random
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
-from rich.console import Console
-from rich.table import Table
+from dapo.config.recipes import recipe_path
 
+import runner
+from dapo.config import load_config
 from dapo.data.rows import BadRow, Keys, check_row, listed
 from dapo.data.text import open_text
 from dapo.errors import DataError, UserError
 from dapo.evaluation.benchmarks import GSM8K
 from dapo.observe.metrics import read_metrics
-
-sys.path.insert(0, str(Path(__file__).parent))
+from peers import named
+from peers.trl import PARTS
+from runner import console, number
+from work import measure_limits, task_of
 
 JUDGED_ROWS, SPLIT_SEED = 512, 0
+DATA = Path("runs/gsm8k-data")
 SETTINGS: dict[str, dict[str, Any]] = {
     "lr3e-6": {"training.learning_rate": 3e-6},
     "lr5e-6-falling": {"training.learning_rate": 5e-6, "training.final_learning_rate": 0.0},
@@ -53,41 +63,63 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lr1e-5-falling": {"training.learning_rate": 1e-5, "training.final_learning_rate": 0.0},
 }
 """The second sweep of docs/results.md; the first had 12 steps at constant 1e-5 and 2e-5, with 128 and 64 prompts."""
-console = Console(width=140)
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Do what the command line says."""
     options = parse(arguments)
     try:
-        return {"data": data, "run": run, "report": report}[options.command](options)
+        return {"data": data, "run": run, "trl": trl, "report": report}[options.command](options)
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("data", help="make the recipe's files of rows")
-    one.add_argument("--train", type=Path, required=True, help="GSM8K's train.jsonl, plain or .gz")
-    one.add_argument("--test", type=Path, required=True, help="its test.jsonl")
-    one.add_argument("--out", type=Path, default=Path("runs/gsm8k-data"), help="folder for them (runs/gsm8k-data)")
-    one.add_argument("--judge-rows", type=int, default=JUDGED_ROWS, help=f"rows of judge.jsonl ({JUDGED_ROWS})")
-    one = commands.add_parser("run", help="train, as the recipe or a setting of the sweep says")
-    one.add_argument("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
-    one.add_argument("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
-    one.add_argument("--minutes", type=float, help="of rollout steps; by default as the recipe says")
-    one.add_argument("--seed", type=int, default=1)
-    one.add_argument("--model", help="folder, in place of the recipe's")
-    one.add_argument("--data", type=Path, default=Path("runs/gsm8k-data"), help="what data wrote (runs/gsm8k-data)")
-    one.add_argument("--out", type=Path, default=Path("runs"), help="folder that the run folder will lie in (runs)")
-    one.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, such as evaluation.every=3")
-    one = commands.add_parser("report", help="a table of the curves of runs")
-    one.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    one.add_argument("--minute", type=float, default=10.0, help="of training, at which they are compared (10)")
-    one.add_argument("--out", type=Path, help="folder for curves.csv, curves.json and curves.svg")
-    return parser.parse_args(arguments)
+    add = commands.add_parser("data", help="make the recipe's files of rows").add_argument
+    add("--train", type=Path, required=True, help="GSM8K's train.jsonl, plain or .gz")
+    add("--test", type=Path, required=True, help="its test.jsonl")
+    add("--out", type=Path, default=DATA, help=f"folder for them ({DATA})")
+    add("--judge-rows", type=int, default=JUDGED_ROWS, help=f"rows of judge.jsonl ({JUDGED_ROWS})")
+    for name, text in (("run", "as the recipe or a setting of the sweep says"), ("trl", "with TRL and vLLM")):
+        one = commands.add_parser(name, help=f"train, {text}")
+        add = one.add_argument
+        add("--minutes", type=float, help="of rollout steps; by default as the recipe says")
+        add("--seed", type=int, default=1)
+        add("--model", help="folder, in place of the recipe's")
+        add("--data", type=Path, default=DATA, help=f"what data wrote ({DATA})")
+        add("--out", type=Path, default=Path("runs"), help="folder that the run folder will lie in (runs)")
+        add("overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, such as evaluation.every=3")
+        if name == "run":
+            add("--setting", choices=sorted(SETTINGS), help="without: as the recipe says")
+            add("--split", choices=["judge", "test"], required=True, help="what it is evaluated on")
+        else:
+            add("--setting", default="defaults", type=runner.setting_of(PARTS), help="of TRL")
+            add("--peer-path", type=Path, help="folder that pip installed TRL and vLLM to with --target")
+            add("--every", type=float, default=1.0, help="minutes between evaluations")
+            one.set_defaults(split="test", device="cuda", keep=False, patience=None)
+    add = commands.add_parser("report", help="a table of the curves of runs").add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    add("--minute", type=float, default=10.0, help="of training, at which they are compared (10)")
+    add("--out", type=Path, help="folder for curves.csv, curves.json and curves.svg")
+    options = parser.parse_args(arguments)
+    if options.command == "trl":
+        check_trl(options, parser)
+    return options
+
+
+def check_trl(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse what cannot be run to its end."""
+    trainer = named(PARTS, options.setting)["trainer"]
+    if trainer.get("vllm_enable_sleep_mode"):  # only TRL's own generate() wakes its cache
+        parser.error(f"--setting {options.setting}: the evaluations need vLLM awake; leave sleep out")
+    for name in ("minutes", "every"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name} {value}: must be a number above 0")
+    for name in ("train", "test"):
+        if not (options.data / f"{name}.jsonl").is_file():
+            parser.error(f"--data {options.data}: has no {name}.jsonl; python bench/gsm8k.py data makes it")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -129,11 +161,11 @@ def read_rows(file: Path) -> list[dict[str, str]]:
         DataError: the file cannot be read, or rows have neither layout; names them.
     """
     table, rows, faults = open_text(file, str(file)), [], []
-    for number in range(len(table)):
+    for i in range(len(table)):
         try:
-            rows.append(_problem(table.raw(number)))
+            rows.append(_problem(table.raw(i)))
         except BadRow as fault:
-            faults.append(f"{table.place(number)}: {fault}")
+            faults.append(f"{table.place(i)}: {fault}")
     if faults:
         raise DataError(listed(faults))
     return rows
@@ -157,25 +189,23 @@ def _same(prompt: str) -> str:
 
 def overrides(options: argparse.Namespace) -> list[str]:
     """What makes of the recipe the run that the options ask for."""
+    ours = options.command == "run"
+    name = options.setting or "recipe" if ours else "trl"
     train = "rest" if options.split == "judge" else "train"
     values: dict[str, Any] = {
         "data.train": options.data / f"{train}.jsonl",
         "evaluation.data": options.data / f"{options.split}.jsonl",
         "seed": options.seed,
-        "run.dir": options.out / f"gsm8k-{options.split}-{options.setting or 'recipe'}-seed{options.seed}",
+        "run.dir": options.out / f"gsm8k-{options.split}-{name}-seed{options.seed}",
     }
     values |= {"model.path": options.model} if options.model else {}
     values |= {} if options.minutes is None else {"training.minutes": options.minutes}
-    values |= SETTINGS[options.setting] if options.setting else {}
+    values |= SETTINGS[options.setting] if ours and options.setting else {}
     return [*(f"{key}={value}" for key, value in values.items()), *options.overrides]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train; the run folder's summary."""
-    from rollout_ours import measure_limits
-
-    from dapo.config import load_config
-    from dapo.config.plan import recipe_path
     from dapo.model.placement import device_of
     from dapo.observe.progress import make_listener
     from dapo.orchestrator.launch import run_experiment
@@ -189,54 +219,51 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         listener.close()
     (Path(summary["run_dir"]) / "card.json").write_text(json.dumps(asdict(limits)), encoding="utf-8")
-    curve = read_curve(Path(summary["run_dir"]))
-    console.print(f"after {curve.points[-1].minutes:.2f} minutes: {curve.points[-1].accuracy:.1%}", highlight=False)
+    tell(Path(summary["run_dir"]))
     return summary
+
+
+def trl(options: argparse.Namespace) -> None:
+    """Train with TRL until the minutes are over, evaluating in between."""
+    runner.require_gpu(options.device)
+    config = load_config(recipe_path("gsm8k-1gpu"), overrides(options))
+    options.out = Path(str(config.run.dir))
+    options.out.mkdir(parents=True, exist_ok=True)
+    card = runner.measure_card(options).first("limits")
+    (options.out / "card.json").write_text(json.dumps(card), encoding="utf-8")
+    task = task_of(config, options.data / "train.jsonl")
+    job = {"do": "peers.trl_jobs:learn", "task": asdict(task), "setting": options.setting, "reward": "math"}
+    job |= {"out": str(options.out), "heldout": str(options.data / "test.jsonl")}
+    job |= {"seconds": 60 * (config.training.minutes or 0), "every": 60 * options.every}
+    if runner.run_side(options, "trl", job).error is not None:
+        raise SystemExit(1)
+    tell(options.out)
+
+
+def tell(folder: Path) -> None:
+    last = read_curve(folder)["points"][-1]
+    console.print(f"after {last['minutes']:.2f} minutes: {last['accuracy']:.1%}", highlight=False)
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """An evaluation, after so many steps and minutes of training. Shares of the rows; None: not known."""
-
-    step: int
-    minutes: float
-    accuracy: float
-    no_answer: float | None
-    lenient: float | None
-    truncated: float | None
-    response_length: float | None
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The evaluations of a run. ``card``: what ``card.json`` says."""
-
-    name: str
-    points: tuple[Point, ...]
-    steps: int
-    elapsed: float | None
-    card: dict[str, Any]
-
-    def at(self, minute: float) -> Point:
-        """The last evaluation up to a minute of training.
-
-        Raises:
-            DataError: there is none.
-        """
-        found = [point for point in self.points if point.minutes <= minute + 1e-9]
-        if not found:
-            first = f"{self.points[0].minutes:g}"
-            raise DataError(f"{self.name}: the first evaluation is at minute {first}; use --minute {first} or later")
-        return found[-1]
+FIGURES = {
+    "accuracy": "accuracy",
+    "no_answer": "no_answer",
+    "lenient": "lenient",
+    "truncated": "truncated",
+    "response_length": "response_length",
+    "low": "accuracy_low",
+    "high": "accuracy_high",
+}
+"""What is known of an evaluation, beside its step and minute of training, and the metrics (``eval/``) they are."""
+Point = dict[str, Any]
+Curve = dict[str, Any]
 
 
 def read_curve(folder: Path) -> Curve:
-    """The curve in a run folder's metrics.jsonl.
+    """The curve in a run folder's metrics.jsonl, and what card.json says.
 
     Raises:
         UserError: there is none, or a line or the card cannot be read.
@@ -247,13 +274,26 @@ def read_curve(folder: Path) -> Curve:
         # TRL's side counts in time/training what passes between evaluations; ours leaves files out there
         spent += (entry.get("time/wall") or 0.0) - (entry.get("time/evaluation") or 0.0)
         if entry.get("eval/accuracy") is not None:
-            names = ("no_answer", "lenient", "truncated", "response_length", "accuracy_low", "accuracy_high")
-            values = (entry.get(f"eval/{name}") for name in names)
             seconds = spent if "time/wall" in entry else entry.get("time/training") or 0.0
-            points.append(Point(steps, seconds / 60, entry["eval/accuracy"], *values))
+            figures = {name: entry.get(f"eval/{key}") for name, key in FIGURES.items()}
+            points.append({"step": steps, "minutes": seconds / 60, **figures})
     if not points:
         raise DataError(f"{folder}: no evaluation in metrics.jsonl")
-    return Curve(folder.resolve().name, tuple(points), steps, elapsed, _card(folder / "card.json"))
+    ends = {"steps": steps, "elapsed_seconds": elapsed, "card": _card(folder / "card.json")}
+    return {"run": folder.resolve().name, "points": points, **ends}
+
+
+def point_at(curve: Curve, minute: float) -> Point:
+    """The last evaluation up to a minute of training.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = [point for point in curve["points"] if point["minutes"] <= minute + 1e-9]
+    if not found:
+        first = f"{curve['points'][0]['minutes']:g}"
+        raise DataError(f"{curve['run']}: the first evaluation is at minute {first}; use --minute {first} or later")
+    return dict(found[-1])
 
 
 def _card(file: Path) -> dict[str, Any]:
@@ -268,85 +308,62 @@ def report(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Print the table of all runs, and one of each curve; write them if asked to."""
     curves = [read_curve(folder) for folder in options.runs]
     found = [summary(curve, options.minute) for curve in curves]
-    table = Table(title=f"greedy accuracy before and at minute {options.minute:g} of training")
-    for head in ("run", "before", "after", "95%", "at minute", "steps", "no answer", "any format", "cut", "TFLOP/s"):
-        table.add_column(head, justify="left" if head == "run" else "right", overflow="fold")
+    heads = ("run", "before", "after", "95%", "at minute", "steps", "no answer", "any format", "cut", "TFLOP/s")
+    lines = []
     for one in found:
         before, after = one["before"], one["after"]
-        table.add_row(
-            one["run"],
-            _share(before["accuracy"]),
-            _share(after["accuracy"]),
-            f"{_share(after['low'])} to {_share(after['high'])}",
-            f"{after['minutes']:.2f}",
-            str(after["step"]),
-            *(f"{_share(before[key])} → {_share(after[key])}" for key in ("no_answer", "lenient", "truncated")),
-            f"{one['card']['operations_per_second'] / 1e12:.0f}" if one["card"] else "-",
+        pairs = [(before[key], after[key]) for key in ("no_answer", "lenient", "truncated")]
+        lines.append(
+            [
+                one["run"],
+                *(_share(end["accuracy"]) for end in (before, after)),
+                f"{_share(after['low'])} to {_share(after['high'])}",
+                f"{after['minutes']:.2f}",
+                str(after["step"]),
+                *(f"{_share(first)} → {_share(last)}" for first, last in pairs),
+                number(one["card"].get("operations_per_second"), ".0f", 1e12),
+            ]
         )
-    console.print(table)
+    runner.table(f"greedy accuracy before and at minute {options.minute:g} of training", heads, lines)
     for curve in curves:
-        points = "  ".join(f"{p.minutes:.1f}: {p.accuracy:.1%}" for p in curve.points)
-        console.print(f"{curve.name}: {points}", highlight=False)
+        points = "  ".join(f"{p['minutes']:.1f}: {p['accuracy']:.1%}" for p in curve["points"])
+        console.print(f"{curve['run']}: {points}", highlight=False)
     if options.out:
         write_curves(curves, found, options.out)
     return found
 
 
 def summary(curve: Curve, minute: float) -> dict[str, Any]:
-    """What the table says of a run."""
-    ends = {"before": asdict(curve.points[0]), "after": asdict(curve.at(minute))}
-    return {"run": curve.name, **ends, "steps": curve.steps, "elapsed_seconds": curve.elapsed, "card": curve.card}
+    ends = {"before": curve["points"][0], "after": point_at(curve, minute)}
+    return ends | {name: curve[name] for name in ("run", "steps", "elapsed_seconds", "card")}
 
 
 def write_curves(curves: Sequence[Curve], found: Sequence[dict[str, Any]], folder: Path) -> None:
-    """curves.csv, curves.json and curves.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "curves.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, ["run", *Point.__dataclass_fields__])
+        writer = csv.DictWriter(file, ["run", "step", "minutes", *FIGURES])
         writer.writeheader()
-        writer.writerows({"run": curve.name} | asdict(point) for curve in curves for point in curve.points)
+        writer.writerows({"run": curve["run"]} | point for curve in curves for point in curve["points"])
     (folder / "curves.json").write_text(json.dumps(list(found), indent=1), encoding="utf-8")
-    (folder / "curves.svg").write_text(drawn(curves), encoding="utf-8")
+    draw(curves, folder / "curves.svg")
 
 
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 420, 60, 50
+def draw(curves: Sequence[Curve], file: Path) -> None:
+    """The curves as a picture: accuracy against minutes of training, both from 0."""
+    from matplotlib.figure import Figure
 
-
-def drawn(curves: Sequence[Curve]) -> str:
-    """The curves as an SVG picture: accuracy against minutes of training, both from 0."""
-    last = max(max(point.minutes for point in curve.points) for curve in curves) or 1.0
-    top = max(0.1, *(point.accuracy for curve in curves for point in curve.points)) * 1.1
-
-    def place(minutes: float, share: float) -> str:
-        x = _LEFT + minutes / last * (_WIDTH - _LEFT - 20)
-        y = _HEIGHT - _BOTTOM - share / top * (_HEIGHT - _BOTTOM - 20)
-        return f"{x:.1f},{y:.1f}"
-
-    def text(at: str, words: str, anchor: str, colour: str = "#333") -> str:
-        x, y = at.split(",")
-        return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
-
-    parts = [f'<polyline fill="none" stroke="#333" points="{place(0, top)} {place(0, 0)} {place(last, 0)}"/>']
-    for i in range(int(top * 10) + 1):
-        parts.append(text(place(-last / 80, i / 10), f"{i * 10}%", "end"))
-    for i in range(0, int(last) + 1, max(1, int(last) // 10)):
-        parts.append(text(place(i, -top / 18), str(i), "middle"))
-    parts.append(text(place(last / 2, -top / 9), "minutes of training", "middle"))
-    for number, curve in enumerate(curves):
-        colour = _COLOURS[number % len(_COLOURS)]
-        line = " ".join(place(point.minutes, point.accuracy) for point in curve.points)
-        parts.append(f'<polyline fill="none" stroke-width="2" stroke="{colour}" points="{line}"/>')
-        parts.append(text(place(last, top * (0.08 + 0.06 * number)), curve.name, "end", colour))
-    body = "\n".join(parts)
-    size = f'width="{_WIDTH}" height="{_HEIGHT}"'
-    paper = '<rect width="100%" height="100%" fill="#fff"/>'  # the words are dark, and so may the page be
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return f"{head}\n{paper}\n{body}\n</svg>\n"
+    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for curve in curves:
+        minutes, accuracies = zip(*((p["minutes"], 100 * p["accuracy"]) for p in curve["points"]), strict=True)
+        axes.plot(minutes, accuracies, label=curve["run"])
+    axes.set(xlabel="minutes of training", ylabel="accuracy, %", xlim=(0, None), ylim=(0, None))
+    axes.legend()
+    figure.savefig(file, metadata={"Date": None})
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    return number(value, ".1%")
 
 
 if __name__ == "__main__":

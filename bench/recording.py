@@ -4,9 +4,9 @@ usage: python bench/recording.py [--steps 20] [--rounds 3] [--seed 1] [--out run
 
 Everything: samples of every group with their tokens and the index over them, resources every second (five times as
 often as by default), TensorBoard and the Prometheus endpoint. Nothing: metrics.jsonl alone. Both are the same
-deterministic run from the demo's warmed-up model, so step k has the same work on both sides; a run of one side follows
-one of the other. Compared is the wall time of a step from the end of the one before to its own end, evaluations left
-out: of each step the median over the rounds, of these the mean (the first two steps left out).
+deterministic run from the demo's warmed-up model, so step k has the same work on both sides; they take turns. Compared
+is the wall time of a step from the end of the one before to its own end, evaluations left out: of each step the median
+over the rounds, of these the mean (the first two steps left out).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,9 +25,12 @@ from dapo.config.plan import recipe_path
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import QuietListener
 from dapo.orchestrator.launch import run_experiment
+from runner import alternate
 
-EVERYTHING = ["run.save_samples=true", "run.resources_every_s=1", "run.trackers=[tensorboard]"]
-NOTHING = ["run.save_samples=false", "run.resources_every_s=0"]
+SIDES = {
+    "on": ["run.save_samples=true", "run.resources_every_s=1", "run.trackers=[tensorboard]"],
+    "off": ["run.save_samples=false", "run.resources_every_s=0"],
+}
 FIRST = 2
 """Steps left out: what is imported and warmed up on the way."""
 
@@ -42,24 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if options.steps <= FIRST:
         parser.error(f"--steps {options.steps}: the first {FIRST} are left out")
-    common = common_settings(options)
-    sides = {"on": [*EVERYTHING, f"run.prometheus_port={options.port}"], "off": NOTHING}
-    times: dict[str, list[list[float]]] = {"on": [], "off": []}
-    for number in range(options.rounds):
-        for side, settings in sides.items():
-            folder = options.out / f"{side}-{number}"
-            times[side].append(step_times([*common, *settings, f"run.dir={folder}"]))
-            print(f"round {number + 1}, recording {side}: {sum(times[side][-1]):.2f} s", flush=True)
+    make_demo(options)
+    rounds = alternate({name: partial(step_times, options, name) for name in SIDES}, options.rounds)
+    times = {name: [side["times"] for side in of] for name, of in rounds.items()}
     found = compared(times)
     print(f"a step takes {found['off']:.4f} s without and {found['on']:.4f} s with recording: {found['cost']:+.2%}")
     (options.out / "recording.json").write_text(json.dumps(found | {"times": times}, indent=1), encoding="utf-8")
     return found
 
 
-def common_settings(options: argparse.Namespace) -> list[str]:
-    """What both sides have; makes the demo's world if it is not there."""
+def settings(options: argparse.Namespace) -> list[str]:
     world = options.out / f"world-{options.seed}"
-    settings = [
+    return [
         f"seed={options.seed}",
         f"training.steps={options.steps}",
         "evaluation.every=0",
@@ -70,18 +68,25 @@ def common_settings(options: argparse.Namespace) -> list[str]:
         f"data.train={world / 'train.jsonl'}",
         f"evaluation.data={world / 'heldout.jsonl'}",
     ]
+
+
+def make_demo(options: argparse.Namespace) -> None:
+    """The demo's world and model, if they are not there."""
+    world = options.out / f"world-{options.seed}"
     if not world.exists():
-        make_world(load_config(recipe_path("cpu-demo"), settings), world, QuietListener())
-    return settings
+        make_world(load_config(recipe_path("cpu-demo"), settings(options)), world, QuietListener())
 
 
-def step_times(settings: Sequence[str]) -> list[float]:
+def step_times(options: argparse.Namespace, side: str, number: int) -> dict[str, Any]:
     """Seconds of each step that counts."""
-    config = load_config(recipe_path("cpu-demo"), settings)
+    port = [f"run.prometheus_port={options.port}"] if side == "on" else []
+    own = [*SIDES[side], *port, f"run.dir={options.out / f'{side}-{number}'}"]
+    config = load_config(recipe_path("cpu-demo"), [*settings(options), *own])
     run_experiment(config, QuietListener())
-    assert config.run.dir is not None
-    steps = [entry for entry in read_metrics(Path(config.run.dir) / "metrics.jsonl") if entry["step"] > FIRST]
-    return [entry["time/wall"] - entry.get("time/evaluation", 0.0) for entry in steps]
+    steps = [entry for entry in read_metrics(Path(str(config.run.dir)) / "metrics.jsonl") if entry["step"] > FIRST]
+    times = [entry["time/wall"] - entry.get("time/evaluation", 0.0) for entry in steps]
+    print(f"round {number + 1}, recording {side}: {sum(times):.2f} s", flush=True)
+    return {"times": times}
 
 
 def compared(times: dict[str, list[list[float]]]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -10,14 +9,10 @@ import pytest
 
 pytest.importorskip("duckdb")
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-import synthetic_run  # noqa: E402
-
-from dapo.observe.index import Manifest, SampleIndex  # noqa: E402
-from dapo.observe.run_view import RunView  # noqa: E402
-from dapo.observe.sample_rows import read_line  # noqa: E402
+import synthetic_run
+from dapo.observe.index import Manifest, SampleIndex
+from dapo.observe.run_view import RunView
+from dapo.observe.sample_rows import read_line
 
 
 def test_a_small_one_hangs_together(tmp_path: Path) -> None:
