@@ -14,13 +14,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapo.errors import UserError
+from dapo.observe.tracker import Tracker, close_all
 from dapo.util.files import json_line, lines_of, parse_json, write_atomic
-
-if TYPE_CHECKING:
-    from dapo.observe.trackers import Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +224,6 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file. Every line was flushed when written, so there is nothing left that could fail to be."""
-        from dapo.observe.trackers import close_all  # with the config, which who only reads metrics does not need
-
         with contextlib.suppress(OSError):
             self._file.close()
         close_all(self._trackers)

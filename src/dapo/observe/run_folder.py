@@ -42,11 +42,11 @@ from typing import IO, Any
 
 import yaml
 
-import dapo
 from dapo.config import Config
 from dapo.config.secrets import redact, redact_command
 from dapo.errors import UserError
 from dapo.util.files import lock_file, read_json, write_atomic, write_json, writing
+from dapo.util.version import VERSION
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
 
@@ -191,7 +191,7 @@ def describe_environment(config: Config, command: Sequence[str]) -> dict[str, An
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": redact_command(command),
-        "dapo": dapo.__version__,
+        "dapo": VERSION,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "folder": str(Path.cwd()),

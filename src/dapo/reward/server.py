@@ -1,35 +1,34 @@
 """The reward server as an application: HTTP requests in, the verdicts of one scorer out.
 
 Consumes batches of items (``protocol.py``), produces one result for each: all together in order, or one by one as they
-finish. Waits for the scorer only; what is more than can wait is turned away with 429. How the process starts, listens
-and ends is in ``serving.py``.
+finish. Waits for the scorer only; what is more than can wait is turned away with 429. A signal drains: new requests are
+answered with 503, running ones are finished within a bounded time. A second one ends the process and its workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import dapo
 from dapo.config import RewardConfig
 from dapo.config.secrets import BLANK, redact
-from dapo.errors import RewardError
+from dapo.errors import ConfigError, RewardError
 from dapo.records import Reward
+from dapo.reward.build import make_scorer
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.protocol import (
     NDJSON,
@@ -43,8 +42,8 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.util.bounded_server import announces_more, limited
-from dapo.util.network import wrong_name
+from dapo.util.serving import Gate, Progress, is_loopback, listening_socket, metrics_response, serve_and_drain, url
+from dapo.util.version import VERSION
 
 _WORK = ("/score", "/examine")
 _OPEN = ("/health",)
@@ -64,16 +63,30 @@ class ServerLimits:
     max_text: int = 1_000_000
 
 
-class Service:
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. ``token``: what clients must bring; needed wherever others than this machine can reach."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host}: others can reach this address, so the server wants a token: put one into an "
+                "environment variable and name it with --token-env; or listen on 127.0.0.1"
+            )
+
+
+class Service(Progress):
     """A scorer with what the server knows of it: whether it is ready, what waits, what was counted."""
 
     def __init__(self, scorer: Scorer, config: RewardConfig, limits: ServerLimits, token: str | None = None) -> None:
+        super().__init__()
         self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
-        self.state: Literal["starting", "ready", "draining"] = "starting"
         self.waiting = 0
         """Items that wait or are scored, and rows that are examined."""
-        self.answering = 0
-        """Requests whose answer is not yet written."""
         self.counts = _Counts(self)
 
     def scores(self, items: Sequence[Item]) -> _Scores:
@@ -140,7 +153,7 @@ class Service:
     def info(self) -> dict[str, Any]:
         """What is served, without secrets."""
         config = redact(self.config.model_dump(mode="json"))
-        return {"kind": config["kind"], "reward": _without_args(config), "version": dapo.__version__}
+        return {"kind": config["kind"], "reward": _without_args(config), "version": VERSION}
 
 
 class _Scores:
@@ -204,58 +217,49 @@ class _Counts:
         self._seconds.observe(seconds)
 
 
-class _Gate:
+class _Gate(Gate):
     """Turns requests away before their body is read: without the token, too large, while starting or draining."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+        most = service.limits.max_body
+        too_large = f"the request is larger than the {most / 2**20:g} MiB that this server takes (--max-body-mb)"
+        super().__init__(app, service.token, most, too_large)
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        path = scope["path"] if scope["path"] in _WORK else "other"
-        service = self._service
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                service.counts.request(path, message["status"])
-            await send(message)
-
-        service.answering += path in _WORK
+        works = scope.get("path") in _WORK
+        self._service.answering += works
         try:
-            refusal = self._refusal(scope)
-            receive = limited(receive, service.limits.max_body, _too_large(service.limits))
-            await (refusal or self._app)(scope, receive, counted)
+            await super().__call__(scope, receive, send)
         finally:
-            service.answering -= path in _WORK
+            self._service.answering -= works
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        service, path = self._service, scope["path"]
-        headers = Headers(scope=scope)
-        given, expected = headers.get("authorization", ""), f"Bearer {service.token}"
-        wrong = wrong_name(headers.get("host", ""), "give the server a --token-env")
-        if service.token is None and wrong:
+    def begins(self, scope: Scope, message: Message) -> None:
+        self._service.counts.request(scope["path"] if scope["path"] in _WORK else "other", message["status"])
+
+    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        state, path = self._service.state, scope["path"]
+        if wrong := self.wrong_name(headers, "give the server a --token-env"):
             return _error(403, wrong)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         if (
-            service.token is not None
+            self._token is not None
             and path not in _OPEN
-            and not hmac.compare_digest(given.encode("latin-1"), expected.encode())
+            and not (scheme == "Bearer" and self.is_token(given.encode("latin-1")))
         ):
             return _error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if path not in _WORK:
             return None
-        if service.state == "draining":
+        if state == "draining":
             return _error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
-        if service.state == "starting":
+        if state == "starting":
             return _error(503, "the server is starting", {"Retry-After": "1"})
-        if announces_more(headers, service.limits.max_body):
-            return _error(413, _too_large(service.limits), {"Connection": "close"})
-        return None
+        return _error(413, self._too_large, {"Connection": "close"}) if self.announces_more(headers) else None
 
 
 def create_app(service: Service) -> ASGIApp:
     """The application around ``service``."""
-    app = FastAPI(title="dapo reward server", version=dapo.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="dapo reward server", version=VERSION, docs_url=None, redoc_url=None)
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in (401, 413, 422, 429, 500, 503)}
 
     @app.post("/score", response_model=ScoreReply, responses=errors)
@@ -294,7 +298,7 @@ def _add_reports(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(generate_latest(service.counts.registry), media_type=CONTENT_TYPE_LATEST)
+        return metrics_response(service.counts.registry)
 
     @app.get("/info")
     async def info() -> dict[str, Any]:
@@ -353,10 +357,6 @@ def _error(
     return JSONResponse(ErrorReply.of(text, retry=later).model_dump(), code, headers)
 
 
-def _too_large(limits: ServerLimits) -> str:
-    return f"the request is larger than the {limits.max_body / 2**20:g} MiB that this server takes (--max-body-mb)"
-
-
 def _place(location: Sequence[Any]) -> str:
     """``items[3].response`` for ``("body", "items", 3, "response")``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
@@ -368,3 +368,26 @@ def _without_args(config: Any) -> Any:
     if isinstance(config, dict):
         return {key: BLANK if key == "args" and value else _without_args(value) for key, value in config.items()}
     return [_without_args(item) for item in config] if isinstance(config, list) else config
+
+
+async def serve(
+    config: RewardConfig, address: Address, limits: ServerLimits, *, drain_s: float, say: Callable[[str], object]
+) -> None:
+    """Serve until a signal comes. ``drain_s``: longest time for running requests to finish.
+    Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
+    scorer = make_scorer(config)
+    service = Service(scorer, config, limits, address.token)
+    listening = listening_socket(address.host, [address.port])
+    where = url(*listening.getsockname()[:2])
+
+    async def start() -> None:
+        say(f"listening on {where}, starting the reward ({config.kind})")
+        await scorer.start()
+
+    ready = f"ready: POST {where}/score (also /ready, /metrics, /info, /schema)"
+    try:
+        # connections are kept longer than clients keep an idle one, so that none is closed in the moment it is used
+        times = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 1}
+        await serve_and_drain(create_app(service), listening, start(), service, drain_s, say, ready, **times)
+    finally:
+        await scorer.close()

@@ -35,7 +35,7 @@ from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import write_samples
 from dapo.util.files import lock_file
-from dapo.util.network import listening_socket
+from dapo.util.serving import listening_socket
 from page_run import RIGHT, SCRIPT, add_step, made_group, page_run, served
 
 pytest.importorskip("duckdb")

@@ -18,15 +18,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-import dapo
 from dapo.commands.ui import curves, playground, queries, votes
 from dapo.commands.ui.alarm_history import alarm_history, hacking_history, readable_recipe
 from dapo.commands.ui.answering import Answerer
-from dapo.commands.ui.guard import Guard
 from dapo.commands.ui.live import PERIOD, Full, Live, LiveResponse
 from dapo.commands.ui.queries import Whole
 from dapo.commands.ui.runs import NotHere, Run, Runs
 from dapo.commands.ui.search import search
+from dapo.commands.ui.serving import Guard
 from dapo.commands.ui.texts import sendable, summary_of, tokens_of
 from dapo.commands.ui.thinned import thinned
 from dapo.config import Config, flat
@@ -38,6 +37,7 @@ from dapo.observe.run_view import OUTCOMES, RunView
 from dapo.observe.sample_rows import read_line
 from dapo.observe.samples import STATUSES
 from dapo.util.files import plain
+from dapo.util.version import VERSION
 
 STATIC = Path(__file__).parent / "static"
 
@@ -75,7 +75,7 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
         token: what a client must show; None: only this machine's own names are answered.
         period: seconds between two looks at the files for what is new.
     """
-    app = FastAPI(title="dapo", version=dapo.__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="dapo", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     runs, closing = Runs(folders), threading.Event()
     app.state.closing = closing
     following = Live(runs, closing, period)
