@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from dapo.commands.demo.task import make_model, make_tokenizer
-from dapo.commands.ui import playground, votes
+from dapo.commands.ui import playground
 from dapo.commands.ui.answering import Answerer
 from dapo.commands.ui.runs import NotHere
 from dapo.commands.ui.server import tell_errors
@@ -63,8 +63,6 @@ def serving(
 
     app, asked = FastAPI(), answerer or Answerer()
     app.include_router(playground.router(folder_of, asked), prefix="/api")
-    app.include_router(votes.router(folder_of, asked), prefix="/api")
-
     tell_errors(app)
     extend(app)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases, MLflow and trackio, each as a :class:`~dapo.observe.tracker.Tracker`.
 
-Consumes: the recipe without its secrets, metrics, the summary. Produces: event files; or a run of the service's, under
-``key``, which goes on if there is one. Nothing leaves the machine unless the service's own environment variables say so.
+Consumes: the recipe without its secrets, metrics, the summary. Produces: event files; or a run of the service, under
+``key``, which goes on if there is one. Nothing leaves the machine unless the service's environment variables say so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROJECT = "dapo"
 
 
 class TensorBoardTracker:
-    """TensorBoard (``tensorboard --logdir RUN``): event files with every number of a step as a scalar, on the disk before
+    """TensorBoard (``tensorboard --logdir RUN``): event files, every number of a step as a scalar, on the disk before
     the next step begins.
 
     What is not finite is written as it is, which TensorBoard marks. Steps without a number are left out.

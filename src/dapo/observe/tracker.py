@@ -1,5 +1,5 @@
-"""A tracker keeps the metrics of a run somewhere beside metrics.jsonl. Each works in a thread of its own: training neither
-waits for one nor ends with one, and hears once that it failed."""
+"""A tracker keeps the metrics of a run somewhere beside metrics.jsonl. Each works in a thread of its own: training
+neither waits for one nor ends with one, and hears once that it failed."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_sides_are_drawn_anew_and_no_prompt_comes_twice_to_the_same_person(
 ) -> None:
     root, client = served
     drawn = random.Random(0)  # so both orders come
-    monkeypatch.setattr("dapo.commands.ui.votes.secrets.SystemRandom", lambda: drawn)
+    monkeypatch.setattr("dapo.commands.ui.playground.secrets.SystemRandom", lambda: drawn)
     rows = []
     for _ in range(6):
         shown = next_pair(client, who="ann").json()

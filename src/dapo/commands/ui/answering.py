@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dapo.commands.ui.models import Loaded, Models
-from dapo.commands.ui.pieces import Pieces
-from dapo.commands.ui.questions import Question, recipe_of
+from dapo.commands.ui.models import Loaded, Models, Question, recipe_of
+from dapo.commands.ui.texts import Pieces
 from dapo.config import RewardConfig
 from dapo.errors import UserError
 from dapo.observe.run_view import RunView

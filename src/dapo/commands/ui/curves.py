@@ -1,4 +1,5 @@
-"""Series of metrics, thinned out for the screen, and tables of several runs side by side. Pure functions."""
+"""What the page tells of metrics and recipes: curves, thinned out for the screen, phases, alarms, what differs. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from dapo.config import flat
+from dapo.config import Config, build_config, flat
 from dapo.config.plan import steps_that_fit
+from dapo.errors import UserError
+from dapo.observe.alarms import RULES, Alarms
 from dapo.observe.changes import Change
 from dapo.observe.metrics import METRICS, PHASES
+from dapo.observe.run_view import HACKING
 
 Entry = Mapping[str, Any]
 Run = Sequence[Entry]
@@ -100,13 +104,12 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
     return {"names": names, "rows": rows, "totals": dict(zip(names, map(_round, table.sum(axis=0)), strict=True))}
 
 
-_OF_THE_RUN = ("run.", "monitor.every")
+OF_THE_RUN = ("run.", "monitor.every")
 """Keys in which runs differ without being different experiments."""
 
 
-def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that do not have the same value in all these recipes; one that is not there is as good as null."""
-    tables = [dict(flat(config)) for config in configs]
+def differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that do not have the same value in all these recipes (flat); one that is missing is as good as null."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return [key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)]
 
@@ -114,16 +117,11 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def experiment(recipe: Mapping[str, Any], content: Any = None, changes: Sequence[Change] = ()) -> str:
     """What stands for a recipe without its seed, for the ``content`` of what it names and for changes under way: the
     same for runs that repeat an experiment. Empty: no recipe. Longer runs differ where the rate follows the length."""
-    values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(_OF_THE_RUN)}
+    values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(OF_THE_RUN)}
     length = () if "training.final_learning_rate" in values else ("training.steps", "training.minutes")
-    changed = [(c.step, c.key, c.old, c.new) for c in changes if not c.key.startswith((*_OF_THE_RUN, *length))]
+    changed = [(c.step, c.key, c.old, c.new) for c in changes if not c.key.startswith((*OF_THE_RUN, *length))]
     text = json.dumps([values, content, sorted(changed, key=str)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest() if values else ""
-
-
-def ablation_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that make these runs different experiments."""
-    return [key for key in differing(configs) if not key.startswith(_OF_THE_RUN)]
 
 
 def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
@@ -133,6 +131,50 @@ def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
     if not values:
         return None
     return float(values[-1] if name.startswith(("eval/", "time/elapsed")) else np.mean(values[-over:]))
+
+
+def alarm_history(
+    config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], changes: Sequence[Change] = ()
+) -> list[dict[str, Any]]:
+    """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
+    recipe = readable_recipe(config)
+    found: dict[str, dict[str, Any]] = {
+        rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
+        for rule in RULES
+    }
+    alarms = None if recipe is None else Alarms(recipe, changes)
+    for entry in entries:
+        if alarms is None or not (step := entry.get("step")):
+            continue
+        alarms.observe(step, entry)
+        alarms.settle()
+        for name, seen in alarms.found.items():
+            found[name]["steps"].append(step)
+            found[name]["seen"] = seen
+    return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
+
+
+def hacking_history(steps: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+    """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them."""
+    signs = HACKING | {"": "; or ".join(HACKING.values())} if "" in steps else HACKING
+    return [
+        {
+            "name": f"reward hacking: {sign.replace('_', ' ')}" if sign else "reward hacking",
+            "advice": "see reward against length in the view Hacking, and read samples that the check disputes",
+            "reads": [f"monitor/alarms/{sign}" if sign else "monitor/alarms"],
+            "steps": list(steps.get(sign, ())),
+            "seen": seen,
+        }
+        for sign, seen in signs.items()
+    ]
+
+
+def readable_recipe(config: Mapping[str, Any]) -> Config | None:
+    """None: it is of a version with other keys."""
+    try:
+        return build_config(dict(config))
+    except UserError:
+        return None
 
 
 def _phases_of(entry: Entry) -> list[float]:

@@ -6,7 +6,9 @@ own (``connection.cursor()`` where threads share one) and returns plain rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,6 +22,8 @@ Row = dict[str, Any]
 Order = Literal["newest", "longest", "hardest", "easiest", "spread", "gap"]
 
 LAST_STEP = 2**31 - 1
+MOST, PIECES = 4 * 2**20, 512
+"""Bytes that are read of a long file of lines, in so many pieces."""
 DIFFICULTY_BINS = 10
 """The first one holds groups that are all wrong, the last one those that are all right."""
 
@@ -231,6 +235,24 @@ _RESOURCES = """
 def resources(connection: DuckDBPyConnection, path: Path, points: int = 200) -> list[Row]:
     """What each role of each host used, in at most ``points`` intervals since the first line of the file."""
     return _rows(connection, _RESOURCES, {"path": str(path), "points": points})
+
+
+@contextmanager
+def thinned(path: Path, most: int = MOST, pieces: int = PIECES) -> Iterator[Path]:
+    """The file itself, or, if it is longer than ``most`` bytes, one with whole lines of ``pieces`` pieces of it, the
+    first and the last line among them, for as long as the block lasts."""
+    size, piece = path.stat().st_size, most // pieces
+    if size <= most:
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="dapo-", suffix=path.suffix) as found, path.open("rb") as file:
+        for place in range(pieces):
+            start = (size - piece) * place // (pieces - 1)
+            file.seek(start)
+            text = file.read(piece)
+            found.write(text[text.find(b"\n") + 1 if start else 0 : text.rfind(b"\n") + 1])
+        found.flush()
+        yield Path(found.name)
 
 
 def _rows(connection: DuckDBPyConnection, statement: str, parameters: Mapping[str, Any]) -> list[Row]:

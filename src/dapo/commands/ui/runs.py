@@ -9,16 +9,17 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Depends, Query, Request
 
 from dapo.errors import UserError
+from dapo.observe.index import SampleIndex
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView, is_run, runs_in
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
-
-    from dapo.observe.index import SampleIndex
 
 
 class NotHere(Exception):
@@ -57,8 +58,6 @@ class Run:
 
     def samples(self) -> DuckDBPyConnection:
         """For this thread, with the view ``samples`` of all written steps. Raises UserError if DuckDB is missing."""
-        from dapo.observe.index import SampleIndex
-
         stamp = stamp_of(self.folder.samples)
         with self._index_lock:
             if self._index is None:
@@ -95,6 +94,16 @@ class Runs:
         if run is None:
             raise NotHere(f"there is no run {name!r} here")
         return run
+
+
+def _run_asked(request: Request, name: Annotated[str, Query(alias="run")]) -> Run:
+    found: Run = request.app.state.runs.get(name)
+    return found
+
+
+RunAsked = Annotated[Run, Depends(_run_asked)]
+"""The run that a request names. Raises NotHere: there is none."""
+Points = Annotated[int, Query(ge=10, le=5000)]
 
 
 def check_folders(folders: Sequence[Path]) -> None:
