@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCH))
 
 import synthetic_run  # noqa: E402
 
-from dapo.observe.index import Manifest, SampleIndex  # noqa: E402
+from dapo.observe.index import SampleIndex, read_segments  # noqa: E402
 from dapo.observe.run_view import RunView  # noqa: E402
 from dapo.observe.sample_rows import read_line  # noqa: E402
 
@@ -45,7 +45,7 @@ def test_a_small_one_hangs_together(tmp_path: Path) -> None:
 def test_a_million_samples_are_in_few_files_and_answer_at_once(tmp_path: Path) -> None:
     folder = synthetic_run.make_run(tmp_path / "run")
     index = SampleIndex(folder.root)
-    assert len(Manifest.read(index.folder).segments) <= 16
+    assert len(read_segments(index.folder)) <= 16
     questions = [
         "SELECT status, count(*) FROM samples GROUP BY 1",
         "SELECT step, avg(length) FROM samples GROUP BY 1",

@@ -1,7 +1,5 @@
-"""Settings that were changed when a run went on: old and new value, and the first rollout step with the new one.
-
-``fingerprint.json`` of a run folder lists them, beside the settings that they led to.
-"""
+"""Settings that were changed when a run went on, as ``fingerprint.json`` lists them: old and new value, and the first
+rollout step with the new one."""
 
 from __future__ import annotations
 

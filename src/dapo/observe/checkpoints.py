@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,6 @@ class CheckpointId:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
         inside = f"-update-{self.updates:05d}" if self.updates else "-rollout" if self.sampling else ""
         return f"step-{self.steps:05d}{inside}" + (f".{self.repeat}" if self.repeat > 1 else "")
 
@@ -106,8 +106,7 @@ class Checkpoints:
     def places(self) -> list[CheckpointId]:
         """Of all complete checkpoints, in the order of the run."""
         there = self._folder.iterdir() if self._folder.is_dir() else ()
-        found = (CheckpointId.parse(path.name) for path in there if path.is_dir())
-        return sorted(place for place in found if place is not None)
+        return sorted(found for path in there if path.is_dir() and (found := CheckpointId.parse(path.name)))
 
     def latest(self) -> Path | None:
         """The checkpoint that is furthest in the run, be it damaged or not."""
@@ -125,10 +124,11 @@ class Checkpoints:
                 "model/ that is intact can be its model.path"
             )
         if intact is not None:
-            if not _has_manifest(intact):
+            if not (intact / MANIFEST).is_file():
                 tell(f"{intact}: was written by an earlier version, without {MANIFEST}: its files cannot be checked")
             for bad, why in damaged:
-                aside = self._put_aside(bad)
+                names = (f"damaged-{bad.name}" + (f".{number}" if number > 1 else "") for number in count(1))
+                aside = bad.replace(next(path for name in names if not (path := bad.with_name(name)).exists()))
                 tell(f"{bad} is damaged ({why}): going on from {intact.name}; it is kept as {aside.name}")
         return intact
 
@@ -138,10 +138,10 @@ class Checkpoints:
         damaged: list[tuple[Path, str]] = []
         for place in reversed(self.places()):
             folder = self._folder / place.name
-            if problems := damages(folder):
-                damaged.append((folder, "; ".join(problems)))
-            else:
+            problems = damages(folder)
+            if not problems:
                 return folder, damaged
+            damaged.append((folder, "; ".join(problems)))
         return None, damaged
 
     def save(self, snapshot: Snapshot) -> Path:
@@ -152,15 +152,22 @@ class Checkpoints:
         Raises:
             UserError: it cannot be written, or there is no room for it. Those that exist stay.
         """
-        target = self._folder / self._free(snapshot.place).name
+        place = snapshot.place
+        while not place.between_steps and (self._folder / place.name).exists():
+            place = replace(place, repeat=place.repeat + 1)
+        target = self._folder / place.name
         try:
             if not target.is_dir():
                 self._require_space(snapshot, target)
                 with new_folder(target) as staging:
                     snapshot.write(staging)
-                    files = _describe(staging)
+                    paths = sorted(path for path in staging.rglob("*") if path.is_file())
+                    files = {
+                        path.relative_to(staging).as_posix(): {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+                        for path in paths
+                    }
                     write_json(staging / MANIFEST, {"format": FORMAT, "files": files})
-                self._small_files = max(0, sum(file["bytes"] for file in files.values()) - snapshot.bytes)
+                self._small_files = max(0, sum(int(file["bytes"]) for file in files.values()) - snapshot.bytes)
             if snapshot.best is not None:
                 write_json(self._folder / "best.json", snapshot.best)
         except UserError:
@@ -186,8 +193,7 @@ class Checkpoints:
         return found if isinstance(found, dict) else None
 
     def set_best(self, best: Mapping[str, Any]) -> None:
-        """Record which step is the best one. Its checkpoint is kept from now on.
-        Raises UserError: it cannot be written."""
+        """Record which step is the best one, whose checkpoint is then kept. Raises UserError: it cannot be written."""
         with writing(self._folder / "best.json"):
             write_json(self._folder / "best.json", best)
         self.prune()
@@ -210,11 +216,6 @@ class Checkpoints:
                     (self._folder / place.name).replace(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
-    def _free(self, place: CheckpointId) -> CheckpointId:
-        while not place.between_steps and (self._folder / place.name).exists():
-            place = CheckpointId(place.steps, place.updates, place.sampling, place.repeat + 1)
-        return place
-
     def _require_space(self, snapshot: Snapshot, target: Path) -> None:
         needed, free = snapshot.bytes + self._small_files, shutil.disk_usage(self._folder).free
         if free < needed:
@@ -223,17 +224,6 @@ class Checkpoints:
                 f"{size_text(free)} are free. The old one goes only once the new one is complete, so there has to be "
                 f"room for both; a lower run.keep_last keeps fewer"
             )
-
-    def _put_aside(self, folder: Path) -> Path:
-        aside, number = folder.with_name(f"damaged-{folder.name}"), 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"damaged-{folder.name}.{number}")
-        return folder.replace(aside)
-
-
-def _has_manifest(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
 
 
 def damages(folder: Path, quick: bool = False) -> list[str] | None:
@@ -270,13 +260,6 @@ def _has_format(folder: Path) -> bool:
     except (OSError, ValueError):
         return True  # not whole, whatever it is
     return isinstance(state, dict) and "format" in state
-
-
-def _describe(folder: Path) -> dict[str, dict[str, Any]]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in paths
-    }
 
 
 class CheckpointWriter:

@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,37 +75,29 @@ class Segment:
         return replace(self, steps=kept, hidden=tuple(sorted({*self.hidden, *gone})))
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """Which segments there are; ``retired``: files to be removed, with the time they were replaced at."""
+def read_segments(folder: Path) -> list[Segment]:
+    """Those of an index that are neither missing nor cut; none if its manifest cannot be read."""
+    try:
+        found = read_json(folder / "manifest.json")
+        if found["format"] != _FORMAT:
+            return []
+        segments = [
+            Segment(**one | {"steps": {int(s): t for s, t in one["steps"].items()}, "hidden": tuple(one["hidden"])})
+            for one in found["segments"]
+        ]
+        return [s for s in segments if (stamp := _stamp_of(folder / s.file)) and stamp[0] == s.bytes]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
-    segments: tuple[Segment, ...] = ()
-    retired: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def steps(self) -> dict[int, Stamp]:
-        """All steps that are in the index."""
-        return {step: stamp for segment in self.segments for step, stamp in segment.steps.items()}
+def _write_segments(folder: Path, segments: Iterable[Segment]) -> None:
+    """Replace the manifest of an index in one move."""
+    value = {"format": _FORMAT, "segments": [asdict(segment) for segment in segments]}
+    write_atomic(folder / "manifest.json", json_line(value))
 
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """That of an index. Segments that are missing or cut are left out; it is empty if it cannot be read at all."""
-        try:
-            found = read_json(folder / "manifest.json")
-            if found["format"] != _FORMAT:
-                return cls()
-            segments = [Segment(**{**one, "hidden": tuple(one["hidden"])}) for one in found["segments"]]
-            segments = [replace(s, steps={int(step): stamp for step, stamp in s.steps.items()}) for s in segments]
-            whole = tuple(s for s in segments if (found_at := _stamp_of(folder / s.file)) and found_at[0] == s.bytes)
-            return cls(whole, dict(found["retired"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls()
 
-    def write(self, folder: Path) -> None:
-        """Replace that of an index in one move."""
-        segments = [{name: getattr(s, name) for name in Segment.__slots__} for s in self.segments]
-        value = {"format": _FORMAT, "segments": segments, "retired": self.retired}
-        write_atomic(folder / "manifest.json", json_line(value))
+def _steps_of(segments: Iterable[Segment]) -> dict[int, Stamp]:
+    return {step: stamp for segment in segments for step, stamp in segment.steps.items()}
 
 
 class SampleIndex:
@@ -135,15 +127,15 @@ class SampleIndex:
         with self._lock:
             newest = (self.folder, _stamp_of(self.folder / "manifest.json"))
             if newest != self._shown:
-                segments = Manifest.read(self.folder).segments
-                self._db.execute(f"CREATE OR REPLACE VIEW samples AS {_select(self.folder, segments)}")
+                select = _select(self.folder, read_segments(self.folder))
+                self._db.execute(f"CREATE OR REPLACE VIEW samples AS {select}")
                 self._shown = newest
             return self._db.cursor()
 
     @property
     def steps(self) -> list[int]:
         """The steps that are in it, in order."""
-        return sorted(Manifest.read(self.folder).steps)
+        return sorted(_steps_of(read_segments(self.folder)))
 
     @property
     def _db(self) -> duckdb.DuckDBPyConnection:
@@ -166,18 +158,15 @@ class SampleIndex:
         with self._writing() as free:
             if not free:
                 return 0
-            manifest = Manifest.read(self.folder)
-            known = manifest.steps
-            missing = sorted(step for step, stamp in there.items() if known.get(step) != stamp)
-            brought = 0
-            for steps, rows in self._batches(missing):
-                segment = self._segment(rows, {step: there[step] for step in steps})
-                segments = (*(old.without(steps) for old in manifest.segments), segment)
-                manifest = self._merged(replace(manifest, segments=segments))
-                manifest.write(self.folder)
+            segments = read_segments(self.folder)
+            known, brought = _steps_of(segments), 0
+            for steps, rows in self._batches(sorted(s for s, stamp in there.items() if known.get(s) != stamp)):
+                new = self._segment(rows, {step: there[step] for step in steps})
+                segments = self._merged([*(old.without(steps) for old in segments), new])
+                _write_segments(self.folder, segments)
                 brought += len(steps)
             if brought:
-                self._cleared(manifest).write(self.folder)
+                self._clear({segment.file for segment in segments})
             return brought
 
     def refresh(self) -> None:
@@ -198,10 +187,10 @@ class SampleIndex:
     def add(self, select: str, steps: Iterable[int]) -> None:
         """Bring in the rows of a query with the columns of :data:`COLUMNS`: for steps whose rows are not from files."""
         with self._writing():
-            manifest = Manifest.read(self.folder)
             stamps = _stamps(self.samples)
             new = self._copied(select, {step: stamps.get(step, [0, 0]) for step in steps})
-            replace(manifest, segments=(*(old.without(new.steps) for old in manifest.segments), new)).write(self.folder)
+            old = [segment.without(new.steps) for segment in read_segments(self.folder)]
+            _write_segments(self.folder, [*old, new])
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[bool]:
@@ -222,11 +211,9 @@ class SampleIndex:
 
     def _move_elsewhere(self) -> None:
         self._elsewhere = tempfile.TemporaryDirectory(prefix="dapo-index-")
-        manifest, home = Manifest.read(self.folder), self.folder.resolve()
+        segments, home = read_segments(self.folder), self.folder.resolve()
         self.folder = Path(self._elsewhere.name)
-        replace(manifest, segments=tuple(replace(s, file=str(home / s.file)) for s in manifest.segments)).write(
-            self.folder
-        )
+        _write_segments(self.folder, [replace(s, file=str(home / s.file)) for s in segments])
 
     def _batches(self, steps: Iterable[int]) -> Iterator[tuple[list[int], list[Row]]]:
         """Steps with all their rows, many at once but for those that would not fit in memory."""
@@ -270,29 +257,25 @@ class SampleIndex:
             temporary.unlink(missing_ok=True)
         return Segment(name, path.stat().st_size, int(rows), dict(steps))
 
-    def _merged(self, manifest: Manifest) -> Manifest:
+    def _merged(self, segments: list[Segment]) -> list[Segment]:
         """With segments that are small and many put together."""
         size = 1
-        while size <= max((len(s.steps) for s in manifest.segments), default=0):
-            small = [s for s in manifest.segments if len(s.steps) < size * _FANOUT and s.rows < _MOST_ROWS]
+        while size <= max((len(s.steps) for s in segments), default=0):
+            small = [s for s in segments if len(s.steps) < size * _FANOUT and s.rows < _MOST_ROWS]
             if sum(len(s.steps) >= size for s in small) >= _FANOUT:
-                steps = {step: stamp for s in small for step, stamp in s.steps.items()}
-                one = self._copied(_select(self.folder, small), steps)
-                rest = tuple(s for s in manifest.segments if s not in small)
-                retired = {**manifest.retired, **{s.file: time.time() for s in small}}
-                manifest = Manifest((*rest, one), retired)
+                one = self._copied(_select(self.folder, small), _steps_of(small))
+                segments = [*(s for s in segments if s not in small), one]
+                for segment in small:
+                    with contextlib.suppress(OSError):  # of another's folder
+                        os.utime(self.folder / segment.file)  # from now on it stays for a while
             size *= _FANOUT
-        return manifest
+        return segments
 
-    def _cleared(self, manifest: Manifest) -> Manifest:
-        """Without files that no reader needs any longer, be they retired or left over from a killed process."""
-        now = time.time()
-        retired = {name: since for name, since in manifest.retired.items() if now - since < _GRACE}
-        known = {*retired, *(segment.file for segment in manifest.segments)}
+    def _clear(self, known: set[str]) -> None:
+        """Remove files that no reader needs any longer, be they merged or left over from a killed process."""
         for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
-            if path.name not in known and (path.name in manifest.retired or now - path.stat().st_mtime > _GRACE):
+            if path.name not in known and time.time() - path.stat().st_mtime > _GRACE:
                 path.unlink(missing_ok=True)
-        return replace(manifest, retired=retired)
 
 
 def forget_steps(samples: Path, after: int) -> None:
@@ -302,10 +285,10 @@ def forget_steps(samples: Path, after: int) -> None:
         return
     with (folder / ".lock").open("a") as lock:
         lock_file(lock, fcntl.LOCK_EX)  # a page that is open may be at it
-        manifest = Manifest.read(folder)
-        gone = [step for step in manifest.steps if step > after]
+        segments = read_segments(folder)
+        gone = [step for step in _steps_of(segments) if step > after]
         if gone:
-            replace(manifest, segments=tuple(s.without(gone) for s in manifest.segments)).write(folder)
+            _write_segments(folder, [segment.without(gone) for segment in segments])
 
 
 def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.DuckDBPyConnection:

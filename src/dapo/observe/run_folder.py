@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,9 +106,8 @@ class RunFolder:
             write_json(folder.environment, describe_environment(config, sys.argv if command is None else command))
         except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             reason = getattr(error, "strerror", None) or error
-            raise UserError(
-                f"run.dir: cannot write to {str(root)!r}: {reason}; set run.dir to another folder"
-            ) from None
+            text = f"cannot write to {str(root)!r}: {reason}; set run.dir to another folder"
+            raise UserError(f"run.dir: {text}") from None
         if moved is not None and tell is not None:
             tell(f"the earlier run is now in {moved}")
         return folder
@@ -150,13 +150,8 @@ class RunFolder:
     @contextmanager
     def lock(self, tell: Callable[[str], object] = lambda text: None) -> Iterator[None]:
         """Keep other processes from writing to this run. Freed with the process, however that ends.
-
-        Args:
-            tell: hears that the file system has no locks, without which it goes on.
-
-        Raises:
-            UserError: another process is at it, or the folder cannot be written to.
-        """
+        ``tell``: hears that the file system has no locks, without which it goes on.
+        Raises UserError: another process is at it, or the folder cannot be written to."""
         try:
             file = (self.root / ".lock").open("a")
         except OSError as error:
@@ -165,17 +160,14 @@ class RunFolder:
             try:
                 missing = _lock(file)
             except BlockingIOError:
-                raise UserError(
-                    f"{self.root}: another process is writing to this run; wait for it, or stop it"
-                ) from None
+                text = "another process is writing to this run; wait for it, or stop it"
+                raise UserError(f"{self.root}: {text}") from None
             if missing is not None:
-                tell(
-                    f"{self.root}: its file system has no locks ({missing.strerror}): let no other process write to it"
-                )
+                text = f"its file system has no locks ({missing.strerror}): let no other process write to it"
+                tell(f"{self.root}: {text}")
             yield
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, whole or not at all. Raises UserError: it cannot be written."""
         with writing(self.summary):
             write_json(self.summary, summary)
 
@@ -228,7 +220,7 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _lock(file: IO[str], patience: float = 1.0) -> OSError | None:
-    """:func:`lock_file`; who only looks whether it is held lets go of it at once, so that is waited for."""
+    """:func:`lock_file`; waits for a reader, which holds the lock only to look whether the run is at work."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -256,16 +248,13 @@ def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | Non
         raise UserError(f"run.dir: {root} holds files that are not a run's and is not renamed; set run.dir to another")
     if only_look:
         return None
-    with RunFolder(root).lock():  # a run that is still going is not taken its folder
+    with RunFolder(root).lock():  # never rename a live run's folder
         return root.rename(_name_for_old(root))
 
 
 def _name_for_old(root: Path) -> Path:
     """NAME-YYYYMMDD-HHMMSS with the time at which the old run started, numbered if that is taken."""
     started = datetime.fromtimestamp((root / "config.yaml").stat().st_mtime)
-    base = root.with_name(f"{root.name}-{started:%Y%m%d-%H%M%S}")
-    candidate, number = base, 1
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = base.with_name(f"{base.name}-{number}")
-    return candidate
+    base = f"{root.name}-{started:%Y%m%d-%H%M%S}"
+    names = (root.with_name(f"{base}-{number}" if number > 1 else base) for number in count(1))
+    return next(path for path in names if not os.path.lexists(path))

@@ -40,8 +40,6 @@ OUTCOMES = {status: why for status, why in STATUSES.items() if status != "carrie
     "cancelled": "stopped, as N groups had been found before its samples were there"
 }
 """What became of a draw in the end: what is carried is trained on or stale later."""
-_METRIC = {"too_few_scored": "unscored"}
-"""What the metric of a status is called, where that is not its name."""
 
 _ENDS = ("all steps are done", "the minutes are over", "converged")
 """How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
@@ -79,24 +77,27 @@ class RunView:
     @property
     def reward_from_python(self) -> str | None:
         """Name of the function that was passed as reward from Python: the recipe's reward is not what it trained on."""
-        reward = _section(_mapping(self.folder.fingerprint), "reward")
+        reward = _section(self.fingerprint, "reward")
         return str(reward.get("function")) if reward.get("kind") == "python" else None
+
+    @cached_property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What it started from, as fingerprint.json has it."""
+        return _mapping(self.folder.fingerprint)
 
     @property
     def started_from(self) -> list[Any]:
         """What stands for the content of model, rows and reward."""
-        return [
-            _mapping(self.folder.fingerprint).get(key) for key in ("model", "data.train", "evaluation.data", "reward")
-        ]
+        return [self.fingerprint.get(key) for key in ("model", "data.train", "evaluation.data", "reward")]
 
     @property
     def recipe(self) -> Mapping[str, Any]:
         """The recipe to show: where a function or rows were passed from Python, it says so."""
-        recipe, started_from = dict(self.config), _mapping(self.folder.fingerprint)
+        recipe = dict(self.config)
         if self.reward_from_python is not None:
             recipe["reward"] = f"a Python function: {self.reward_from_python}"
         for section, key in (("data", "train"), ("evaluation", "data")):
-            named, there = _section(recipe, section), _section(started_from, f"{section}.{key}")
+            named, there = _section(recipe, section), _section(self.fingerprint, f"{section}.{key}")
             if (there.get("rows") or "prompts" in there) and named.get(key) == []:
                 recipe[section] = {**named, key: "rows passed from Python"}
         return recipe
@@ -104,8 +105,8 @@ class RunView:
     @property
     def outcomes(self) -> dict[str, float]:
         """What became of the groups that were drawn: counts by status, those that there are none of left out."""
-        names = {status: f"groups/{_METRIC.get(status, status)}" for status in OUTCOMES}
-        counts = {status: sum(e.get(name) or 0 for e in self.metrics) for status, name in names.items()}
+        names = {status: "unscored" if status == "too_few_scored" else status for status in OUTCOMES}
+        counts = {status: sum(e.get(f"groups/{name}") or 0 for e in self.metrics) for status, name in names.items()}
         return {status: count for status, count in counts.items() if count}
 
     @property
@@ -121,12 +122,11 @@ class RunView:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
         from dapo.observe.fingerprint import fingerprint_reward  # loads torch
 
-        then = _section(_mapping(self.folder.fingerprint), "reward")
+        then = _section(self.fingerprint, "reward")
         return [str(found) for found in differences(then, fingerprint_reward(config))] if then else []
 
     @property
     def steps_planned(self) -> int | None:
-        """``training.steps`` of the recipe."""
         steps = _section(self.config, "training").get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -161,11 +161,6 @@ class RunView:
         return [e for e in self.metrics if e.get("eval/rows") is not None]
 
     @property
-    def evaluated(self) -> list[dict[str, Any]]:
-        """Of each evaluation its ``step`` and its metrics, ``eval/...``."""
-        return [{n: v for n, v in e.items() if n == "step" or n.startswith("eval/")} for e in self.evaluations]
-
-    @property
     def accuracies(self) -> tuple[float | None, float | None]:
         """On the evaluation rows, before training and at the last evaluation after it began."""
         found = [(e["step"], e["eval/accuracy"]) for e in self.metrics if e.get("eval/accuracy") is not None]
@@ -177,7 +172,7 @@ class RunView:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Names of the complete checkpoints, in the order of the run."""
+        """Names of the complete ones, in the order of the run."""
         return [place.name for place in Checkpoints(self.folder.checkpoints).places()]
 
     @property
@@ -193,7 +188,7 @@ class RunView:
 
     @property
     def damaged_checkpoints(self) -> list[str]:
-        """Names of those that a resumed run put aside."""
+        """Those that a resumed run put aside."""
         return sorted(path.name for path in self.folder.checkpoints.glob("damaged-*"))
 
     @property
@@ -203,7 +198,6 @@ class RunView:
 
     @property
     def steps_with_samples(self) -> list[int]:
-        """The steps whose samples were written."""
         return steps_with_samples(self.folder.samples)
 
     @property
@@ -214,7 +208,6 @@ class RunView:
 
     @property
     def saves_samples(self) -> bool:
-        """Whether the recipe asks for any."""
         return self.share_of_samples > 0
 
     def warnings(self) -> list[str]:
@@ -233,9 +226,8 @@ class RunView:
         }
         found = []
         for what, sign in signs.items():
-            looked_at, unit = steps, "step"
-            if what.startswith("evaluation"):
-                looked_at, unit = self.evaluations, "evaluation"
+            of_evaluations = what.startswith("evaluation")
+            looked_at, unit = (self.evaluations, "evaluation") if of_evaluations else (steps, "step")
             seen = [e["step"] for e in looked_at if sign(e)]
             if seen:
                 last = f"in step {seen[-1]}" if seen[-1] else "before training"

@@ -16,9 +16,10 @@ held-out check was asked ``check_correct`` and ``check_reward``, too.
 from __future__ import annotations
 
 import math
+import operator
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -54,12 +55,10 @@ def samples_path(folder: Path, step: int) -> Path:
 
 
 def tokens_path(folder: Path, step: int) -> Path:
-    """Their tokens."""
     return folder / f"step-{step:05d}.safetensors"
 
 
 def updates_path(folder: Path, step: int) -> Path:
-    """The reports of the step's optimizer updates."""
     return folder / f"step-{step:05d}.updates.json"
 
 
@@ -128,13 +127,8 @@ class TokenArrays:
     entropy: Any
 
     _TYPES: ClassVar[Mapping[str, Any]] = {
-        "lengths": np.int32,
-        "checksums": np.uint32,
-        "token_ids": np.int32,
-        "logprobs": np.float32,
-        "versions": np.int32,
-        "prompt_lengths": np.int32,
-        "prompt_ids": np.int32,
+        **{"lengths": np.int32, "checksums": np.uint32, "token_ids": np.int32, "logprobs": np.float32},
+        **{"versions": np.int32, "prompt_lengths": np.int32, "prompt_ids": np.int32},
     }
     _COMPUTED: ClassVar[Mapping[str, Any]] = {"trainer_logprobs": np.float32, "entropy": np.float16}
 
@@ -241,21 +235,32 @@ class SampleFilter:
     contains: str = ""
     """Text in prompt or response, whatever the case of its letters."""
 
+    def tests(self) -> Iterator[tuple[str, str, Any]]:
+        """Those on one number each that are asked for: column of the index, ``=``, ``<`` or ``>``, and with what."""
+        for column, sign, value in (
+            ("correct", "=", self.correct),
+            ("length", ">", self.longer_than),
+            ("length", "<", self.shorter_than),
+            ("row", "=", self.row),
+            ("draw", "=", self.draw),
+            ("sample", "=", self.index),
+        ):
+            if value is not None:
+                yield column, sign, value
+
     def admits(self, sample: Mapping[str, Any]) -> bool:
         """Whether the sample is one of those asked for."""
-        length = sample.get("length") or 0
+        found = {"sample": sample.get("index"), **sample, "length": sample.get("length") or 0}
         text = f"{sample.get('prompt')}\n{sample.get('response')}"
         return (
             (not self.statuses or sample.get("status") in self.statuses)
-            and (self.correct is None or sample.get("correct") is self.correct)
-            and (self.longer_than is None or length > self.longer_than)
-            and (self.shorter_than is None or length < self.shorter_than)
             and (not self.truncated or sample.get("finish_reason") == "length")
-            and (self.row is None or sample.get("row") == self.row)
-            and (self.draw is None or sample.get("draw") == self.draw)
-            and (self.index is None or sample.get("index", sample.get("sample")) == self.index)
+            and all(_SIGNS[sign](found.get(column), value) for column, sign, value in self.tests())
             and self.contains.casefold() in text.casefold()
         )
+
+
+_SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {"=": operator.eq, "<": operator.lt, ">": operator.gt}
 
 
 def steps_with_samples(folder: Path) -> list[int]:
@@ -300,9 +305,7 @@ def _check(found: Reward | None) -> dict[str, Any]:
 
 
 def _verdict(sample: Sample) -> dict[str, Any]:
-    reward = sample.reward
-    if reward is None:
-        return {"extracted": None, "correct": None, "reward": None, "parts": {}, "error": "not scored"}
+    reward = sample.reward or Reward(None, 0.0, error="not scored")
     return {
         "extracted": reward.extracted,
         "correct": reward.correct,

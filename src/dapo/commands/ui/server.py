@@ -243,7 +243,8 @@ def evaluation(run: RunAsked) -> dict[str, Any]:
     view = run.view
     ended = view.state in ("finished", "stopped")  # else the summary is of an earlier part
     stopped = view.summary.get("stopped") if ended else None
-    return {"evaluations": view.evaluated, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
+    found = [{n: v for n, v in e.items() if n == "step" or n.startswith("eval/")} for e in view.evaluations]
+    return {"evaluations": found, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
 
 
 def _card(run: Run) -> dict[str, Any]:
