@@ -44,10 +44,11 @@ class EarlyStopping:
 
     def reason(self) -> str:
         """Why training stops, for people."""
+        least = f"evaluation.min_improvement={self.config.min_improvement:g}"
         return (
-            f"converged: {self.metric} has not risen by more than evaluation.min_improvement="
-            f"{self.config.min_improvement:g} in {counted(self.evaluations_since, 'evaluation')} (evaluation.patience)"
-            f"; the best was {self.value:.4g} after step {self.step}"
+            f"converged: {self.metric} has not risen by more than {least} in "
+            f"{counted(self.evaluations_since, 'evaluation')} (evaluation.patience); the best was {self.value:.4g} "
+            f"after step {self.step}"
         )
 
     def forget(self) -> None:
@@ -55,7 +56,6 @@ class EarlyStopping:
         self.metric, self.value, self.step, self.evaluations_since, self.observed = "", float("-inf"), -1, 0, -1
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "config"}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

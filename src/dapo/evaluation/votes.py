@@ -11,8 +11,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,9 +35,6 @@ class Shown:
 
     model: str
     response: str
-
-    def as_json(self) -> dict[str, str]:
-        return {"model": self.model, "response": self.response}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +60,10 @@ class Vote:
 
     def as_json(self) -> dict[str, Any]:
         """The line of votes.jsonl."""
-        chosen, rejected = self.chosen, self.rejected
-        return {
-            "prompt": self.prompt,
-            "chosen": chosen and chosen.response,
-            "rejected": rejected and rejected.response,
-            "vote": self.choice,
-            "who": self.who,
-            "time": self.time,
-            "row": self.row,
-            "temperature": self.temperature,
-            "left": self.left.as_json(),
-            "right": self.right.as_json(),
-        }
+        told = asdict(self)
+        better = {"chosen": self.chosen and self.chosen.response, "rejected": self.rejected and self.rejected.response}
+        first = {"prompt": told.pop("prompt"), **better, "vote": told.pop("choice")}
+        return first | {name: told[name] for name in ("who", "time", "row", "temperature", "left", "right")}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Vote:
@@ -169,7 +158,6 @@ class Tally:
 
     @property
     def verdict(self) -> str:
-        """What that says."""
         share = self.share
         if share is None or share.low is None or share.high is None:
             return "no vote found one of them better"
@@ -180,26 +168,16 @@ class Tally:
 
 def tallies(votes: Sequence[Vote]) -> list[Tally]:
     """By pair of models."""
+    order = {"model-before": 0, "model-after": 2}  # checkpoints lie between
     pairs: dict[tuple[str, str], list[Vote]] = {}
     for vote in votes:
-        first, second = sorted((vote.left.model, vote.right.model), key=_order)
+        first, second = sorted((vote.left.model, vote.right.model), key=lambda model: (order.get(model, 1), model))
         pairs.setdefault((first, second), []).append(vote)
-    return [_tally(models, several) for models, several in sorted(pairs.items())]
-
-
-def _tally(models: tuple[str, str], votes: Sequence[Vote]) -> Tally:
-    better = [vote.chosen.model for vote in votes if vote.chosen is not None]
-    return Tally(
-        models=models,
-        first=better.count(models[0]),
-        second=better.count(models[1]),
-        ties=sum(vote.choice == "tie" for vote in votes),
-        both_bad=sum(vote.choice == "both_bad" for vote in votes),
-        voters=len({vote.who for vote in votes}),
-        prompts=len({vote.prompt for vote in votes}),
-    )
-
-
-def _order(model: str) -> tuple[int, str]:
-    """Before, checkpoints, after."""
-    return {"model-before": 0, "model-after": 2}.get(model, 1), model
+    found = []
+    for models, several in sorted(pairs.items()):
+        better = [vote.chosen.model for vote in several if vote.chosen is not None]
+        counts = Counter(vote.choice for vote in several)
+        voters, prompts = ({getattr(vote, name) for vote in several} for name in ("who", "prompt"))
+        wins = (better.count(model) for model in models)
+        found.append(Tally(models, *wins, counts["tie"], counts["both_bad"], len(voters), len(prompts)))
+    return found

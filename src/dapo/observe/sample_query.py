@@ -43,9 +43,11 @@ def find(run: RunView, steps: Steps, wanted: SampleFilter, order: str | None, li
     first, last = steps or ((there[-1], there[-1]) if there else (0, 0))
     index = None if first == last and first in there else _index(run)
     if index is None:
-        steps_rows = [rows_of(run.folder.samples, step) for step in steps_asked_for(run, steps)]
-        total = sum(map(len, steps_rows))
-        rows = [row for several in steps_rows for row in several if replace(wanted, contains="").admits(row)]
+        rows, total = list[Row](), 0
+        for step in steps_asked_for(run, steps):
+            found = rows_of(run.folder.samples, step)
+            total += len(found)
+            rows += filter(replace(wanted, contains="").admits, found)
         if order is not None:
             rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0)))
         matching = len(rows)

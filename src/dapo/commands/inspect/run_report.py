@@ -97,6 +97,10 @@ def as_json(run: RunView, steps: Steps) -> dict[str, Any]:
     }
 
 
+BRIEF = ("run_dir", "state", "why", "steps", "steps_planned", "accuracy_before", "accuracy_after", "seconds")
+"""What is told of each of several runs."""
+
+
 def in_range(entries: Sequence[dict[str, Any]], steps: Steps) -> list[dict[str, Any]]:
     """The lines of metrics of the steps asked for."""
     return [e for e in entries if steps is None or steps[0] <= e["step"] <= steps[1]]
@@ -159,14 +163,9 @@ def _present(entries: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
 
 
 def metrics_table(entries: Sequence[Mapping[str, Any]], names: Sequence[str], width: int | None) -> Iterator[str]:
-    """Steps as rows and metrics as columns; steps without any of them are left out."""
-    rows = [[str(e["step"]), *(number(name, e.get(name)) for name in names)] for e in with_any(entries, names)]
+    """Steps as rows and metrics as columns."""
+    rows = [[str(e["step"]), *(number(name, e.get(name)) for name in names)] for e in entries]
     yield from columns(["step", *names], rows, width)
-
-
-def with_any(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The entries that hold at least one of the metrics."""
-    return [e for e in entries if any(name in e for name in names)]
 
 
 def runs_table(runs: Sequence[RunView], width: int | None) -> Iterator[str]:
@@ -179,13 +178,6 @@ def runs_table(runs: Sequence[RunView], width: int | None) -> Iterator[str]:
         name = visible(Path(run.folder.root).name)
         rows.append([name, run.state, f"{run.steps_done}/{planned}", before, after, seconds])
     yield from columns(["run", "state", "steps", "accuracy before", "after", "wall time"], rows, width)
-
-
-def run_as_json(run: RunView) -> dict[str, Any]:
-    """The line of :func:`runs_table` for programs."""
-    wanted = ("run_dir", "state", "why", "steps", "steps_planned", "accuracy_before", "accuracy_after", "seconds")
-    overview = as_json(run, None)
-    return {name: overview[name] for name in wanted}
 
 
 def _get(config: Mapping[str, Any], section: str, key: str) -> str:

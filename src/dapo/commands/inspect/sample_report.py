@@ -56,7 +56,6 @@ def text_lines(name: str, text: str, width: int, full: bool) -> Iterator[str]:
 
 
 def verdict(sample: Mapping[str, Any]) -> str:
-    """In words."""
     if sample.get("error"):
         return f"no verdict: {visible(sample['error'])}"
     return RIGHT.get(sample.get("correct"), "neither right nor wrong")

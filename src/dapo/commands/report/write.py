@@ -12,16 +12,70 @@ import re
 import shutil
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from dapo.commands.report.blocks import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.errors import UserError
 from dapo.util.files import write_atomic
 from dapo.util.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# --- what a report is made of -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines to be read, or typed, as they are."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table. The first column names the rows."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure; ``name`` is its file's, ``caption`` is its text for those who cannot see it."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sample. ``prompt`` and ``response`` are the model's and the data's: they may hold anything."""
+
+    title: str
+    prompt: str
+    response: str
+
+
+Block = Text | Code | Rows | Plot | Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+
+
+# --- as files ---------------------------------------------------------------------------------------------------------
 
 LONGEST = 4000
 """Characters of a prompt or response; what is longer is cut in the middle."""

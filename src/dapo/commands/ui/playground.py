@@ -25,7 +25,7 @@ from fastapi import APIRouter, FastAPI, Query
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from dapo.commands.ui.answering import Answerer, Asked, Busy, Event
+from dapo.commands.ui.answering import Answerer, Asked, Event
 from dapo.commands.ui.models import MOST_SAMPLES, MOST_TOKENS, Question, Questions, models_of, pick_models, recipe_of
 from dapo.errors import DataError, UserError
 from dapo.evaluation.votes import Choice, Shown, Vote, add_vote, read_votes, tallies
@@ -86,31 +86,6 @@ class _Pair:
     temperature: float
 
 
-class _Pairs:
-    """Pairs that were given out and not voted on."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, _Pair] = {}
-
-    def add(self, pair: _Pair) -> str:
-        while len(self._waiting) >= WAITING:
-            del self._waiting[next(iter(self._waiting))]
-        name = secrets.token_urlsafe(12)
-        self._waiting[name] = pair
-        return name
-
-    def put_back(self, name: str, pair: _Pair) -> None:
-        """It was not voted on after all."""
-        self._waiting[name] = pair
-
-    def take(self, name: str) -> _Pair:
-        """Raises DataError if there is none of this name."""
-        pair = self._waiting.pop(name, None)
-        if pair is None:
-            raise DataError("this pair was voted on before, or is forgotten; ask for the next one")
-        return pair
-
-
 def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
     """The routes; the application answers ``UserError`` and ``NotHere``. ``answerer`` is closed with it."""
 
@@ -148,11 +123,7 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
     @routes.post("/playground")
     async def ask(wanted: Ask) -> Response:
         asked = await asyncio.to_thread(_asked, folder_of, wanted)  # reads files: others are answered meanwhile
-        try:
-            events = answerer.begin(asked)
-        except Busy as busy:
-            return JSONResponse({"error": str(busy)}, 409)
-        return StreamingResponse(_as_text(events), media_type="text/event-stream")
+        return StreamingResponse(_as_text(answerer.begin(asked)), media_type="text/event-stream")
 
     @routes.get("/votes")
     def result(run: str) -> dict[str, Any]:
@@ -168,24 +139,23 @@ def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
 
 
 def _add_voting(routes: APIRouter, folder_of: FolderOf, answerer: Answerer) -> None:
-    pairs = _Pairs()
+    pairs: dict[str, _Pair] = {}  # that were given out and not voted on
 
-    @routes.post("/votes/pair", response_model=None)
-    async def next_pair(wanted: PairWanted) -> dict[str, Any] | JSONResponse:
-        try:
-            return await _next_pair(folder_of, wanted, answerer, pairs)
-        except Busy as busy:
-            return JSONResponse({"error": str(busy)}, 409)
+    @routes.post("/votes/pair")
+    async def next_pair(wanted: PairWanted) -> dict[str, Any]:
+        return await _next_pair(folder_of, wanted, answerer, pairs)
 
     @routes.post("/votes", response_model=None)
     def vote(verdict: VoteRequest) -> dict[str, Any] | JSONResponse:
-        pair = pairs.take(verdict.pair)
+        pair = pairs.pop(verdict.pair, None)
+        if pair is None:
+            raise DataError("this pair was voted on before, or is forgotten; ask for the next one")
         kept = Vote(
             prompt=pair.question.text,
             left=pair.left,
             right=pair.right,
             choice=verdict.vote,
-            who=verdict.who.strip() or "somebody",
+            who=_who(verdict),
             time=round(time.time(), 3),
             row=pair.question.row,
             temperature=pair.temperature,
@@ -193,24 +163,25 @@ def _add_voting(routes: APIRouter, folder_of: FolderOf, answerer: Answerer) -> N
         try:
             return {"votes": add_vote(pair.root, kept)}
         except UserError as error:
-            pairs.put_back(verdict.pair, pair)
+            pairs[verdict.pair] = pair  # it was not voted on after all
             return JSONResponse({"error": str(error)}, 507)
+
+
+def _who(request: PairWanted | VoteRequest) -> str:
+    return request.who.strip() or "somebody"
 
 
 def _asked(folder_of: FolderOf, wanted: Ask) -> Asked:
     """Raises NotHere if there is no such run, UserError if no such model or row, or nothing was typed."""
     root = folder_of(wanted.run)
-    models, question = pick_models(root, wanted.models), _question(root, wanted)
-    return Asked(root, models, question, wanted.samples, wanted.temperature, wanted.max_tokens, wanted.seed)
-
-
-def _question(root: Path, wanted: Ask) -> Question:
-    """Raises UserError if there is no such row, or nothing was typed."""
+    models = pick_models(root, wanted.models)
     if wanted.row is not None:
-        return Questions(root)[wanted.row]
-    if not (wanted.prompt or "").strip():
+        question = Questions(root)[wanted.row]
+    elif not (wanted.prompt or "").strip():
         raise DataError("the prompt is empty; type one, or pick a row")
-    return Question(str(wanted.prompt), str(wanted.prompt), wanted.answer or None)
+    else:
+        question = Question(str(wanted.prompt), str(wanted.prompt), wanted.answer or None)
+    return Asked(root, models, question, wanted.samples, wanted.temperature, wanted.max_tokens, wanted.seed)
 
 
 async def _as_text(events: AsyncGenerator[Event]) -> AsyncIterator[str]:
@@ -219,7 +190,9 @@ async def _as_text(events: AsyncGenerator[Event]) -> AsyncIterator[str]:
             yield f"data: {json.dumps(event)}\n\n"
 
 
-async def _next_pair(folder_of: FolderOf, wanted: PairWanted, answerer: Answerer, pairs: _Pairs) -> dict[str, Any]:
+async def _next_pair(
+    folder_of: FolderOf, wanted: PairWanted, answerer: Answerer, pairs: dict[str, _Pair]
+) -> dict[str, Any]:
     """Files are read in threads: others are answered meanwhile. Raises NotHere: there is no such run; UserError: there
     is nothing to compare, or nothing more; Busy: other answers are being written."""
     if len(set(wanted.models)) < 2:
@@ -230,16 +203,17 @@ async def _next_pair(folder_of: FolderOf, wanted: PairWanted, answerer: Answerer
             question = await asyncio.to_thread(questions.__getitem__, row)
         except DataError:
             continue
-        seed = secrets.randbits(32)
-        responses = await _answers(
-            answerer, Asked(root, list(models.values()), question, 1, wanted.temperature, seed=seed, judged=False)
-        )
+        asked = Asked(root, models, question, 1, wanted.temperature, seed=secrets.randbits(32), judged=False)
+        responses = await _answers(answerer, asked)
         if responses[0] == responses[1]:
             continue
-        shown = [Shown(name, text) for name, text in zip(models, responses, strict=True)]
+        shown = [Shown(name, text) for name, text in zip(wanted.models, responses, strict=True)]
         secrets.SystemRandom().shuffle(shown)
         left, right = shown
-        name = pairs.add(_Pair(root, question, left, right, wanted.temperature))
+        while len(pairs) >= WAITING:
+            del pairs[next(iter(pairs))]
+        name = secrets.token_urlsafe(12)
+        pairs[name] = _Pair(root, question, left, right, wanted.temperature)
         return {
             "pair": name,
             "row": row,
@@ -255,24 +229,16 @@ async def _next_pair(folder_of: FolderOf, wanted: PairWanted, answerer: Answerer
     raise DataError("there are no more prompts to compare these models on")
 
 
-def _to_compare(folder_of: FolderOf, wanted: PairWanted) -> tuple[Path, dict[str, Path], Questions, list[int]]:
-    """The run, folders of its models by name, what they can be asked, and the rows that are left to ask."""
+def _to_compare(folder_of: FolderOf, wanted: PairWanted) -> tuple[Path, list[Path], Questions, list[int]]:
+    """The run, folders of its models, what they can be asked, and the rows that this person has not seen answered by
+    these two, in an order that is the same every time."""
     root = folder_of(wanted.run)
-    models = dict(zip(wanted.models, pick_models(root, wanted.models), strict=True))
-    questions = Questions(root)
-    return root, models, questions, _rows_left(questions, root, wanted)
-
-
-def _rows_left(questions: Questions, root: Path, wanted: PairWanted) -> list[int]:
-    """Rows that this person has not seen answered by these two, in an order that is the same every time."""
+    models, questions = pick_models(root, wanted.models), Questions(root)
     rows = random.Random("|".join(sorted(wanted.models))).sample(range(len(questions)), min(len(questions), DRAWN))
-    who = wanted.who.strip() or "somebody"
-    seen = {
-        vote.row
-        for vote in read_votes(root)
-        if vote.who == who and {vote.left.model, vote.right.model} == set(wanted.models)
-    }
-    return [row for row in rows if row not in seen and row not in wanted.skip]
+    both = set(wanted.models)
+    votes = (vote for vote in read_votes(root) if {vote.left.model, vote.right.model} == both)
+    seen = {vote.row for vote in votes if vote.who == _who(wanted)} | set(wanted.skip)
+    return root, models, questions, [row for row in rows if row not in seen]
 
 
 async def _answers(answerer: Answerer, asked: Asked) -> list[str]:

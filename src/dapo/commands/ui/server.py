@@ -20,8 +20,8 @@ from starlette.staticfiles import StaticFiles
 
 from dapo.commands.ui import curves, playground, queries, samples
 from dapo.commands.ui.answering import Answerer
-from dapo.commands.ui.live import PERIOD, Full, Live, LiveResponse
-from dapo.commands.ui.runs import NotHere, Points, Run, RunAsked, Runs
+from dapo.commands.ui.live import PERIOD, Live, LiveResponse
+from dapo.commands.ui.runs import Points, Refused, Run, RunAsked, Runs
 from dapo.commands.ui.serving import Guard
 from dapo.config import Config, flat
 from dapo.config.reference import keys_in
@@ -64,10 +64,7 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
 
     @app.get("/api/events")
     async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> Response:  # noqa: B006
-        try:
-            return LiveResponse(following, run)
-        except Full as full:
-            return JSONResponse({"error": str(full)}, 503, {"Retry-After": "30"})
+        return LiveResponse(following, run)
 
     @app.get("/")
     def page() -> FileResponse:
@@ -85,9 +82,9 @@ def tell_errors(app: FastAPI) -> None:
     async def wrong(_: Request, error: UserError) -> Response:
         return JSONResponse({"error": str(error)}, 422)
 
-    @app.exception_handler(NotHere)
-    async def missing(_: Request, error: NotHere) -> Response:
-        return JSONResponse({"error": str(error)}, 404)
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return JSONResponse({"error": str(error)}, error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:
