@@ -43,7 +43,6 @@ class EarlyStopping:
         return self.config.patience is not None and self.evaluations_since >= self.config.patience
 
     def reason(self) -> str:
-        """Why training stops, for people."""
         least = f"evaluation.min_improvement={self.config.min_improvement:g}"
         return (
             f"converged: {self.metric} has not risen by more than {least} in "

@@ -94,5 +94,4 @@ def evaluation_sampling(config: Config) -> Sampling:
 
 
 def stop_texts(config: Config) -> list[str]:
-    """Texts that end a response of an evaluation."""
     return config.rollout.stop if config.evaluation.stop is None else config.evaluation.stop

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 from dapo.config.secrets import redact
-from dapo.evaluation.lenient import last_number, reference_number
 from dapo.evaluation.statistics import Estimate, budgets, count_votes, estimate_means, majority_at, pass_at
 from dapo.records import Group, Reward, Sample
 from dapo.reward.math.notation import canonical
@@ -20,6 +20,9 @@ INTERVAL = (
 )
 _LONGEST_ANSWER = 4000
 """Characters of an answer that are looked into for its class; longer ones are compared as they are."""
+_DIGITS = r"[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?"
+_NUMBER = re.compile(rf"(?:(?<![\w)}}])-)?{_DIGITS}")  # a minus sign, but no subtraction and no hyphen
+_REFERENCE = re.compile(rf"\$?-?{_DIGITS}%?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,6 @@ class Evaluation:
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples that have a verdict."""
         return [s for g in self.groups for s in g.scored]
 
     @property
@@ -119,7 +121,6 @@ class Evaluation:
         return dict(zip(columns, estimate_means(values, shares), strict=True))
 
     def _columns(self, groups: Sequence[Group], wanted: Sequence[int]) -> dict[str, Any]:
-        """Values per prompt by name of the estimate."""
         verdicts_of = [[s.verdict for s in g.scored] for g in groups]
         votes = [count_votes([bool(v.correct) for v in of], [_answer_class(v) for v in of]) for of in verdicts_of]
         verdicts, right = np.array([v.verdicts for v in votes]), np.array([v.right for v in votes])
@@ -199,3 +200,22 @@ def _row_counts(group: Group) -> dict[str, Any]:
         "reward": float(np.mean([s.verdict.value for s in scored])) if scored else None,
         "response_length": float(np.mean([s.length for s in group.samples])) if group.samples else None,
     }
+
+
+# --- right whatever the format (a measure, no reward: a response may end with the right number by chance) --------------
+
+
+def reference_number(answer: str | None) -> Decimal | None:
+    """The value of a reference that is a plain number; None: it is something else."""
+    text = "" if answer is None else answer.strip()
+    return _value(text.strip("$%")) if _REFERENCE.fullmatch(text) else None
+
+
+def last_number(response: str) -> Decimal | None:
+    """The last number in a text; None: there is none."""
+    found = _NUMBER.findall(response)
+    return _value(found[-1]) if found else None
+
+
+def _value(text: str) -> Decimal:
+    return Decimal(text.replace(",", ""))

@@ -31,8 +31,6 @@ def votes_path(root: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One of two answers."""
-
     model: str
     response: str
 
@@ -55,7 +53,6 @@ class Vote:
 
     @property
     def rejected(self) -> Shown | None:
-        """The other one; None: neither."""
         return {"left": self.right, "right": self.left}.get(self.choice)
 
     def as_json(self) -> dict[str, Any]:
@@ -167,7 +164,6 @@ class Tally:
 
 
 def tallies(votes: Sequence[Vote]) -> list[Tally]:
-    """By pair of models."""
     order = {"model-before": 0, "model-after": 2}  # checkpoints lie between
     pairs: dict[tuple[str, str], list[Vote]] = {}
     for vote in votes:
@@ -178,6 +174,7 @@ def tallies(votes: Sequence[Vote]) -> list[Tally]:
         better = [vote.chosen.model for vote in several if vote.chosen is not None]
         counts = Counter(vote.choice for vote in several)
         voters, prompts = ({getattr(vote, name) for vote in several} for name in ("who", "prompt"))
-        wins = (better.count(model) for model in models)
-        found.append(Tally(models, *wins, counts["tie"], counts["both_bad"], len(voters), len(prompts)))
+        wins = [better.count(model) for model in models]
+        ties, bad = counts["tie"], counts["both_bad"]
+        found.append(Tally(models, wins[0], wins[1], ties, bad, len(voters), len(prompts)))
     return found

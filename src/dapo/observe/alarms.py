@@ -193,7 +193,6 @@ def _starvation(history: History) -> str | None:
     *("lr", "updates", "advantage/mean_abs"),
 )
 def _zero_learning(history: History) -> str | None:
-    """Nothing moves the weights."""
     for name, seen in {
         "lr": f"the learning rate is 0 in the last {LAST} steps",
         "updates": f"no update was made in the last {LAST} steps",
@@ -241,7 +240,6 @@ def _kl_blow_up(history: History) -> str | None:
     *("clip/low", "clip/high"),
 )
 def _clipping(history: History) -> str | None:
-    """Both sides together."""
     low, high = history.newest("clip/low"), history.newest("clip/high")
     if not low or not high:
         return None
@@ -301,7 +299,6 @@ class Alarms:
         return {"alarms/count": float(len(found))}, said
 
     def settle(self) -> None:
-        """The step that was observed is done."""
         assert self._next is not None, "settle() without observe()"
         self._state, self._next = self._next, None
 

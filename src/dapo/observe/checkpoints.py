@@ -78,8 +78,6 @@ class CheckpointId:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a run at one moment, and how it gets into a folder."""
-
     place: CheckpointId
     write: Callable[[Path], None]
     """Fills the folder that it is given. Runs in another thread than the run."""
@@ -90,8 +88,6 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The folder ``checkpoints`` of one run."""
-
     def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int = 0) -> None:
         """
         Args:
@@ -162,12 +158,12 @@ class Checkpoints:
                 with new_folder(target) as staging:
                     snapshot.write(staging)
                     paths = sorted(path for path in staging.rglob("*") if path.is_file())
-                    files = {
+                    files: dict[str, dict[str, Any]] = {
                         path.relative_to(staging).as_posix(): {"bytes": path.stat().st_size, "sha256": file_hash(path)}
                         for path in paths
                     }
                     write_json(staging / MANIFEST, {"format": FORMAT, "files": files})
-                self._small_files = max(0, sum(int(file["bytes"]) for file in files.values()) - snapshot.bytes)
+                self._small_files = max(0, sum(file["bytes"] for file in files.values()) - snapshot.bytes)
             if snapshot.best is not None:
                 write_json(self._folder / "best.json", snapshot.best)
         except UserError:
@@ -199,7 +195,6 @@ class Checkpoints:
         self.prune()
 
     def prune(self) -> None:
-        """Remove the checkpoints that are no longer wanted."""
         if self._keep_last is None:
             return
         best = (self.best or {}).get("step")
@@ -312,7 +307,6 @@ class CheckpointWriter:
             return self._checkpoints.save(snapshot)
 
     def check(self) -> None:
-        """Raises UserError: the last checkpoint could not be written."""
         if self._under_way is not None and self._under_way[0].done():
             self._result()
 

@@ -54,7 +54,6 @@ Stamp = list[int]
 
 
 def has_duckdb() -> bool:
-    """Whether the extra ``ui`` is there."""
     return importlib.util.find_spec("duckdb") is not None
 
 
@@ -69,7 +68,6 @@ class Segment:
     hidden: tuple[int, ...] = ()
 
     def without(self, steps: Iterable[int]) -> Segment:
-        """The same where some steps count no longer."""
         gone = self.steps.keys() & set(steps)
         kept = {step: stamp for step, stamp in self.steps.items() if step not in gone}
         return replace(self, steps=kept, hidden=tuple(sorted({*self.hidden, *gone})))
@@ -134,7 +132,6 @@ class SampleIndex:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are in it, in order."""
         return sorted(_steps_of(read_segments(self.folder)))
 
     @property
@@ -242,7 +239,6 @@ class SampleIndex:
             return self._copied(f"SELECT * FROM {source}", steps)
 
     def _copied(self, select: str, steps: Mapping[int, Stamp]) -> Segment:
-        """The rows of a query as a new file."""
         name = f"{min(steps, default=0):05d}-{max(steps, default=0):05d}-{uuid.uuid4().hex[:8]}.parquet"
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
         names = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in COLUMNS.items())
@@ -258,7 +254,6 @@ class SampleIndex:
         return Segment(name, path.stat().st_size, int(rows), dict(steps))
 
     def _merged(self, segments: list[Segment]) -> list[Segment]:
-        """With segments that are small and many put together."""
         size = 1
         while size <= max((len(s.steps) for s in segments), default=0):
             small = [s for s in segments if len(s.steps) < size * _FANOUT and s.rows < _MOST_ROWS]

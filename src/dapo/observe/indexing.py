@@ -119,7 +119,6 @@ def keep_up(run: Path, notices: int | None, tell: Callable[[str], object]) -> No
 
 
 def main() -> None:
-    """The process of its own."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     keep_up(Path(sys.argv[1]), sys.stdin.fileno(), lambda text: print(" ".join(text.split()), flush=True))

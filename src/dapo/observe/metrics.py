@@ -30,7 +30,6 @@ class Metric:
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is this metric."""
         if "{}" not in self.name:
             return name == self.name
         return re.fullmatch(re.escape(self.name).replace(r"\{\}", r"[^/\s]+"), name) is not None
@@ -214,12 +213,10 @@ class MetricsLog:
         return entry
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """Tell the trackers what the run came to."""
         for tracker in self._trackers:
             tracker.summarise(summary)
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines written so far, earlier parts of a resumed run included."""
         return list(read_metrics(self.path))
 
     def close(self) -> None:

@@ -82,8 +82,6 @@ class QuietListener:
 
 
 class _Telling(QuietListener):
-    """What both ways to show a run know."""
-
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Terminal()
         self._pace, self._clock, self._lap = Pace(clock), clock, Lap()
@@ -346,7 +344,6 @@ def _by_kind(name: str, value: float) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """``value`` if it is a finite number, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None
 

@@ -129,7 +129,6 @@ class Looker:
         return lines
 
     def _children(self) -> dict[str, list[Any]]:
-        """Processes by role."""
         workers: set[int] = set()
         found: dict[str, list[Any]] = {}
         for process in self._own.children(recursive=True):  # parents come before their children

@@ -53,8 +53,6 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pyd
 
 
 class _Inside:
-    """A path in a run folder, by its name there."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -64,8 +62,6 @@ class _Inside:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run."""
-
     root: Path
 
     config = _Inside("config.yaml")
@@ -119,33 +115,26 @@ class RunFolder:
             _make_way(Path(config.run.dir or "runs/run"), config.run.if_exists, only_look=True)
 
     def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
-        """Record that the run goes on, with the recipe that it has from now on.
-        Raises UserError: the folder cannot be written to."""
+        """Record that the run goes on, with the recipe that it has from now on, and remove what a killed process left
+        half-written. Only for who holds the lock. Raises UserError: the folder cannot be written to."""
         again = describe_environment(config, sys.argv if command is None else command)
         try:
-            environment = self._environment()
-            write_json(self.environment, {**environment, "resumed": [*environment.get("resumed", []), again]})
+            environment = read_json(self.environment)
+            earlier = environment.get("resumed", [])
+            if not isinstance(earlier, list):
+                raise TypeError
+        except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged: no run ends with it
+            environment, earlier = {}, []
+        try:
+            write_json(self.environment, {**environment, "resumed": [*earlier, again]})
             write_atomic(self.config, config_yaml(config))
             for folder in (self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
-            self._clear_unfinished()
+            for folder in (self.root, self.samples, self.checkpoints, self.faults):
+                for path in folder.glob(".*.tmp"):
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.root}: cannot go on in this run folder: {error}") from None
-
-    def _environment(self) -> dict[str, Any]:
-        """What is recorded of the environment so far; nothing where that is missing or damaged: no run ends with it."""
-        try:
-            found = read_json(self.environment)
-        except (OSError, ValueError):
-            return {}
-        known = isinstance(found, dict) and isinstance(found.get("resumed", []), list)
-        return found if known else {}
-
-    def _clear_unfinished(self) -> None:
-        """Remove what a killed process left half-written. Only for who holds the lock."""
-        for folder in (self.root, self.samples, self.checkpoints, self.faults):
-            for path in folder.glob(".*.tmp"):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self, tell: Callable[[str], object] = lambda text: None) -> Iterator[None]:
@@ -249,12 +238,8 @@ def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | Non
     if only_look:
         return None
     with RunFolder(root).lock():  # never rename a live run's folder
-        return root.rename(_name_for_old(root))
-
-
-def _name_for_old(root: Path) -> Path:
-    """NAME-YYYYMMDD-HHMMSS with the time at which the old run started, numbered if that is taken."""
-    started = datetime.fromtimestamp((root / "config.yaml").stat().st_mtime)
-    base = f"{root.name}-{started:%Y%m%d-%H%M%S}"
-    names = (root.with_name(f"{base}-{number}" if number > 1 else base) for number in count(1))
-    return next(path for path in names if not os.path.lexists(path))
+        # NAME-YYYYMMDD-HHMMSS with the time at which the old run started, numbered if that is taken
+        started = datetime.fromtimestamp((root / "config.yaml").stat().st_mtime)
+        base = f"{root.name}-{started:%Y%m%d-%H%M%S}"
+        names = (root.with_name(f"{base}-{number}" if number > 1 else base) for number in count(1))
+        return root.rename(next(path for path in names if not os.path.lexists(path)))

@@ -71,7 +71,6 @@ class RunView:
 
     @cached_property
     def steps_done(self) -> int:
-        """Rollout steps with a line of metrics."""
         return max((entry.get("step", 0) for entry in self.metrics), default=0)
 
     @property
@@ -82,7 +81,6 @@ class RunView:
 
     @cached_property
     def fingerprint(self) -> Mapping[str, Any]:
-        """What it started from, as fingerprint.json has it."""
         return _mapping(self.folder.fingerprint)
 
     @property
@@ -112,11 +110,11 @@ class RunView:
     @property
     def hacking(self) -> dict[str, list[int]]:
         """Steps with signs of reward hacking, by sign; under ``""`` those of older runs, which do not say which."""
-        steps = [e for e in self.metrics if (e.get("monitor/alarms") or 0) > 0]
-        found = {sign: [e["step"] for e in steps if e.get(f"monitor/alarms/{sign}")] for sign in HACKING}
-        told = {step for several in found.values() for step in several}
-        found[""] = [e["step"] for e in steps if e["step"] not in told]
-        return {sign: several for sign, several in found.items() if several}
+        found: dict[str, list[int]] = {sign: [] for sign in (*HACKING, "")}
+        for entry in (e for e in self.metrics if (e.get("monitor/alarms") or 0) > 0):
+            for sign in [sign for sign in HACKING if entry.get(f"monitor/alarms/{sign}")] or [""]:
+                found[sign].append(entry["step"])
+        return {sign: steps for sign, steps in found.items() if steps}
 
     def changes_of_reward(self, config: Config) -> list[str]:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
@@ -132,7 +130,6 @@ class RunView:
 
     @property
     def seconds(self) -> float | None:
-        """Wall time of the run so far."""
         elapsed = next((e["time/elapsed"] for e in reversed(self.metrics) if e.get("time/elapsed") is not None), None)
         return self.summary.get("seconds_total", elapsed) if self.state in ("finished", "stopped") else elapsed
 
@@ -147,7 +144,6 @@ class RunView:
 
     @property
     def why(self) -> str:
-        """The state in words."""
         if self.state in ("finished", "stopped"):
             return f"{self.state}: {self.summary.get('stopped') or 'it does not say why'}"
         files = (self.folder.config, self.folder.metrics, self.folder.samples, self.folder.checkpoints)
@@ -159,6 +155,11 @@ class RunView:
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of metrics with an evaluation. The one before the first step has a line of its own, of step 0."""
         return [e for e in self.metrics if e.get("eval/rows") is not None]
+
+    @property
+    def evaluated(self) -> list[dict[str, Any]]:
+        """Of each evaluation its ``step`` and its metrics, ``eval/...``."""
+        return [{n: v for n, v in e.items() if n == "step" or n.startswith("eval/")} for e in self.evaluations]
 
     @property
     def accuracies(self) -> tuple[float | None, float | None]:
@@ -214,7 +215,6 @@ class RunView:
         """What in the metrics a person should know, each with how many steps, or evaluations, it concerns and which was
         the last."""
         alarm = _section(self.config, "training").get("mismatch_alarm") or float("inf")
-        steps = [e for e in self.metrics if e["step"]]
         signs: dict[str, Callable[[dict[str, Any]], bool]] = {
             "a number was not finite": lambda e: bool(e.get("non_finite")),
             "an update was skipped": lambda e: (e.get("updates/skipped") or 0) > 0,
@@ -224,7 +224,7 @@ class RunView:
             "more than half of the responses were truncated": lambda e: (e.get("response_length/truncated") or 0) > 0.5,
             f"engine and trainer differed by more than {alarm:g}": lambda e: (e.get("mismatch/mean") or 0) > alarm,
         }
-        found = []
+        steps, found = [e for e in self.metrics if e["step"]], []
         for what, sign in signs.items():
             of_evaluations = what.startswith("evaluation")
             looked_at, unit = (self.evaluations, "evaluation") if of_evaluations else (steps, "step")
@@ -245,7 +245,6 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run folders directly inside ``folder``, by name."""
     return sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
 
 
@@ -295,7 +294,6 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _ago(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    units = (("days", 86400), ("hours", 3600), ("minutes", 60))
+    unit, size = next((one for one in units if seconds >= 2 * one[1]), ("seconds", 1))
+    return f"{seconds / size:.0f} {unit}"

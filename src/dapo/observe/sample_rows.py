@@ -84,8 +84,7 @@ def _row(line: Mapping[str, Any], step: int, offset: int, size: int) -> Row:
     versions = line.get("versions")
     first, last = versions if isinstance(versions, list) and len(versions) == 2 else (None, None)
     derived = {"step": step, "sample": line.get("index"), "version_first": first, "version_last": last}
-    derived |= {"text_offset": offset, "text_length": size}
-    found = {**line, **derived}
+    found = {**line, **derived, "text_offset": offset, "text_length": size}
     return {name: read(found.get(name)) for name, read in _READERS}
 
 
@@ -104,14 +103,13 @@ def _text(value: Any) -> str | None:
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else None
 
 
-def _parts(value: Any) -> dict[str, float | None]:
-    return {str(_text(name)): _number(part) for name, part in value.items()} if isinstance(value, dict) else {}
-
-
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     **{"SMALLINT": _whole(16), "INTEGER": _whole(32), "BIGINT": _whole(64)},
-    **{"DOUBLE": _number, "VARCHAR": _text, "MAP(VARCHAR, DOUBLE)": _parts},
+    **{"DOUBLE": _number, "VARCHAR": _text},
     "BOOLEAN": lambda value: value if isinstance(value, bool) else None,
+    "MAP(VARCHAR, DOUBLE)": lambda value: (
+        {str(_text(name)): _number(part) for name, part in value.items()} if isinstance(value, dict) else {}
+    ),
 }
 
 _READERS = tuple((name, _KINDS[kind]) for name, kind in COLUMNS.items())
@@ -129,19 +127,15 @@ def _measures(path: Path, rows: list[Row]) -> list[Row]:
     changes = [a["draw"] != b["draw"] for a, b in pairwise(rows)]
     groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)].tolist()
     prompts = arrays.prompt_lengths.tolist()
+    means = {"logprob_engine": arrays.logprobs, "logprob_trainer": arrays.trainer_logprobs, "entropy": arrays.entropy}
+    count = np.maximum(arrays.lengths, 1)
     gaps = np.abs(arrays.logprobs - arrays.trainer_logprobs)
     columns = {
         "prompt_length": [prompts[group] if group < len(prompts) else None for group in groups],
-        "logprob_engine": _means(arrays.logprobs, arrays.lengths),
-        "logprob_trainer": _means(arrays.trainer_logprobs, arrays.lengths),
-        "entropy": _means(arrays.entropy, arrays.lengths),
+        **{name: _each(np.add, of.astype(np.float64), arrays.lengths, count) for name, of in means.items()},
         "gap_max": _each(np.maximum, gaps, arrays.lengths, 1),
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _means(values: Any, lengths: Any) -> list[float | None]:
-    return _each(np.add, values.astype(np.float64), lengths, np.maximum(lengths, 1))
 
 
 def _each(operation: np.ufunc, values: Any, lengths: Any, divisor: Any) -> list[float | None]:

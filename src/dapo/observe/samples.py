@@ -46,9 +46,6 @@ STATUSES: Mapping[str, str] = {
 }
 """What became of a group."""
 
-_OF_TOKENS = ("logprobs", "entropy")
-"""Fields of an update's report that are with the tokens."""
-
 
 def samples_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:05d}.jsonl"
@@ -61,6 +58,8 @@ def tokens_path(folder: Path, step: int) -> Path:
 def updates_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:05d}.updates.json"
 
+
+_WITH_TOKENS = ("logprobs", "entropy")
 
 Key = tuple[int, int]
 """Draw and index of a sample."""
@@ -90,7 +89,9 @@ def write_samples(
     found = list(groups)
     lines = [json_line(line) for group, status in found for line in _lines(group, status, checks or {})]
     write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found], seen or {}).to_bytes())
-    write_json(updates_path(folder, step), [_without_times(report) for report in reports])
+    told = [asdict(replace(report, logprobs=None, entropy=None)) for report in reports]  # those are with the tokens
+    kept = [{k: v for k, v in one.items() if k not in _WITH_TOKENS and not k.startswith("seconds_")} for one in told]
+    write_json(updates_path(folder, step), kept)
     path = samples_path(folder, step)
     write_atomic(path, lines)
     return path
@@ -136,14 +137,13 @@ class TokenArrays:
     def of(cls, groups: Sequence[Group], seen: Mapping[Key, tuple[Any, Any]] | None = None) -> TokenArrays:
         """Those of some groups, in their order. ``seen``: as for :func:`write_samples`."""
         prompts = [np.asarray(group.prompt.token_ids, np.int32) for group in groups]
-        pairs = [(prompt, s) for prompt, group in zip(prompts, groups, strict=True) for s in group.samples]
-        samples = [sample for _, sample in pairs]
+        found = [(group.draw, p, s) for p, group in zip(prompts, groups, strict=True) for s in group.samples]
+        samples = [sample for *_, sample in found]
         nothing = {s.length: (np.full(s.length, np.nan, np.float32),) * 2 for s in samples}
-        keys = [(group.draw, sample.index) for group in groups for sample in group.samples]
-        computed = [(seen or {}).get(key, nothing[s.length]) for key, s in zip(keys, samples, strict=True)]
+        computed = [(seen or {}).get((draw, s.index), nothing[s.length]) for draw, _, s in found]
         return cls(
             lengths=np.array([sample.length for sample in samples], np.int32),
-            checksums=np.array([checksum(p, s.token_ids, s.logprobs, s.versions) for p, s in pairs], np.uint32),
+            checksums=np.array([checksum(p, s.token_ids, s.logprobs, s.versions) for _, p, s in found], np.uint32),
             token_ids=_joined([sample.token_ids for sample in samples], np.int32),
             logprobs=_joined([sample.logprobs for sample in samples], np.float32),
             versions=_joined([sample.versions for sample in samples], np.int32),
@@ -154,7 +154,6 @@ class TokenArrays:
         )
 
     def to_bytes(self) -> bytes:
-        """As a safetensors file."""
         from safetensors.numpy import save
 
         return bytes(save({name: getattr(self, name) for name in (*self._TYPES, *self._COMPUTED)}))
@@ -185,11 +184,6 @@ class TokenArrays:
                     raise ValueError(f"{name} does not have as many numbers as {sizes} says")
         if self.checksums.shape != self.lengths.shape:
             raise ValueError("there are not as many checksums as samples")
-
-
-def _without_times(report: UpdateReport) -> dict[str, Any]:
-    found = asdict(replace(report, logprobs=None, entropy=None))
-    return {name: value for name, value in found.items() if name not in _OF_TOKENS and not name.startswith("seconds_")}
 
 
 def checksum(prompt_ids: Any, token_ids: Any, logprobs: Any, versions: Any) -> int:
@@ -249,7 +243,6 @@ class SampleFilter:
                 yield column, sign, value
 
     def admits(self, sample: Mapping[str, Any]) -> bool:
-        """Whether the sample is one of those asked for."""
         found = {"sample": sample.get("index"), **sample, "length": sample.get("length") or 0}
         text = f"{sample.get('prompt')}\n{sample.get('response')}"
         return (
@@ -264,7 +257,6 @@ _SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {"=": operator.eq, "<": opera
 
 
 def steps_with_samples(folder: Path) -> list[int]:
-    """The steps that have a file of samples, in order."""
     names = (re.fullmatch(r"step-(\d+)\.jsonl", path.name) for path in folder.glob("step-*.jsonl"))
     return sorted(int(name.group(1)) for name in names if name)
 
@@ -273,6 +265,10 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
     if status not in STATUSES:
         raise ValueError(f"status {status!r} of draw {group.draw} is not one of {', '.join(STATUSES)}")
     for sample in group.samples:
+        check = checks.get((group.draw, sample.index))
+        checked: dict[str, Any] = {}
+        if check is not None and check.error is None:
+            checked = {"check_correct": check.correct, "check_reward": check.value}
         yield {
             "draw": group.draw,
             "row": group.prompt.row,
@@ -289,19 +285,12 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
             "length": sample.length,
             "finish_reason": sample.finish_reason,
             "versions": [int(sample.versions[0]), int(sample.versions[-1])] if sample.length else [],
-            **_check(checks.get((group.draw, sample.index))),
+            **checked,
         }
 
 
 def _finite(value: float) -> float | None:
-    """NaN where there is none."""
     return float(value) if math.isfinite(value) else None
-
-
-def _check(found: Reward | None) -> dict[str, Any]:
-    if found is None or found.error is not None:
-        return {}
-    return {"check_correct": found.correct, "check_reward": found.value}
 
 
 def _verdict(sample: Sample) -> dict[str, Any]:

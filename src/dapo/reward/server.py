@@ -87,7 +87,15 @@ class Service(Progress):
         self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
         self.waiting = 0
         """Items that wait or are scored, and rows that are examined."""
-        self.counts = _Counts(self)
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("dapo_reward_requests", "Requests answered", ["path", "code"], registry=registry)
+        self._items = Counter("dapo_reward_items", "Items scored, failed ones counted", registry=registry)
+        self._failures = Counter("dapo_reward_failures", "Items whose score failed", registry=registry)
+        self._seconds = Histogram(
+            "dapo_reward_seconds", "From the arrival of an item to its result", buckets=_BUCKETS, registry=registry
+        )
+        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored, rows examined", registry=registry)
+        waiting.set_function(lambda: self.waiting)
 
     def scores(self, items: Sequence[Item]) -> _Scores:
         """Begin to score. Raises HTTPException: 429, too much waits already."""
@@ -113,11 +121,9 @@ class Service(Progress):
                 task.cancel()
 
     def _check_room(self, count: int) -> None:
-        if self.waiting + count > self.limits.max_waiting:
-            text = (
-                f"{self.waiting} items wait, and with these {count} it would be more than "
-                f"{self.limits.max_waiting} (--max-waiting)"
-            )
+        most = self.limits.max_waiting
+        if self.waiting + count > most:
+            text = f"{self.waiting} items wait, and with these {count} it would be more than {most} (--max-waiting)"
             raise HTTPException(429, text, {"Retry-After": "1"})
 
     async def score(self, index: int, item: Item) -> Result:
@@ -132,33 +138,29 @@ class Service(Progress):
             _log.exception("a score failed")
             reward = Reward(None, 0.0, error=f"{type(error).__name__}: {error}")
             result = Result.of(index, item, reward)
-        self.counts.item(reward, time.perf_counter() - started)
+        self._items.inc()
+        self._failures.inc(reward.error is not None)
+        self._seconds.observe(time.perf_counter() - started)
         return result
 
     def check(self, name: str, rows: Sequence[Row]) -> None:
         """Raises HTTPException: 422, there are too many ``rows``, or one holds too long a text."""
-        if len(rows) > self.limits.max_items:
-            text = f"{name}: {len(rows)} in one request; this server takes {self.limits.max_items} (--max-items)"
-            raise HTTPException(422, text)
+        most, longest = self.limits.max_items, self.limits.max_text
+        if len(rows) > most:
+            raise HTTPException(422, f"{name}: {len(rows)} in one request; this server takes {most} (--max-items)")
         for place, row in enumerate(rows):
             for key in ("prompt", "response", "answer", "prompt_end"):
                 length = len(getattr(row, key, None) or "")
-                if length > self.limits.max_text:
-                    raise HTTPException(
-                        422,
-                        f"{name}[{place}].{key}: {length} characters; this server takes {self.limits.max_text} "
-                        "(--max-text)",
-                    )
+                if length > longest:
+                    text = f"{name}[{place}].{key}: {length} characters; this server takes {longest} (--max-text)"
+                    raise HTTPException(422, text)
 
     def info(self) -> dict[str, Any]:
-        """What is served, without secrets."""
         config = redact(self.config.model_dump(mode="json"))
         return {"kind": config["kind"], "reward": _without_args(config), "version": VERSION}
 
 
 class _Scores:
-    """The scores of one request under way."""
-
     def __init__(self, service: Service, items: Sequence[Item]) -> None:
         self._service = service
         self._finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
@@ -194,29 +196,6 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _Counts:
-    """Metrics in a registry of their own."""
-
-    def __init__(self, service: Service) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._requests = Counter("dapo_reward_requests", "Requests answered", ["path", "code"], registry=registry)
-        self._items = Counter("dapo_reward_items", "Items scored, failed ones counted", registry=registry)
-        self._failures = Counter("dapo_reward_failures", "Items whose score failed", registry=registry)
-        self._seconds = Histogram(
-            "dapo_reward_seconds", "From the arrival of an item to its result", buckets=_BUCKETS, registry=registry
-        )
-        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored, rows examined", registry=registry)
-        waiting.set_function(lambda: service.waiting)
-
-    def request(self, path: str, code: int) -> None:
-        self._requests.labels(path, str(code)).inc()
-
-    def item(self, reward: Reward, seconds: float) -> None:
-        self._items.inc()
-        self._failures.inc(reward.error is not None)
-        self._seconds.observe(seconds)
-
-
 class _Gate(Gate):
     """Turns requests away before their body is read: without the token, too large, while starting or draining."""
 
@@ -235,7 +214,8 @@ class _Gate(Gate):
             self._service.answering -= works
 
     def begins(self, scope: Scope, message: Message) -> None:
-        self._service.counts.request(scope["path"] if scope["path"] in _WORK else "other", message["status"])
+        path = scope["path"] if scope["path"] in _WORK else "other"
+        self._service.requests.labels(path, str(message["status"])).inc()
 
     def refusal(self, scope: Scope, headers: Headers) -> Response | None:
         state, path = self._service.state, scope["path"]
@@ -258,7 +238,6 @@ class _Gate(Gate):
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application around ``service``."""
     app = FastAPI(title="dapo reward server", version=VERSION, docs_url=None, redoc_url=None)
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in (401, 413, 422, 429, 500, 503)}
 
@@ -298,7 +277,7 @@ def _add_reports(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus."""
-        return metrics_response(service.counts.registry)
+        return metrics_response(service.registry)
 
     @app.get("/info")
     async def info() -> dict[str, Any]:

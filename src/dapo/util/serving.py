@@ -73,7 +73,6 @@ def listening_socket(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def url(host: str, port: int) -> str:
-    """``http://host:port``, with an address of IPv6 in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -134,7 +133,6 @@ class Gate:
         return self._token is not None and hmac.compare_digest(given, self._token.encode())
 
     def announces_more(self, headers: Headers) -> bool:
-        """Whether a request says that its body is too large."""
         length = headers.get("content-length", "0")
         return length.isdecimal() and int(length[:20]) > self._most
 
@@ -183,7 +181,6 @@ class _Protocol(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request is read or answered: none has come, or not its whole head."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     @property
@@ -224,7 +221,6 @@ class Server(uvicorn.Server):
     """See the module. All of :func:`~dapo.util.process.stop_signals` end it as SIGTERM does."""
 
     def __init__(self, app: Any, **settings: Any) -> None:
-        """``settings``: of uvicorn."""
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
         super().__init__(uvicorn.Config(app, http=_Protocol, ws="none", backlog=_BACKLOG, **quiet, **settings))
         self._told = -1e9

@@ -174,7 +174,7 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
 def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_json: bool) -> None:
     from rich.text import Text
 
-    from dapo.commands.inspect.sample_diff import diff_report, two_steps
+    from dapo.commands.inspect.sample_report import diff_report, two_steps
 
     before, after = two_steps(run, steps, row)
     if as_json:

@@ -46,7 +46,6 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
 
 
 def facts(run: RunView) -> list[tuple[str, str]]:
-    """What the run is, as label and text."""
     planned = "?" if run.steps_planned is None else run.steps_planned
     checkpoints, best = [*run.checkpoints], run.best
     if run.damage:
@@ -102,7 +101,6 @@ BRIEF = ("run_dir", "state", "why", "steps", "steps_planned", "accuracy_before",
 
 
 def in_range(entries: Sequence[dict[str, Any]], steps: Steps) -> list[dict[str, Any]]:
-    """The lines of metrics of the steps asked for."""
     return [e for e in entries if steps is None or steps[0] <= e["step"] <= steps[1]]
 
 
@@ -132,7 +130,6 @@ def _when(step: int) -> str:
 
 
 def _spread(entries: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the entries, the first and the last among them, evenly spread."""
     if len(entries) <= most:
         return list(entries)
     return [entries[round(place * (len(entries) - 1) / (most - 1))] for place in range(most)]
@@ -163,7 +160,6 @@ def _present(entries: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
 
 
 def metrics_table(entries: Sequence[Mapping[str, Any]], names: Sequence[str], width: int | None) -> Iterator[str]:
-    """Steps as rows and metrics as columns."""
     rows = [[str(e["step"]), *(number(name, e.get(name)) for name in names)] for e in entries]
     yield from columns(["step", *names], rows, width)
 

@@ -31,7 +31,6 @@ class Gain:
 
     @property
     def points(self) -> float:
-        """How many; below zero where it was lost."""
         return (self.after - self.before) / self.point
 
     def cost(self, spent: float | None) -> float | None:
@@ -56,7 +55,6 @@ class Costs:
 
 
 def costs(run: RunView, until: int | None = None) -> Costs:
-    """What the steps up to ``until`` (None: all) took."""
     entries = [e for e in run.metrics if until is None or e["step"] <= until]
     return Costs(
         seconds=total(entries, "time/step"),
@@ -67,7 +65,6 @@ def costs(run: RunView, until: int | None = None) -> Costs:
 
 
 def total(entries: Sequence[Entry], name: str) -> float:
-    """Sum of a metric over the steps that have it."""
     return float(sum(e[name] for e in entries if e.get(name) is not None))
 
 

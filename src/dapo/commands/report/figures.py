@@ -95,7 +95,6 @@ def _draw_all(place: Axes, entries: Sequence[Entry], names: Sequence[str]) -> No
 
 
 def _draw(place: Axes, entries: Sequence[Entry], name: str, colour: str) -> None:
-    """One metric: a line, or points with their intervals if it is from evaluations."""
     found = [e for e in entries if e.get(name) is not None]
     steps, values = [e["step"] for e in found], np.array([float(e[name]) for e in found])
     if name.startswith("eval/"):

@@ -28,15 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Lines to be read, or typed, as they are."""
-
     text: str
 
 

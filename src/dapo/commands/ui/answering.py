@@ -82,7 +82,6 @@ class Answerer:
         return _watched(task, events)
 
     async def close(self) -> None:
-        """Give up what goes on, and let go of models and reward."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -93,7 +92,6 @@ class Answerer:
             self._scorer = None
 
     async def _run(self, asked: Asked, emit: Emit) -> None:
-        """From the first event to the last, whatever goes wrong."""
         started = time.perf_counter()
         try:
             await self._answer(asked, emit)
@@ -146,7 +144,6 @@ async def _watched(task: asyncio.Task[None], events: asyncio.Queue[Event | None]
 
 
 def _reward_of(asked: Asked) -> RewardConfig | str:
-    """What to make the scorer from, or why there is no verdict."""
     if not asked.judged:
         return "nobody asked"
     config = recipe_of(asked.root)
@@ -179,15 +176,12 @@ async def _verdict(scorer: Scorer | str, prompt: Prompt, response: str, finish_r
 
 
 class _Side:
-    """One model at work on its answers."""
-
     def __init__(self, side: int, model: Loaded, asked: Asked, scorer: Scorer | str, emit: Emit) -> None:
         self._side, self._model, self._asked, self._scorer, self._emit = side, model, asked, scorer, emit
         self._template = model.prompting.template
         self._told: dict[int, tuple[Pieces, int]] = {}  # by sample: how far it was told
 
     async def answer(self, ids: tuple[int, ...]) -> None:
-        """Sample, tell what is written meanwhile, and judge what is done."""
         asked, question = self._asked, self._asked.question
         # typed prompts have no row; rewards that count them see one that no row has
         row, end = -1 if question.row is None else question.row, self._template.end(ids)

@@ -44,16 +44,15 @@ def curve(entries: Run, name: str, points: int, x: str = "step", others: Sequenc
     curve with the first one, over the steps that all of them have measured.
     """
     measured = [_measured(run, name, x) for run in (entries, *others)]
-    steps = [step for step in measured[0] if all(step in run for run in measured)] if others else list(measured[0])
-    table = np.stack([np.array([run[step] for step in steps], np.float64) for run in measured], axis=1) if steps else ()
-    parts = np.array_split(table, min(points, len(table))) if len(table) else ()  # [steps, runs, (x, value)]
-    return [
-        [_round(sum(part[-1, :, 0].tolist()) / len(measured)), *map(_round, _spread(part[..., 1]))] for part in parts
-    ]
+    steps = [step for step in measured[0] if all(step in run for run in measured)]
+    table = np.array([[run[step] for run in measured] for step in steps], np.float64)  # [steps, runs, (x, value)]
+    parts = np.array_split(table, min(points, len(table))) if len(table) else ()
+    spread = ((part[..., 1].mean(), part[..., 1].min(), part[..., 1].max()) for part in parts)
+    places = (sum(part[-1, :, 0].tolist()) / len(measured) for part in parts)
+    return [[_round(place), *map(_round, values)] for place, values in zip(places, spread, strict=True)]
 
 
 def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]:
-    """Place and value of a metric by step."""
     places = ((e.get("step") or 0, e.get(x) if e.get("step") else 0.0, e.get(name)) for e in entries)
     return {step: (place, v) for step, place, v in places if _is_number(place) and _is_number(v)}
 
@@ -61,7 +60,6 @@ def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]
 def curves(
     entries: Run, names: Iterable[str], points: int, x: str = "step", others: Sequence[Run] = ()
 ) -> dict[str, list[list[float]]]:
-    """The curve of each of these metrics."""
     return {name: curve(entries, name, points, x, others) for name in names}
 
 
@@ -94,14 +92,15 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
 
     ``other`` is what no phase has, such as writing samples and checkpoints.
     """
-    steps = [entry for entry in entries if entry.get("step")]
-    table = np.array([_phases_of(entry) for entry in steps], np.float64).reshape(len(steps), len(PHASES) + 1)
-    numbers = np.array([entry["step"] for entry in steps], np.float64)
-    count = min(points, len(steps))
-    parts = zip(*(np.array_split(array, count) for array in (numbers, table)), strict=True) if count else ()
-    rows = [[_round(step[-1]), *map(_round, part.mean(axis=0))] for step, part in parts]
-    names = [*PHASES, "other"]
-    return {"names": names, "rows": rows, "totals": dict(zip(names, map(_round, table.sum(axis=0)), strict=True))}
+    steps, names = [entry for entry in entries if entry.get("step")], [*PHASES, "other"]
+    table = np.array([[entry["step"], *_phases_of(entry)] for entry in steps], np.float64).reshape(-1, len(names) + 1)
+    parts = np.array_split(table, min(points, len(steps))) if steps else ()
+    rows = [[_round(part[-1, 0]), *map(_round, part[:, 1:].mean(axis=0))] for part in parts]
+    return {
+        "names": names,
+        "rows": rows,
+        "totals": dict(zip(names, map(_round, table[:, 1:].sum(axis=0)), strict=True)),
+    }
 
 
 OF_THE_RUN = ("run.", "monitor.every")
@@ -143,14 +142,13 @@ def alarm_history(
         for rule in RULES
     }
     alarms = None if recipe is None else Alarms(recipe, changes)
-    for entry in entries:
-        if alarms is None or not (step := entry.get("step")):
-            continue
-        alarms.observe(step, entry)
-        alarms.settle()
-        for name, seen in alarms.found.items():
-            found[name]["steps"].append(step)
-            found[name]["seen"] = seen
+    for entry in entries if alarms is not None else ():
+        if alarms is not None and (step := entry.get("step")):
+            alarms.observe(step, entry)
+            alarms.settle()
+            for name, seen in alarms.found.items():
+                found[name]["steps"].append(step)
+                found[name]["seen"] = seen
     return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
 
 
@@ -181,10 +179,6 @@ def _phases_of(entry: Entry) -> list[float]:
     seconds = {name: float(entry.get(f"time/{name}") or 0.0) for name in PHASES}
     wall = entry.get("time/wall") or (entry.get("time/step") or 0.0) + seconds["evaluation"]  # older runs have no wall
     return [*seconds.values(), max(float(wall) - sum(seconds.values()), 0.0)]
-
-
-def _spread(values: Any) -> tuple[float, float, float]:
-    return float(values.mean()), float(values.min()), float(values.max())
 
 
 def _round(value: float) -> float:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.commands.ui.texts import sendable
 from dapo.config import Config, load_config
-from dapo.config.sections import DataItem
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow, Messages
 from dapo.errors import DataError, UserError
@@ -50,7 +50,6 @@ class Question:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """For the page."""
         return {"row": self.row, "prompt": sendable(self.text), "answer": self.answer and sendable(self.answer)}
 
 
@@ -85,41 +84,33 @@ class Questions:
         return Question(row.prompt, row.text, row.answer, number, dict(row.meta))
 
     def some(self, first: int, count: int) -> list[Question]:
-        """Those from ``first`` on that can be used, at most ``count``."""
         found = []
         for number in range(first, min(first + count, len(self))):
-            try:
+            with suppress(DataError):  # a row that cannot be used
                 found.append(self[number])
-            except DataError:
-                continue
         return found
 
 
 def _held_out(run: RunView) -> Rows | None:
-    """The rows of its evaluation, where they can be read here."""
     try:
         config = load_config(run.folder.config)
-        items = [_found_again(item, run) for item in config.evaluation.data]
+        items = []
+        for item in config.evaluation.data:  # a relative path is one from where the run was started
+            there = Path(str(run.environment.get("folder") or ".")) / item.path
+            moved = there.exists() and not Path(item.path).exists()
+            items.append(item.model_copy(update={"path": str(there)}) if moved else item)
         rows = Rows(open_parts(config.data, items, False)[0]) if items else None
     except UserError:  # moved, or of an earlier version: there are others to ask
         return None
     return rows if rows is not None and len(rows) else None
 
 
-def _found_again(item: DataItem, run: RunView) -> DataItem:
-    """A relative path is one from where the run was started."""
-    there = Path(str(run.environment.get("folder") or ".")) / item.path
-    return item.model_copy(update={"path": str(there)}) if there.exists() and not Path(item.path).exists() else item
-
-
 def _asked(run: RunView) -> list[Question]:
     """The prompts of the last step with samples."""
     steps = run.steps_with_samples
     samples = read_samples(samples_path(run.folder.samples, steps[-1])) if steps else []
-    lines = {sample.get("row"): sample for sample in samples if isinstance(sample.get("prompt"), str)}
-    return [
-        Question(line["prompt"], line["prompt"], line.get("gold"), number) for number, line in enumerate(lines.values())
-    ]
+    lines = {one.get("row"): one for one in samples if isinstance(one.get("prompt"), str)}.values()
+    return [Question(one["prompt"], one["prompt"], one.get("gold"), number) for number, one in enumerate(lines)]
 
 
 def recipe_of(root: Path) -> Config:

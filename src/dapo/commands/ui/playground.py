@@ -70,8 +70,6 @@ class PairWanted(BaseModel):
 
 
 class VoteRequest(BaseModel):
-    """A vote on a pair that was given out."""
-
     pair: str
     vote: Choice
     who: Annotated[str, Field(max_length=200)] = ""

@@ -35,7 +35,6 @@ router = APIRouter()
 
 @router.get("/groups")
 def groups(run: RunAsked, wanted: Annotated[queries.GroupFilter, Query()]) -> dict[str, Any]:
-    """Groups, with the end of each prompt."""
     found = queries.groups(run.samples(), wanted)
     total = found[0]["total"] if found else 0
     for group in found:
@@ -86,7 +85,6 @@ def group(run: RunAsked, step: Whole, draw: Whole) -> dict[str, Any]:
 
 @router.get("/sample")
 def sample(run: RunAsked, step: Whole, draw: Whole, sample: Whole) -> dict[str, Any]:
-    """Text and tokens of one sample; of the tokens the first :data:`MOST_TOKENS`."""
     row = next((row for row in _group_of(run, step, draw) if row["sample"] == sample), None)
     if row is None:
         raise NotHere(f"draw {draw} of step {step} of {run.name} has no sample {sample}")
@@ -96,7 +94,6 @@ def sample(run: RunAsked, step: Whole, draw: Whole, sample: Whole) -> dict[str, 
 
 @router.get("/sampling")
 def sampling(run: RunAsked, points: Points = 300) -> dict[str, Any]:
-    """Dynamic sampling over time, what became of the groups, and how hard the prompts were."""
     view = run.view
     tenth = max(view.steps_done // 10, 1)
     found = queries.outcomes(run.samples(), tenth, view.steps_done - tenth)
@@ -136,7 +133,6 @@ def _outcomes(view: RunView, stored: Sequence[queries.Row]) -> list[dict[str, An
 
 
 def _group_of(run: Run, step: int, draw: int) -> list[queries.Row]:
-    """Raises NotHere if there is no such group."""
     found = queries.group(run.samples(), step, draw)
     if not found:
         raise NotHere(f"step {step} of {run.name} has no draw {draw}")

@@ -145,7 +145,6 @@ def list_curves(
 
 @router.get("/ablation")
 def ablation(views: Views) -> dict[str, Any]:
-    """Final values against what is different in the recipes."""
     recipes = {name: dict(flat(view.recipe)) for name, view in views.items()}
     keys = [key for key in curves.differing(list(recipes.values())) if not key.startswith(curves.OF_THE_RUN)]
     rows = [
@@ -204,7 +203,6 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @router.get("/time")
 def seconds(run: RunAsked, points: Points = 240) -> dict[str, Any]:
-    """Where the seconds of each step went, speeds, and what each role used."""
     metrics = run.view.metrics
     return {
         "phases": curves.phases(metrics, points),
@@ -223,7 +221,6 @@ def _resources(path: Path) -> list[dict[str, Any]]:
 
 @router.get("/alarms")
 def alarms(run: RunAsked) -> dict[str, Any]:
-    """Alarms with the steps they were on in, and what else a person should know."""
     view = run.view
     raised = curves.alarm_history(view.config, view.metrics, view.changes)
     return {
@@ -236,12 +233,10 @@ def alarms(run: RunAsked) -> dict[str, Any]:
 
 @router.get("/evaluation")
 def evaluation(run: RunAsked) -> dict[str, Any]:
-    """Every evaluation of the run, what it came to, and which was the best."""
     view = run.view
     ended = view.state in ("finished", "stopped")  # else the summary is of an earlier part
     stopped = view.summary.get("stopped") if ended else None
-    found = [{n: v for n, v in e.items() if n == "step" or n.startswith("eval/")} for e in view.evaluations]
-    return {"evaluations": found, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
+    return {"evaluations": view.evaluated, "stopped": stopped, "best": view.best, "checkpoints": view.checkpoints}
 
 
 def _card(run: Run) -> dict[str, Any]:

@@ -99,7 +99,6 @@ def token_for(host: str, token: str | None) -> str | None:
 
 
 def address_of(listening: socket.socket, token: str | None) -> str:
-    """What to open in a browser."""
     host, port = listening.getsockname()[:2]
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     return url(shown, port) + "/" + (f"?token={quote(token, safe='')}" if token else "")
@@ -153,7 +152,6 @@ def make_server(folders: Sequence[Path], token: str | None, period: float = 0.5)
 
 
 def _child(number: int, folder: Path) -> None:
-    """Serve until standard input ends."""
     server = make_server([folder], token_for(LOCAL, None))
 
     def wait_for_the_end() -> None:

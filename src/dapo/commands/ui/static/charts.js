@@ -1,7 +1,6 @@
 // Charts as SVG. A chart is made once and given data as often as there is new data; all charts share one cursor.
 
 import { bytes, fill, h, number, percent } from "./dom.js";
-import { marks } from "./marks.js";
 import { toolsOf } from "./tools.js";
 import { watchZoom, zoomBy } from "./zoom.js";
 
@@ -52,6 +51,13 @@ export function smooth(points, weight) {
     return [x, mean / mass];
   });
 }
+
+// Vertical lines where settings of a run were changed, with words as a tooltip; series: each may have marks [[x, text]].
+const marks = (frame, series) => series.flatMap(({ marks = [], name, colour }) => marks
+  .filter(([x]) => frame.inside(x))
+  .map(([x, text]) => h("g", { class: `mark ${colour}`, stroke: "currentColor", "stroke-dasharray": "1 3" },
+    h("title", {}, series.length > 1 ? `${name}, ${text}` : text), frame.line(x),
+    h("rect", { x: frame.X(x) - 5, width: 11, height: frame.height, fill: "transparent", stroke: "none" }))));  // wide enough to point at
 
 class Frame {
   constructor({ title, unit = "", meaning = "", height = 150, format = number, xName = "step" }) {
