@@ -17,10 +17,8 @@ class EarlyStopping:
     config: EvaluationConfig
     metric: str = ""
     value: float = float("-inf")
-    step: int = -1
-    """Rollout steps done when it was reached; 0: before training."""
-    evaluations_since: int = 0
-    """Evaluations without an improvement."""
+    step: int = -1  # rollout steps done when it was reached; 0: before training
+    evaluations_since: int = 0  # evaluations without an improvement
     observed: int = -1
     """Steps at the last evaluation. One that is made again, since a run was stopped after it, counts once."""
 

@@ -17,8 +17,7 @@ from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
-_DRAW = -1
-"""Of an evaluation: none of training's, so that the two never share a random stream."""
+_DRAW = -1  # of an evaluation: none of training's, so that the two never share a random stream
 
 
 async def evaluate(

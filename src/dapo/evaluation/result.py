@@ -202,7 +202,7 @@ def _row_counts(group: Group) -> dict[str, Any]:
     }
 
 
-# --- right whatever the format (a measure, no reward: a response may end with the right number by chance) --------------
+# --- right whatever the format: a measure and no reward, as a response may end with the right number by chance
 
 
 def reference_number(answer: str | None) -> Decimal | None:

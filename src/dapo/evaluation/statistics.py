@@ -19,8 +19,7 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
-RESAMPLES = 2000
-"""Bootstrap resamples of an interval."""
+RESAMPLES = 2000  # bootstrap resamples of an interval
 LARGEST_EXACT_VOTE = 256
 """Votes of a prompt up to which the expectation over subsets is computed; its cost grows with their cube."""
 _CHUNK = 4_000_000  # numbers held at once by the bootstrap

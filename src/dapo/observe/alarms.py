@@ -17,44 +17,32 @@ from dapo.observe.changes import Change, config_of_step
 
 Entry = Mapping[str, float | None]
 
-FIRST = 5
-"""Steps at the start of a run whose mean later ones are compared with."""
-WINDOW = 20
-"""Steps that are remembered."""
-LAST = 3
-"""Steps in a row, or whose mean or median, that it takes where one odd step says nothing."""
-REPEAT = 4
-"""Steps until an alarm that stays on is said again; then twice as many, and so on."""
+FIRST = 5  # steps at the start of a run whose mean later ones are compared with
+WINDOW = 20  # steps that are remembered
+LAST = 3  # steps in a row, or whose mean or median, that it takes where one odd step says nothing
+REPEAT = 4  # steps until an alarm that stays on is said again; then twice as many, and so on
 
 SPIKE = 20.0
 """Gradient norm over its running median. Between batches it varies by factors of 2 or 3; over 16 runs of the demo the
 largest of all was 13."""
-SPIKE_HISTORY = 8
-"""Steps that the median needs before it is one."""
+SPIKE_HISTORY = 8  # steps that the median needs before it is one
 ENTROPY_SHARE = 0.05
 """Of the entropy at the start. A run that learns well may lose nine tenths of it: the demo does."""
 ENTROPY_FLOOR = 0.01
 """Nats per token. The samples of a group then differ in a token or two, or not at all."""
-SOLVED = 0.9
-"""Accuracy from which on low entropy is certainty, and no loss."""
-TRUNCATED = 0.25
-"""Share of truncated responses; a share that was there from the start has to be twice this."""
-TRUNCATED_RISE = 0.15
-"""What it must have risen by since the start to be called a rise."""
-NEAR_LIMIT = 0.8
-"""Prompts drawn, over the most that a step may draw before the run stops."""
-UNFILLED = 0.75
-"""Groups kept over groups wanted, where the step goes on with what there is."""
-WASTE = 5.0
-"""Prompts drawn for each group kept: four of five samples then cost time and teach nothing."""
+SOLVED = 0.9  # accuracy from which on low entropy is certainty, and no loss
+TRUNCATED = 0.25  # share of truncated responses; a share that was there from the start has to be twice this
+TRUNCATED_RISE = 0.15  # what it must have risen by since the start to be called a rise
+NEAR_LIMIT = 0.8  # prompts drawn, over the most that a step may draw before the run stops
+UNFILLED = 0.75  # groups kept over groups wanted, where the step goes on with what there is
+WASTE = 5.0  # prompts drawn for each group kept: four of five samples then cost time and teach nothing
 ERRORS = 0.1
 """Share of scores that failed. Single time-outs are much rarer."""
 REFERENCE_KL = 1.0
 """Nats per token to the initial policy: it would now take other tokens at most places. Useful runs stay below 0.5."""
 PROXIMAL_KL = 0.1
 """Nats per token that the updates of one step move the policy. Trust regions aim at 0.01 to 0.05."""
-CLIPPED = 0.3
-"""Share of loss tokens that are clipped and teach nothing; a few per cent is usual."""
+CLIPPED = 0.3  # share of loss tokens that are clipped and teach nothing; a few per cent is usual
 
 
 @dataclass(frozen=True, slots=True)

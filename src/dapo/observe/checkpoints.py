@@ -32,11 +32,9 @@ from dapo.errors import UserError
 from dapo.util.files import file_hash, new_folder, read_json, size_text, write_json, writing
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Of the state in a checkpoint: since this one there is a manifest."""
+FORMAT = 2  # of the state in a checkpoint: since this one there is a manifest
 RETRY_AFTER_S = 1.0
-WAIT_S, SLOWEST_DISK = 600.0, 20e6
-"""A write is waited for so many seconds, and one more for so many bytes."""
+WAIT_S, SLOWEST_DISK = 600.0, 20e6  # a write is waited for so many seconds, and one more for so many bytes
 
 _NAME = re.compile(r"step-(\d+)(?:-(?:(rollout)|update-(\d+)))?(?:\.(\d+))?")
 
@@ -48,8 +46,7 @@ class CheckpointId:
     steps: int
     updates: int = 0
     sampling: bool = False
-    repeat: int = 1
-    """Stopped at the same place again: each time more may have been sampled."""
+    repeat: int = 1  # stopped at the same place again: each time more may have been sampled
 
     @property
     def name(self) -> str:
@@ -81,10 +78,8 @@ class Snapshot:
     place: CheckpointId
     write: Callable[[Path], None]
     """Fills the folder that it is given. Runs in another thread than the run."""
-    bytes: int
-    """What it will take on the disk, but for small files."""
-    best: Mapping[str, Any] | None = None
-    """If it is the best one so far: for ``best.json``."""
+    bytes: int  # what it will take on the disk, but for small files
+    best: Mapping[str, Any] | None = None  # if it is the best one so far: for ``best.json``
 
 
 class Checkpoints:
@@ -157,11 +152,7 @@ class Checkpoints:
                 self._require_space(snapshot, target)
                 with new_folder(target) as staging:
                     snapshot.write(staging)
-                    paths = sorted(path for path in staging.rglob("*") if path.is_file())
-                    files: dict[str, dict[str, Any]] = {
-                        path.relative_to(staging).as_posix(): {"bytes": path.stat().st_size, "sha256": file_hash(path)}
-                        for path in paths
-                    }
+                    files = _describe(staging)
                     write_json(staging / MANIFEST, {"format": FORMAT, "files": files})
                 self._small_files = max(0, sum(file["bytes"] for file in files.values()) - snapshot.bytes)
             if snapshot.best is not None:
@@ -255,6 +246,13 @@ def _has_format(folder: Path) -> bool:
     except (OSError, ValueError):
         return True  # not whole, whatever it is
     return isinstance(state, dict) and "format" in state
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the manifest says of each file."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = {path: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in paths}
+    return {path.relative_to(folder).as_posix(): said for path, said in found.items()}
 
 
 class CheckpointWriter:

@@ -17,8 +17,7 @@ from dapo.records import Prompt
 from dapo.util.differences import Difference, differences
 from dapo.util.files import plain, read_json
 
-_ALL_UP_TO = 2**28
-"""Weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds."""
+_ALL_UP_TO = 2**28  # weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds
 
 
 def fingerprint(
@@ -108,8 +107,7 @@ def _hash_of_file(file: Path) -> str | None:
         return None  # said with its reason when it is loaded
 
 
-_LATER = ("device", "prompts", "prompt")
-"""What older versions did not record."""
+_LATER = ("device", "prompts", "prompt")  # what older versions did not record
 
 
 def check_fingerprint(

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError, install
-from dapo.observe.sample_rows import COLUMNS, Row, rows_of
+from dapo.observe.sample_rows import COLUMNS, rows_of
+from dapo.observe.samples import samples_path, steps_with_samples
 from dapo.util.files import json_line, lock_file, read_json, write_atomic, writing
 
 if TYPE_CHECKING:
@@ -35,22 +36,17 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 """Of the manifest and of :data:`COLUMNS`: an index of another one is made anew."""
-_FANOUT = 8
-"""So many segments of about the same size become one."""
+_FANOUT = 8  # so many segments of about the same size become one
 _PLAIN = "hive_partitioning=false"
 """Else DuckDB takes a column from a run folder such as ``length=20``, instead of that in the file."""
-_ROWS = 65_536
-"""Rows that are brought in at once."""
-_MOST_ROWS = 1_000_000
-"""A segment with more is left as it is."""
+_ROWS = 65_536  # rows that are brought in at once
+_MOST_ROWS = 1_000_000  # a segment with more is left as it is
 _MEMORY, _SPILLED, _THREADS = "1GB", "8GB", 4
 """What DuckDB may take: memory, then disk for what does not fit into it, and threads at most. Left to itself it would
 take four fifths of the memory and all cores, and write into the working folder."""
-_GRACE = 60.0
-"""Seconds that a segment stays after it went into a larger one."""
+_GRACE = 60.0  # seconds that a segment stays after it went into a larger one
 
-Stamp = list[int]
-"""Size and time (ns) of a step's file: another one has other samples."""
+Stamp = list[int]  # size and time (ns) of a step's file: another one has other samples
 
 
 def has_duckdb() -> bool:
@@ -157,11 +153,11 @@ class SampleIndex:
                 return 0
             segments = read_segments(self.folder)
             known, brought = _steps_of(segments), 0
-            for steps, rows in self._batches(sorted(s for s, stamp in there.items() if known.get(s) != stamp)):
-                new = self._segment(rows, {step: there[step] for step in steps})
-                segments = self._merged([*(old.without(steps) for old in segments), new])
+            missing = iter(sorted(step for step, stamp in there.items() if known.get(step) != stamp))
+            while new := self._segment(missing, there):
+                segments = self._merged([*(old.without(new.steps) for old in segments), new])
                 _write_segments(self.folder, segments)
-                brought += len(steps)
+                brought += len(new.steps)
             if brought:
                 self._clear({segment.file for segment in segments})
             return brought
@@ -212,31 +208,26 @@ class SampleIndex:
         self.folder = Path(self._elsewhere.name)
         _write_segments(self.folder, [replace(s, file=str(home / s.file)) for s in segments])
 
-    def _batches(self, steps: Iterable[int]) -> Iterator[tuple[list[int], list[Row]]]:
-        """Steps with all their rows, many at once but for those that would not fit in memory."""
-        together: list[int] = []
-        rows: list[Row] = []
-        for step in steps:
-            try:
-                rows += rows_of(self.samples, step)
-            except UserError as error:
-                self.damaged[step] = str(error)
-                continue
-            self.damaged.pop(step, None)
-            together.append(step)
-            if len(rows) >= _ROWS:
-                yield together, rows
-                together, rows = [], []
-        if together:
-            yield together, rows
-
-    def _segment(self, rows: Sequence[Row], steps: Mapping[int, Stamp]) -> Segment:
+    def _segment(self, steps: Iterator[int], there: Mapping[int, Stamp]) -> Segment | None:
+        """Of the next steps that are not damaged, as many as have :data:`_ROWS` rows; None: there are no more."""
+        brought: dict[int, Stamp] = {}
         with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=".", suffix=".tmp", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            count = 0
+            for step in steps:
+                try:
+                    rows = rows_of(self.samples, step)
+                except UserError as error:
+                    self.damaged[step] = str(error)
+                    continue
+                self.damaged.pop(step, None)
+                file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+                brought[step], count = there[step], count + len(rows)
+                if count >= _ROWS:
+                    break
             file.flush()
             types = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
             source = f"read_json({_quoted(file.name)}, format='newline_delimited', columns={{{types}}}, {_PLAIN})"
-            return self._copied(f"SELECT * FROM {source}", steps)
+            return self._copied(f"SELECT * FROM {source}", brought) if brought else None
 
     def _copied(self, select: str, steps: Mapping[int, Stamp]) -> Segment:
         name = f"{min(steps, default=0):05d}-{max(steps, default=0):05d}-{uuid.uuid4().hex[:8]}.parquet"
@@ -326,12 +317,5 @@ def _stamp_of(path: Path) -> Stamp | None:
 
 def _stamps(samples: Path) -> dict[int, Stamp]:
     """The steps that have a file, each with what tells whether it is still the same."""
-    found: dict[int, Stamp] = {}
-    with contextlib.suppress(FileNotFoundError), os.scandir(samples) as entries:
-        for entry in entries:
-            name = entry.name.removeprefix("step-").removesuffix(".jsonl")
-            if entry.name == f"step-{name}.jsonl" and name.isdecimal():
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
-                    found[int(name)] = [status.st_size, status.st_mtime_ns]
-    return found
+    found = {step: _stamp_of(samples_path(samples, step)) for step in steps_with_samples(samples)}
+    return {step: stamp for step, stamp in found.items() if stamp is not None}

@@ -19,12 +19,9 @@ from pathlib import Path
 
 from dapo.observe.index import SampleIndex, has_duckdb
 
-_PAUSE = 5.0
-"""Seconds between two updates: short steps come in several at once, which costs less."""
-_LONGEST_PAUSE = 600.0
-"""Seconds between two tries where updates fail: each reads again what is missing."""
-_NICE = 10
-"""It gives way to the training."""
+_PAUSE = 5.0  # seconds between two updates: short steps come in several at once, which costs less
+_LONGEST_PAUSE = 600.0  # seconds between two tries where updates fail: each reads again what is missing
+_NICE = 10  # it gives way to the training
 
 
 class BackgroundIndex:

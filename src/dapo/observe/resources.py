@@ -27,8 +27,7 @@ Look = dict[str, Any]
 """One line of ``resources.jsonl``: time (s), host, role, cpu (cores), rss (bytes), gpu (list of util, a share, memory,
 bytes, and power, W), and disk_read, disk_write, net_sent, net_received in bytes a second."""
 _RATES = ("disk_read", "disk_write", "net_sent", "net_received")
-_WORKER = "dapo.reward.worker"
-"""Stands in the command line of a worker, see ``reward/pool.py``."""
+_WORKER = "dapo.reward.worker"  # stands in the command line of a worker, see ``reward/pool.py``
 
 
 def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:

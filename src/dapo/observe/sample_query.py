@@ -19,8 +19,7 @@ from dapo.observe.samples import SampleFilter
 if TYPE_CHECKING:
     import duckdb
 
-Steps = tuple[int, int] | None
-"""First and last step to look at, both included; None: the last one that has samples."""
+Steps = tuple[int, int] | None  # first and last step to look at, both included; None: the last one that has samples
 
 
 @dataclass(frozen=True, slots=True)

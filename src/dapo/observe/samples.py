@@ -61,8 +61,7 @@ def updates_path(folder: Path, step: int) -> Path:
 
 _WITH_TOKENS = ("logprobs", "entropy")
 
-Key = tuple[int, int]
-"""Draw and index of a sample."""
+Key = tuple[int, int]  # draw and index of a sample
 
 
 def write_samples(
@@ -226,8 +225,7 @@ class SampleFilter:
     row: int | None = None
     draw: int | None = None
     index: int | None = None
-    contains: str = ""
-    """Text in prompt or response, whatever the case of its letters."""
+    contains: str = ""  # text in prompt or response, whatever the case of its letters
 
     def tests(self) -> Iterator[tuple[str, str, Any]]:
         """Those on one number each that are asked for: column of the index, ``=``, ``<`` or ``>``, and with what."""
@@ -258,7 +256,7 @@ _SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {"=": operator.eq, "<": opera
 
 def steps_with_samples(folder: Path) -> list[int]:
     names = (re.fullmatch(r"step-(\d+)\.jsonl", path.name) for path in folder.glob("step-*.jsonl"))
-    return sorted(int(name.group(1)) for name in names if name)
+    return sorted(int(name[1]) for name in names if name)
 
 
 def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[dict[str, Any]]:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-CLOSE_SECONDS = 30.0
-"""For which the trackers of a run are waited for, all together."""
+CLOSE_SECONDS = 30.0  # for which the trackers of a run are waited for, all together
 
 
 class Tracker(Protocol):

@@ -42,8 +42,7 @@ LOCAL = "127.0.0.1"
 HEAD_S, BODY_S = 10.0, 60.0
 """Seconds that the head of a request may take, and all of it; a client may go that long without reading any answer."""
 _LOOK_S = 2.0
-_BACKLOG = 64
-"""Connections that are accepted in one go, before any of them can be turned away."""
+_BACKLOG = 64  # connections that are accepted in one go, before any of them can be turned away
 _log = logging.getLogger(__name__)
 
 

@@ -51,8 +51,7 @@ class _Sort(StrEnum):
     gap_max = "gap"
 
 
-_WIDE = 200
-"""Cells in a line of a table where there is no terminal."""
+_WIDE = 200  # cells in a line of a table where there is no terminal
 
 
 def inspect(

@@ -24,8 +24,7 @@ WATCHED = (
 
 _MOST_STEPS, _CURVE = 8, 16
 
-Steps = tuple[int, int] | None
-"""First and last step to look at, both included; None: all."""
+Steps = tuple[int, int] | None  # first and last step to look at, both included; None: all
 
 
 def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> Iterator[str]:

@@ -22,8 +22,7 @@ from dapo.observe.sample_query import find, ranges, rows_drawn, steps_asked_for,
 from dapo.observe.samples import STATUSES, SampleFilter
 from dapo.util.terminal import visible
 
-_MOST_LETTERS = 1000
-"""Of a text that is cut: so many are shown, the beginning and the end."""
+_MOST_LETTERS = 1000  # of a text that is cut: so many are shown, the beginning and the end
 
 RIGHT: Mapping[Any, str] = {True: "right", False: "wrong"}
 

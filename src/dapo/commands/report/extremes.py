@@ -11,15 +11,12 @@ from dapo.observe.index import SampleIndex, has_duckdb
 from dapo.observe.run_view import RunView
 from dapo.observe.sample_rows import read_line, rows_of
 
-LOOKED_AT, SHOWN = 20, 4
-"""Steps whose samples are read where there is no index, and samples of each sort."""
+LOOKED_AT, SHOWN = 20, 4  # steps whose samples are read where there is no index, and samples of each sort
 
-CANDIDATES = 200
-"""Samples that are tried for their texts: somebody may have removed those of some steps."""
+CANDIDATES = 200  # samples that are tried for their texts: somebody may have removed those of some steps
 
 Line = Mapping[str, Any]
-Found = tuple[list[int], list[Line], list[Line]]
-"""The steps that were looked at, best and worst."""
+Found = tuple[list[int], list[Line], list[Line]]  # the steps that were looked at, best and worst
 
 
 def extremes(run: RunView) -> Found:

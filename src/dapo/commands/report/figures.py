@@ -29,8 +29,7 @@ PANELS: Sequence[tuple[str, Sequence[str]]] = (
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
 _GREY = "#999999"
-_SMOOTH_FROM = 40
-"""Steps from which on a curve is drawn as a running mean, over its raw values."""
+_SMOOTH_FROM = 40  # steps from which on a curve is drawn as a running mean, over its raw values
 
 
 def learning(entries: Sequence[Entry], changes: Sequence[int] = ()) -> Figure | None:

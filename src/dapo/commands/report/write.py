@@ -73,8 +73,7 @@ class Section:
 
 # --- as files ---------------------------------------------------------------------------------------------------------
 
-LONGEST = 4000
-"""Characters of a prompt or response; what is longer is cut in the middle."""
+LONGEST = 4000  # characters of a prompt or response; what is longer is cut in the middle
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #d8dde3; --soft: #5b6672; --back: #fff; --text: #16202a; --box: #f4f6f8 }

@@ -29,10 +29,8 @@ from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
 MOST_SECONDS = 120.0
-PERIOD = 0.05
-"""Seconds between two looks at what is being written."""
-TOP = 5
-"""Most likely tokens told of each place."""
+PERIOD = 0.05  # seconds between two looks at what is being written
+TOP = 5  # most likely tokens told of each place
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]

@@ -103,8 +103,7 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
     }
 
 
-OF_THE_RUN = ("run.", "monitor.every")
-"""Keys in which runs differ without being different experiments."""
+OF_THE_RUN = ("run.", "monitor.every")  # keys in which runs differ without being different experiments
 
 
 def differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -18,12 +18,9 @@ from dapo.commands.ui.runs import Refused, Run, Runs, stamp_of
 from dapo.errors import UserError
 from dapo.observe.samples import samples_path, steps_with_samples
 
-PERIOD = 0.5
-"""Seconds between two looks."""
-MOST_STREAMS = 50
-"""Pages that are told of what is new."""
-_HEARTBEAT = 15.0
-"""Seconds until a comment tells proxies that the connection lives."""
+PERIOD = 0.5  # seconds between two looks
+MOST_STREAMS = 50  # pages that are told of what is new
+_HEARTBEAT = 15.0  # seconds until a comment tells proxies that the connection lives
 
 
 class Full(Refused):

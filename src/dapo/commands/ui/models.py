@@ -31,12 +31,9 @@ from dapo.util.files import holds_model
 if TYPE_CHECKING:
     from dapo.rollout.native.engine import NativeEngine  # loads torch
 
-HELD = 2
-"""Models in memory."""
-MOST_SAMPLES = 8
-"""Of one model at a time."""
-MOST_TOKENS = 1024
-"""Of a response."""
+HELD = 2  # models in memory
+MOST_SAMPLES = 8  # of one model at a time
+MOST_TOKENS = 1024  # of a response
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,18 +31,13 @@ from dapo.errors import DataError, UserError
 from dapo.evaluation.votes import Choice, Shown, Vote, add_vote, read_votes, tallies
 from dapo.observe.run_view import RunView
 
-LONGEST_PROMPT = 100_000
-"""Characters that may be typed."""
+LONGEST_PROMPT = 100_000  # characters that may be typed
 
-WAITING = 100
-"""Pairs that are remembered until they are voted on; older ones are forgotten."""
-DRAWN = 10_000
-"""Rows that prompts are drawn from, at most."""
-SAME = 8
-"""Prompts in a row with the same answer twice, after which it is said that there is nothing to compare."""
+WAITING = 100  # pairs that are remembered until they are voted on; older ones are forgotten
+DRAWN = 10_000  # rows that prompts are drawn from, at most
+SAME = 8  # prompts in a row with the same answer twice, after which it is said that there is nothing to compare
 
-FolderOf = Callable[[str], Path]
-"""The run folder of a name; NotHere: there is none."""
+FolderOf = Callable[[str], Path]  # the run folder of a name; NotHere: there is none
 
 
 class Ask(BaseModel):

@@ -22,14 +22,11 @@ Row = dict[str, Any]
 Order = Literal["newest", "longest", "hardest", "easiest", "spread", "gap"]
 
 LAST_STEP = 2**31 - 1
-MOST, PIECES = 4 * 2**20, 512
-"""Bytes that are read of a long file of lines, in so many pieces."""
-DIFFICULTY_BINS = 10
-"""The first one holds groups that are all wrong, the last one those that are all right."""
+MOST, PIECES = 4 * 2**20, 512  # bytes that are read of a long file of lines, in so many pieces
+DIFFICULTY_BINS = 10  # the first one holds groups that are all wrong, the last one those that are all right
 
 
-Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""As the index stores it."""
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]  # as the index stores it
 
 
 class GroupFilter(BaseModel, frozen=True):
@@ -41,12 +38,10 @@ class GroupFilter(BaseModel, frozen=True):
     correct: bool | None = None
     longer_than: Whole | None = None
     truncated: bool = False
-    disagree: bool = False
-    """The held-out check says otherwise than the reward."""
+    disagree: bool = False  # the held-out check says otherwise than the reward
     failed: bool = False
     row: Whole | None = None
-    order: Order = "newest"
-    """``hardest``: fewest right; ``spread``: of the reward; ``gap``: between engine and trainer."""
+    order: Order = "newest"  # ``hardest``: fewest right; ``spread``: of the reward; ``gap``: between engine and trainer
     limit: int = Field(50, ge=1, le=200)
     offset: int = Field(0, ge=0, le=10**9)
 

@@ -18,8 +18,7 @@ from dapo.observe.samples import STATUSES
 
 MOST_TOKENS = 25_000
 """Whose numbers are in one answer: a megabyte of JSON. A response of the paper's 20,480 fits."""
-BEGINNING = 2_000
-"""Characters of a response that is not shown whole."""
+BEGINNING = 2_000  # characters of a response that is not shown whole
 
 _SAMPLING = (
     *("groups/all_wrong", "groups/mixed", "groups/all_right", "groups/flat", "groups/drawn", "groups/kept"),

@@ -101,8 +101,7 @@ def _views(
     return {name: request.app.state.runs.get(name).view for name in names}
 
 
-Views = Annotated[dict[str, RunView], Depends(_views)]
-"""The runs that are asked for, by name."""
+Views = Annotated[dict[str, RunView], Depends(_views)]  # the runs that are asked for, by name
 
 
 @router.get("/runs")

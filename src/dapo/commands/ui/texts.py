@@ -20,8 +20,7 @@ from dapo.util.files import lines_of, parse_json
 
 SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", "entropy": "entropy"}
 """Arrays with a number per response token, and what the page calls them."""
-MOST_SECONDS, MOST_FINDS, AROUND = 2.0, 50, 80
-"""Of one answer of a search, and characters before and after each find."""
+MOST_SECONDS, MOST_FINDS, AROUND = 2.0, 50, 80  # of one answer of a search, and characters before and after each find
 
 
 class Pieces:
