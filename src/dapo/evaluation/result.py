@@ -56,13 +56,18 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """By the names of ``observe/metrics.py``."""
         shares, k = self.shares(), self.samples_per_prompt
+        parts: dict[str, list[float]] = {}  # over the samples that have them; answer_found is told as no_answer
+        for name, value in (
+            part for s in self.samples for part in s.verdict.parts.items() if part[0] != "answer_found"
+        ):
+            parts.setdefault(name, []).append(value)
         found: dict[str, float | None] = {
             "rows": len(self.groups),
             "response_length": self.response_length,
             "truncated": shares["truncated"],
             "errors": shares["failed"] or None,
             **{name: shares.get(name) for name in ("no_answer", "lenient")},
-            **{f"part/{name}": mean for name, mean in self._part_means().items()},
+            **{f"part/{name}": sum(values) / len(values) for name, values in parts.items()},
         }
         estimates = self.estimates([k])
         if "reward" in estimates:
@@ -73,14 +78,6 @@ class Evaluation:
             if k > 1 and name in estimates:
                 found[name] = estimates[name].value
         return {f"eval/{name}": value for name, value in found.items() if value is not None}
-
-    def _part_means(self) -> dict[str, float]:
-        """Mean of each part of the reward over the samples that have it; ``answer_found`` is told as no_answer."""
-        values: dict[str, list[float]] = {}
-        for sample in self.samples:
-            for name, value in sample.verdict.parts.items():
-                values.setdefault(name, []).append(value)
-        return {name: sum(found) / len(found) for name, found in values.items() if name != "answer_found"}
 
     def shares(self) -> dict[str, float]:
         """Shares by name: ``truncated`` and ``failed`` (scores) of all samples, the others of those with a verdict.

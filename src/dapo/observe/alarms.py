@@ -238,12 +238,6 @@ def _clipping(history: History) -> str | None:
 _READ = tuple(dict.fromkeys(name for rule in RULES for name in rule.reads))
 
 
-def alarms_on(history: History) -> dict[str, str]:
-    """Name of each alarm that the history raises, and what was seen."""
-    found = {rule.name: rule.find(history) for rule in RULES}
-    return {name: seen for name, seen in found.items() if seen is not None}
-
-
 # --- over a run ---------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +263,8 @@ class Alarms:
         # each step by its own settings; steps with another algorithm or rollout are no measure
         starts = (c.step for c in self.changes if c.step <= step and c.key.startswith(("algorithm.", "rollout.")))
         config = config_of_step(self._config, self.changes, step)
-        self.found = found = alarms_on(History(first, last[max(starts, default=0) - step - 1 :], config))
+        history = History(first, last[max(starts, default=0) - step - 1 :], config)
+        self.found = found = {rule.name: seen for rule in RULES if (seen := rule.find(history)) is not None}
         # one that goes on and off is one alarm: it is forgotten after as many calm steps as it would have waited
         on = {n: alarm for n, alarm in old["on"].items() if n in found or step - alarm["last"] <= alarm["gap"]}
         said = []

@@ -150,15 +150,12 @@ eval/errors                | share        | evaluation samples whose score faile
 """
 
 
-def _parse_table(table: str) -> dict[str, Metric]:
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
-    return {name: Metric(name, unit, meaning) for name, unit, meaning in rows}
-
-
 PHASES = ("rollout", "reward_wait", "prepare", "update", "sync", "evaluation")
 """Parts of a step with a metric ``time/...`` each, in the order in which they come; no two overlap."""
 
-METRICS: dict[str, Metric] = _parse_table(_TABLE)
+METRICS: dict[str, Metric] = {
+    row[0].strip(): Metric(*map(str.strip, row)) for line in _TABLE.strip().splitlines() if (row := line.split(" | "))
+}
 """The registry: name (or pattern) to metric, in the order in which they are shown."""
 
 
@@ -263,8 +260,6 @@ def read_metrics(path: Path, brief: bool = False) -> Iterator[dict[str, Any]]:
             step = None
         if type(step) is not int:
             raise UserError(f"{path}:{number}: not a line of metrics; take the line out to go on")
-        yield entry if {type(value) for value in entry.values()} <= _PLAIN else _numbers_of(entry)
-
-
-def _numbers_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: v if type(v) in _PLAIN or name == "non_finite" else None for name, v in entry.items()}
+        if not {type(value) for value in entry.values()} <= _PLAIN:
+            entry = {name: v if type(v) in _PLAIN or name == "non_finite" else None for name, v in entry.items()}
+        yield entry

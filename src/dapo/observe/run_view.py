@@ -148,7 +148,9 @@ class RunView:
             return f"{self.state}: {self.summary.get('stopped') or 'it does not say why'}"
         files = (self.folder.config, self.folder.metrics, self.folder.samples, self.folder.checkpoints)
         silence = time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
-        ago = f"last written {_ago(max(0.0, silence))} ago"
+        units = {"days": 86400, "hours": 3600, "minutes": 60}.items()
+        unit, size = next((one for one in units if silence >= 2 * one[1]), ("seconds", 1))
+        ago = f"last written {max(0.0, silence) / size:.0f} {unit} ago"
         return f"running, {ago}" if self.state == "running" else f"killed, it seems: no end was recorded, {ago}"
 
     @property
@@ -291,9 +293,3 @@ def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = config.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def _ago(seconds: float) -> str:
-    units = (("days", 86400), ("hours", 3600), ("minutes", 60))
-    unit, size = next((one for one in units if seconds >= 2 * one[1]), ("seconds", 1))
-    return f"{seconds / size:.0f} {unit}"

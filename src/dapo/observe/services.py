@@ -109,7 +109,9 @@ class MlflowTracker:
         self._metric = Metric
         store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
         self._client: Any = MlflowClient(store)
-        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        there = self._client.get_experiment_by_name(name)
+        experiment = str(there.experiment_id if there else self._client.create_experiment(name))
         known = self._client.search_runs([experiment], f"tags.`dapo.run` = '{key}'", max_results=1)
         if known:
             self._id: str = known[0].info.run_id
@@ -119,10 +121,6 @@ class MlflowTracker:
         params = [Param(_name(name), str(value)[:500]) for name, value in flat(recipe)]
         for first in range(0, len(params), 100):  # the most that one call takes
             self._client.log_batch(self._id, params=params[first : first + 100])
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = int(1000 * time.time())

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dapo.config import Config
@@ -54,20 +55,20 @@ def make_trackers(
         ConfigError: a package is missing.
     """
     check_trackers(config)
-    makers: dict[str, Callable[[], Tracker]] = {n: _maker(n, config, folder, keep_until) for n in config.run.trackers}
+    makers: dict[str, Callable[[], Tracker]] = {}
+    for name in config.run.trackers:
+        if name == "tensorboard":
+            yaml = config_yaml(config)
+            makers[name] = partial(TensorBoardTracker, folder.tensorboard, yaml, keep_until)
+        else:
+            recipe = redact(config.model_dump(mode="json"))
+            makers[name] = partial(TRACKERS[name], folder.root, _key(folder), recipe)
     port = config.run.prometheus_port
     if port is not None:
         from dapo.observe.prometheus import PrometheusTracker
 
         makers["prometheus"] = lambda: PrometheusTracker(port, looks, folder.root.name)
     return [Background(name, make, tell) for name, make in makers.items()]
-
-
-def _maker(name: str, config: Config, folder: RunFolder, keep_until: int | None) -> Callable[[], Tracker]:
-    if name == "tensorboard":
-        return lambda: TensorBoardTracker(folder.tensorboard, config_yaml(config), keep_until)
-    recipe, key = redact(config.model_dump(mode="json")), _key(folder)
-    return lambda: TRACKERS[name](folder.root, key, recipe)
 
 
 def _key(folder: RunFolder) -> str:

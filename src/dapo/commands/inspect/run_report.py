@@ -39,7 +39,9 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
     evaluations = in_range(run.evaluations, steps)
     if evaluations:
         yield ""
-        yield from _evaluations(evaluations, width)
+        found = _present(evaluations, "eval/*")
+        rows = [[_when(e["step"]), *(number(n, e.get(n)) for n in found)] for e in _spread(evaluations, 20)]
+        yield from columns(["evaluation", *(name.removeprefix("eval/") for name in found)], rows, width)
     for warning in run.warnings():
         yield f"warning: {warning}"
 
@@ -116,12 +118,6 @@ def _course(
         course = curve([finite(e.get(name)) for e in entries], _CURVE, letters)
         rows.append([name, *(number(name, e.get(name)) for e in shown), course.ljust(min(_CURVE, len(entries)))])
     yield from columns(header, rows, width)
-
-
-def _evaluations(entries: Sequence[Mapping[str, Any]], width: int | None) -> Iterator[str]:
-    names = _present(entries, "eval/*")
-    rows = [[_when(e["step"]), *(number(name, e.get(name)) for name in names)] for e in _spread(entries, 20)]
-    yield from columns(["evaluation", *(name.removeprefix("eval/") for name in names)], rows, width)
 
 
 def _when(step: int) -> str:
