@@ -56,11 +56,10 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """By the names of ``observe/metrics.py``."""
         shares, k = self.shares(), self.samples_per_prompt
-        parts: dict[str, list[float]] = {}  # over the samples that have them; answer_found is told as no_answer
-        for name, value in (
-            part for s in self.samples for part in s.verdict.parts.items() if part[0] != "answer_found"
-        ):
+        parts: dict[str, list[float]] = {}  # over the samples that have them
+        for name, value in (part for sample in self.samples for part in sample.verdict.parts.items()):
             parts.setdefault(name, []).append(value)
+        parts.pop("answer_found", None)  # told as no_answer
         found: dict[str, float | None] = {
             "rows": len(self.groups),
             "response_length": self.response_length,

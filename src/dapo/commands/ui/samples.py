@@ -76,9 +76,8 @@ def group(run: RunAsked, step: Whole, draw: Whole) -> dict[str, Any]:
         "row": found[0]["row"],
         "why": STATUSES.get(status, status),
         "samples": [
-            row
-            | {"response": text if whole or len(text or "") <= BEGINNING else text[:BEGINNING] + " …", "tokens": arrays}
-            for row, text, arrays in zip(found, (line.get("response") for line in lines), tokens, strict=True)
+            row | {"response": _beginning(line.get("response"), whole), "tokens": arrays}
+            for row, line, arrays in zip(found, lines, tokens, strict=True)
         ],
     }
 
