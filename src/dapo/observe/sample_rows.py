@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dapo.errors import UserError
-from dapo.observe.samples import TokenArrays, samples_path, tokens_path
-from dapo.util.files import lines_of, parse_json
+from dapo.observe.samples import TokenArrays, sample_lines, samples_path, tokens_path
+from dapo.util.files import parse_json
 
 COLUMNS: Mapping[str, str] = {
     **{"step": "INTEGER", "draw": "BIGINT", "row": "BIGINT", "sample": "SMALLINT", "status": "VARCHAR"},
@@ -44,20 +44,10 @@ def rows_of(folder: Path, step: int) -> list[Row]:
         UserError: the file is gone, or a line of it is not a sample.
     """
     path = samples_path(folder, step)
-    rows: list[Row] = []
-    offset = 0
     try:
-        for number, line in enumerate(lines_of(path), start=1):  # a step may have a gigabyte of text
-            text = line.removesuffix(b"\n")
-            try:
-                if text:
-                    rows.append(_row(dict(parse_json(text)), step, offset, len(text)))
-            except (ValueError, TypeError):
-                if text != line:  # otherwise it has no line end
-                    raise UserError(f"{path}:{number}: not a line of samples") from None
-            offset += len(line)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        rows = [_row(line, step, offset, size) for offset, size, line in sample_lines(path, errors="strict")]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     for row, measures in zip(rows, _measures(tokens_path(folder, step), rows), strict=True):
         row.update(measures)
     return rows

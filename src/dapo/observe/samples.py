@@ -197,20 +197,29 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Any:
     return np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.empty(0, dtype)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one file without a last line that was cut off. Raises UserError if another is not a sample."""
-    samples = []
+def sample_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The samples of one file, each with the place and size of its line in bytes; a last line that was cut off is left
+    out. ``errors``: of decoding. Raises UserError if another is not a sample."""
+    offset = 0
     try:
-        for number, line in enumerate(lines_of(path), start=1):
+        for number, line in enumerate(lines_of(path), start=1):  # a step may have a gigabyte of text
+            text = line.removesuffix(b"\n")
             try:
-                if line != b"\n":
-                    samples.append(dict(parse_json(line.decode(errors="replace"))))
+                found = dict(parse_json(text.decode(errors=errors))) if text else None
             except (ValueError, TypeError):
-                if line.endswith(b"\n"):
+                found = None
+                if text != line:
                     raise UserError(f"{path}:{number}: not a line of samples") from None
+            if found is not None:
+                yield offset, len(text), found
+            offset += len(line)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    return samples
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """As :func:`sample_lines`."""
+    return [sample for *_, sample in sample_lines(path)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,12 +283,6 @@ def test_a_recipe_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 # --- the text of tokens -------------------------------------------------------------------------------------------
 
 
-def test_a_character_comes_with_its_last_byte() -> None:
-    text = "aé→😀b"
-    pieces = Pieces(lambda ids: bytes(ids).decode("utf-8", "replace")).add(list(text.encode()), last=True)
-    assert pieces == ["a", "", "é", "", "", "→", "", "", "", "😀", "b"]
-
-
 def test_what_never_becomes_a_character_is_shown_at_the_end() -> None:
     decode = Pieces(lambda ids: bytes(ids).decode("utf-8", "replace"))
     assert decode.add(b"a") + decode.add("é".encode()[:1], last=True) == ["a", "\ufffd"]
