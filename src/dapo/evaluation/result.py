@@ -33,6 +33,7 @@ class Evaluation:
 
     @property
     def samples(self) -> list[Sample]:
+        """Those that have a verdict."""
         return [s for g in self.groups for s in g.scored]
 
     @property

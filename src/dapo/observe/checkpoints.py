@@ -100,7 +100,7 @@ class Checkpoints:
         return sorted(found for path in there if path.is_dir() and (found := CheckpointId.parse(path.name)))
 
     def latest(self) -> Path | None:
-        """The checkpoint that is furthest in the run, be it damaged or not."""
+        """The checkpoint that is furthest in the run, damaged or not."""
         places = self.places()
         return self._folder / places[-1].name if places else None
 
@@ -258,7 +258,7 @@ def _describe(folder: Path) -> dict[str, dict[str, Any]]:
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, one at a time, while the run goes on.
 
-    A write that fails is told of and tried once more; if that fails too, :meth:`check` and :meth:`settle` raise it.
+    A write that fails is reported and tried once more; if that fails too, :meth:`check` and :meth:`settle` raise it.
     """
 
     def __init__(self, checkpoints: Checkpoints, tell: Callable[[str], object]) -> None:
@@ -284,7 +284,7 @@ class CheckpointWriter:
             started = time.monotonic()
             try:
                 result: Path | BaseException = self._save(snapshot, loop)
-            except BaseException as error:  # for who waits, who may be gone by now
+            except BaseException as error:  # for the waiter, which may be gone by now
                 result = error
             if snapshot.bytes:  # otherwise there was nothing to write
                 self.longest_s = max(self.longest_s, time.monotonic() - started)
@@ -305,6 +305,7 @@ class CheckpointWriter:
             return self._checkpoints.save(snapshot)
 
     def check(self) -> None:
+        """Raises UserError: the last checkpoint could not be written."""
         if self._under_way is not None and self._under_way[0].done():
             self._result()
 

@@ -163,7 +163,7 @@ class SampleIndex:
             return brought
 
     def refresh(self) -> None:
-        """As :meth:`update`, for who only looks: if the disk of the run is full, it goes on in a temporary place.
+        """As :meth:`update`, for readers: if the disk of the run is full, it goes on in a temporary place.
 
         Raises:
             UserError: DuckDB is not installed, or there is no room for an index in either place.
@@ -258,7 +258,7 @@ class SampleIndex:
         return segments
 
     def _clear(self, known: set[str]) -> None:
-        """Remove files that no reader needs any longer, be they merged or left over from a killed process."""
+        """Remove files that no reader needs any longer: merged ones, and those of a killed process."""
         for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
             if path.name not in known and time.time() - path.stat().st_mtime > _GRACE:
                 path.unlink(missing_ok=True)

@@ -116,7 +116,7 @@ class RunFolder:
 
     def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
         """Record that the run goes on, with the recipe that it has from now on, and remove what a killed process left
-        half-written. Only for who holds the lock. Raises UserError: the folder cannot be written to."""
+        half-written. The caller holds the lock. Raises UserError: the folder cannot be written to."""
         again = describe_environment(config, sys.argv if command is None else command)
         try:
             environment = read_json(self.environment)

@@ -1,8 +1,8 @@
 """Two models answer one prompt, side by side, while somebody watches.
 
 Consumes: a question and two models of a run. Produces: events (plain mappings) as the answers are written, and for
-each that is done the verdict of the run's reward. One such thing goes on at a time; once the models are loaded it ends
-within :data:`MOST_SECONDS`, and when nobody watches any more.
+each that is done the verdict of the run's reward. One question is answered at a time; once the models are loaded, it is
+given up after :data:`MOST_SECONDS`, or when nobody watches any more.
 """
 
 from __future__ import annotations
