@@ -139,9 +139,7 @@ class Checkpoints:
         """Write a checkpoint and, once it is complete, remove those that are no longer wanted.
 
         Between two steps there is one state only, which is not written twice.
-
-        Raises:
-            UserError: it cannot be written, or there is no room for it. Those that exist stay.
+        Raises UserError: it cannot be written, or there is no room for it. Those that exist stay.
         """
         place = snapshot.place
         while not place.between_steps and (self._folder / place.name).exists():

@@ -115,10 +115,7 @@ def check_fingerprint(
 ) -> list[Difference]:
     """Compare with what a run started from. Another reward or device and other rows to evaluate on are said aloud and
     returned; anything else is refused.
-
-    Raises:
-        UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere.
-    """
+    Raises UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere."""
     try:
         then = read_json(file)
         if not isinstance(then, dict):

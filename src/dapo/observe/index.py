@@ -164,10 +164,7 @@ class SampleIndex:
 
     def refresh(self) -> None:
         """As :meth:`update`, for readers: if the disk of the run is full, it goes on in a temporary place.
-
-        Raises:
-            UserError: DuckDB is not installed, or there is no room for an index in either place.
-        """
+        Raises UserError: DuckDB is not installed, or there is no room for an index in either place."""
         with writing(self.folder):
             try:
                 self.update()
@@ -279,8 +276,7 @@ def forget_steps(samples: Path, after: int) -> None:
 
 def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.DuckDBPyConnection:
     """A database in memory, of bounded size. What does not fit goes to the folder ``spill``, which is made when it is
-    needed and goes with the database. Raises UserError if DuckDB is not installed.
-    """
+    needed and goes with the database. Raises UserError if DuckDB is not installed."""
     if not has_duckdb():
         raise UserError(f"the index of samples needs DuckDB: {install('ui')}")
     import duckdb

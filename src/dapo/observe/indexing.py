@@ -26,8 +26,7 @@ _NICE = 10  # it gives way to the training
 
 class BackgroundIndex:
     """Keeps the index of a run's folder up to date: training never waits for it. ``warn`` is told once, from another
-    thread, if the index cannot be written. Does nothing if DuckDB is not installed.
-    """
+    thread, if the index cannot be written. Does nothing if DuckDB is not installed."""
 
     def __init__(self, run: Path, warn: Callable[[str], None]) -> None:
         self._run, self._warn = run, warn

@@ -242,9 +242,7 @@ def read_metrics(path: Path, brief: bool = False) -> Iterator[dict[str, Any]]:
     ``brief``: the first one, the last one and those of evaluations only; what is wrong in other lines is not seen.
 
     A value that is not a number, or not finite, is None: somebody else has written it, and no reader counts with it.
-
-    Raises:
-        UserError: another line is not one of metrics, or the file cannot be read.
+    Raises UserError: another line is not one of metrics, or the file cannot be read.
     """
     try:
         lines = [line for line in lines_of(path, most=2**20) if line.endswith(b"\n")]  # the last may be cut off

@@ -34,10 +34,7 @@ class Found:
 def find(run: RunView, steps: Steps, wanted: SampleFilter, order: str | None, limit: int) -> Found:
     """Samples of a run, at most ``limit`` of them (0: all). ``order``: a column, largest values first and those without
     one last; None: as they were written.
-
-    Raises:
-        UserError: there are no samples of these steps, or the file of one is damaged.
-    """
+    Raises UserError: there are no samples of these steps, or the file of one is damaged."""
     there = run.steps_with_samples
     first, last = steps or ((there[-1], there[-1]) if there else (0, 0))
     index = None if first == last and first in there else _index(run)

@@ -39,10 +39,7 @@ Row = dict[str, Any]
 def rows_of(folder: Path, step: int) -> list[Row]:
     """The rows of one step (from 1), in the order of its file in the run's folder ``samples``. A last line that was cut
     off while being written is left out.
-
-    Raises:
-        UserError: the file is gone, or a line of it is not a sample.
-    """
+    Raises UserError: the file is gone, or a line of it is not a sample."""
     path = samples_path(folder, step)
     try:
         rows = [_row(line, step, offset, size) for offset, size, line in sample_lines(path, errors="strict")]
@@ -55,10 +52,7 @@ def rows_of(folder: Path, step: int) -> list[Row]:
 
 def read_line(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     """The sample of a row with its texts, as it is in its step's file: one seek.
-
-    Raises:
-        UserError: the file is gone, or is not the one that the row was made from.
-    """
+    Raises UserError: the file is gone, or is not the one that the row was made from."""
     path = samples_path(folder, row["step"])
     try:
         with path.open("rb") as file:

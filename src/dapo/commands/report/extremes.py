@@ -21,8 +21,7 @@ Found = tuple[list[int], list[Line], list[Line]]  # the steps that were looked a
 
 def extremes(run: RunView) -> Found:
     """One of each prompt: by reward, then the latest step, and of equals the shortest of the good ones and the longest
-    of the bad ones. A step whose samples are spoilt, or were removed meanwhile, is left out.
-    """
+    of the bad ones. A step whose samples are spoilt, or were removed meanwhile, is left out."""
     if has_duckdb() and (run.folder.samples / "index/manifest.json").is_file():
         index = SampleIndex(run.folder.root)
         index.refresh()
