@@ -17,7 +17,7 @@ import yaml
 
 from dapo.config import load_yaml
 from dapo.errors import UserError
-from dapo.observe.changes import Change, read_changes
+from dapo.observe.changes import Change, changes_in
 from dapo.observe.checkpoints import Checkpoints, damages
 from dapo.observe.metrics import LENIENT, read_metrics
 from dapo.observe.run_folder import RunFolder
@@ -54,6 +54,7 @@ class RunView:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]
     metrics: list[dict[str, Any]]
     changes: list[Change] = field(default_factory=list)
 
@@ -66,8 +67,9 @@ class RunView:
             raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
-        recorded = (_recipe(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
-        return cls(folder, *recorded, metrics, read_changes(folder.fingerprint))
+        summary, fingerprint = _known(_mapping(folder.summary)), _mapping(folder.fingerprint)
+        recorded = (_recipe(folder.config), _mapping(folder.environment), summary, fingerprint)
+        return cls(folder, *recorded, metrics, changes_in(fingerprint, folder.fingerprint))
 
     @cached_property
     def steps_done(self) -> int:
@@ -78,10 +80,6 @@ class RunView:
         """Name of the function that was passed as reward from Python: the recipe's reward is not what it trained on."""
         reward = _section(self.fingerprint, "reward")
         return str(reward.get("function")) if reward.get("kind") == "python" else None
-
-    @cached_property
-    def fingerprint(self) -> Mapping[str, Any]:
-        return _mapping(self.folder.fingerprint)
 
     @property
     def started_from(self) -> list[Any]:

@@ -59,7 +59,7 @@ class Run:
 
     def _view(self, brief: bool) -> RunView:
         folder = self.folder
-        stamp = stamp_of(folder.config, folder.environment, folder.summary, folder.metrics)
+        stamp = stamp_of(folder.config, folder.environment, folder.fingerprint, folder.summary, folder.metrics)
         with self._lock:
             if self._read is None or self._read[0] != stamp or (self._read[1] and not brief):
                 self._read = stamp, brief, RunView.read(folder.root, brief)
