@@ -259,7 +259,8 @@ def create_app(service: Service) -> ASGIApp:
         return _json(ExamineReply(doubts=[DoubtfulRow.of(doubt) for doubt in doubts]))
 
     _add_reports(app, service)
-    _add_error_handlers(app)
+    for kind in (RequestValidationError, HTTPException, RewardError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _told)
     return _Gate(app, service)
 
 
@@ -290,29 +291,21 @@ def _add_reports(app: FastAPI, service: Service) -> None:
         return {"request": ScoreRequest.model_json_schema(), "reply": ScoreReply.model_json_schema()}
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        problems = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
-        more = len(problems) - _SHOWN_PROBLEMS
-        text = "; ".join(problems[:_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-        return _error(422, text)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, str(error.detail), error.headers)
-
-    @app.exception_handler(RewardError)
-    async def broken(request: Request, error: RewardError) -> Response:
-        return _error(500, str(error), retry=False)
-
-    @app.exception_handler(Exception)
-    async def faulty(request: Request, error: Exception) -> Response:
-        return _error(500, f"a fault of the server's: {type(error).__name__}: {error}", retry=True)
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it; it is what the metrics count it as
+async def _told(_: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error."""
+    match error:
+        case RequestValidationError():
+            problems = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
+            more = len(problems) - _SHOWN_PROBLEMS
+            return _error(422, "; ".join(problems[:_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+        case HTTPException():
+            return _error(error.status_code, str(error.detail), error.headers)
+        case RewardError():
+            return _error(500, str(error), retry=False)
+        case ClientDisconnect():
+            return Response(status_code=499)  # nobody reads it; it is what the metrics count it as
+        case _:
+            return _error(500, f"a fault of the server's: {type(error).__name__}: {error}", retry=True)
 
 
 async def _lines(scores: _Scores, request: Request) -> AsyncIterator[str]:

@@ -66,10 +66,9 @@ class Live:
                 known = names
                 wanted = set().union(*(listener.names for listener in self._listeners))
                 watched = {name: watched.get(name) or _Watched() for name in wanted}
-                for run in there:
-                    if run.name in watched:
-                        for event, data in await asyncio.to_thread(watched[run.name].look, run):
-                            self._tell(event, {"run": run.name} | data)
+                for run in (run for run in there if run.name in watched):
+                    for event, data in await asyncio.to_thread(watched[run.name].look, run):
+                        self._tell(event, {"run": run.name} | data)
                 await asyncio.sleep(self._period)
         finally:
             self._looking = None

@@ -121,21 +121,21 @@ def check_folders(folders: Sequence[Path]) -> None:
         if not folder.is_dir():
             raise UserError(f"{folder}: is not a folder; a run's is named at its start and end, such as runs/cpu-demo")
         if not _found(folder.resolve()):
-            raise UserError(
-                f"{folder}: neither is a run folder nor holds any; give a run, or the folder with your runs"
-            )
+            what = "neither is a run folder nor holds any; give a run, or the folder with your runs"
+            raise UserError(f"{folder}: {what}")
 
 
 def stamp_of(*paths: Path) -> tuple[Any, ...]:
     """What changes when one of these files is written, made or replaced."""
-    found = []
-    for path in paths:
-        try:
-            status = path.stat()
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-        except OSError:
-            found.append((0, 0, 0))
-    return tuple(found)
+    return tuple(map(_stamp, paths))
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    except OSError:
+        return 0, 0, 0
 
 
 def _found(folder: Path) -> list[Path]:

@@ -77,19 +77,17 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
 
 def tell_errors(app: FastAPI) -> None:
     """Answer with ``error``, a text for people, where the request is at fault. Faults of ours are 500 and logged."""
+    for kind in (UserError, Refused, RequestValidationError):
+        app.add_exception_handler(kind, _told)
 
-    @app.exception_handler(UserError)
-    async def wrong(_: Request, error: UserError) -> Response:
-        return JSONResponse({"error": str(error)}, 422)
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> Response:
-        return JSONResponse({"error": str(error)}, error.status, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> Response:
-        # without what was sent, as by default: JSON has no word for an infinite number
-        return JSONResponse({"error": "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())}, 422)
+async def _told(_: Request, error: Exception) -> Response:
+    text, status, headers = str(error), 422, None
+    if isinstance(error, Refused):
+        status, headers = error.status, error.headers
+    elif isinstance(error, RequestValidationError):  # without what was sent: JSON has no word for an infinite number
+        text = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
+    return JSONResponse({"error": text}, status, headers)
 
 
 # --- several runs -----------------------------------------------------------------------------------------------------

@@ -63,9 +63,8 @@ class Guard(Gate):
             return self._welcome(scope, query) if right else _error(401, "a wrong token")
         if self._token is None or self.is_token(_given(headers).encode()):
             return None
-        return _error(
-            401, "a token is needed: open the address that dapo ui has printed, or send Authorization: Bearer"
-        )
+        how = "open the address that dapo ui has printed, or send Authorization: Bearer"
+        return _error(401, f"a token is needed: {how}")
 
     def _welcome(self, scope: Scope, query: dict[str, list[str]]) -> Response:
         """Keep the token in a cookie and out of the address, which people copy and servers log."""
