@@ -98,27 +98,25 @@ def add_vote(root: Path, vote: Vote) -> int:
 def read_votes(root: Path) -> list[Vote]:
     """All votes of a run; a last line that was cut off while being written is left out.
     Raises UserError: another line is not a vote, or the file cannot be read."""
-    path = votes_path(root)
-    votes = []
+    path, votes = votes_path(root), []
     try:
-        lines = [line for line in lines_of(path) if line.endswith(b"\n")]
+        for number, line in enumerate(lines_of(path), start=1):
+            if line.endswith(b"\n"):
+                try:
+                    votes.append(Vote.from_json(parse_json(line)))
+                except (ValueError, TypeError, KeyError):
+                    raise UserError(f"{path}:{number}: not a vote") from None
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            votes.append(Vote.from_json(parse_json(line)))
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{path}:{number}: not a vote") from None
     return votes
 
 
 def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
     """The votes that found one answer better, as reward models and DPO are trained on."""
     for vote in votes:
-        chosen, rejected = vote.chosen, vote.rejected
-        if chosen is not None and rejected is not None:
+        if (chosen := vote.chosen) and (rejected := vote.rejected):
             texts = {"prompt": vote.prompt, "chosen": chosen.response, "rejected": rejected.response}
             models = {"chosen_model": chosen.model, "rejected_model": rejected.model}
             yield {**texts, **models, "who": vote.who, "time": vote.time}

@@ -190,16 +190,9 @@ class MetricsLog:
         unknown = [name for name in metrics if describe(name) is None]
         if unknown:
             raise KeyError(f"metrics that are not registered in observe/metrics.py: {', '.join(unknown)}")
-        entry: dict[str, Any] = {"step": step}
-        non_finite = {}
-        for name, value in metrics.items():
-            number = value.item() if hasattr(value, "item") else value
-            if isinstance(number, float) and not math.isfinite(number):
-                non_finite[name] = str(number)
-                number = None
-            entry[name] = number
-        if non_finite:
-            entry["non_finite"] = non_finite
+        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        odd = {name: str(n) for name, n in numbers.items() if isinstance(n, float) and not math.isfinite(n)}
+        entry = {"step": step} | numbers | dict.fromkeys(odd) | ({"non_finite": odd} if odd else {})
         try:
             self._file.write(json_line(entry))
             self._file.flush()

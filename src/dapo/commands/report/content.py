@@ -157,9 +157,8 @@ def _gain_row(gain: Gain, spent: Costs) -> list[str]:
             return "not known" if gain.points > 0 else "nothing gained"
         return f"{cost:,.0f}" if cost >= 100 else f"{cost:,.3g}"
 
-    amounts = (spent.tokens, spent.seconds, spent.gpu_seconds)
     ends = (f"{value / gain.point:.4g}" for value in (gain.before, gain.after))
-    return [gain.what, *ends, f"{gain.points:+.4g}", *map(each, amounts)]
+    return [gain.what, *ends, f"{gain.points:+.4g}", *map(each, (spent.tokens, spent.seconds, spent.gpu_seconds))]
 
 
 def _gpu_text(whole: Costs) -> str:
@@ -204,7 +203,7 @@ def _alarms(run: RunView) -> list[Block]:
     for sign, steps in run.hacking.items():
         seen = HACKING.get(sign, "; or ".join(HACKING.values()))
         said.append(f"reward hacking? In {counted(len(steps), 'step')}, last in step {steps[-1]}: {seen}")
-    return [Rows(["what was seen"], [[text] for text in said])] if said else [Text("None.")]
+    return [Rows(["what was seen"], [[text] for text in said]) if said else Text("None.")]
 
 
 def _alarms_again(run: RunView) -> list[str]:

@@ -56,12 +56,8 @@ class Costs:
 
 def costs(run: RunView, until: int | None = None) -> Costs:
     entries = [e for e in run.metrics if until is None or e["step"] <= until]
-    return Costs(
-        seconds=total(entries, "time/step"),
-        gpus=gpus_of(run),
-        tokens=int(total(entries, "tokens/generated")),
-        wasted=int(total(entries, "tokens/wasted")),
-    )
+    tokens, wasted = (int(total(entries, f"tokens/{name}")) for name in ("generated", "wasted"))
+    return Costs(total(entries, "time/step"), gpus_of(run), tokens, wasted)
 
 
 def total(entries: Sequence[Entry], name: str) -> float:

@@ -103,10 +103,12 @@ figure img { width: 100%; min-width: 44rem; background: #fff; border-radius: 6px
 def write_report(title: str, sections: Sequence[Section], output: Path) -> list[Path]:
     """Write both forms into the folder ``output``; an earlier report there is replaced. Returns the HTML file and
     the Markdown file. Raises UserError: the folder cannot be made or written to."""
-    pages = [output / "report.html", output / "report.md"]
-    texts = [_shown(form(title, sections)) for form in (as_html, as_markdown)]
+    files: dict[Path, str | bytes] = {
+        output / name: _shown(form(title, sections))
+        for name, form in (("report.html", as_html), ("report.md", as_markdown))
+    }
+    pages = list(files)
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
-    files: dict[Path, str | bytes] = dict(zip(pages, texts, strict=True))
     files |= {output / "plots" / f"{plot.name}.png": _image(plot.figure, "png") for plot in plots}
     new = not output.exists()
     try:
@@ -203,9 +205,8 @@ def _markdown(block: Block) -> str:
         case Plot():
             return f"![{_inline(block.caption)}](plots/{block.name}.png)"
         case Answer():
-            return "\n\n".join(
-                [f"**{_inline(block.title)}**", *(_fenced(_cut(t)) for t in (block.prompt, block.response))]
-            )
+            texts = (_fenced(_cut(text)) for text in (block.prompt, block.response))
+            return "\n\n".join([f"**{_inline(block.title)}**", *texts])
         case _:
             assert_never(block)
 
