@@ -82,9 +82,6 @@ def _rule(name: str, advice: str, *reads: str) -> Callable[[Callable[[History], 
     return lambda find: RULES.append(Rule(name, find, advice, reads))
 
 
-# --- the rules ----------------------------------------------------------------------------------------------------
-
-
 @_rule(
     "gradient spike",
     "look at the samples of that step; if it comes again, lower training.learning_rate or training.max_grad_norm",
@@ -236,9 +233,6 @@ def _clipping(history: History) -> str | None:
 
 
 _READ = tuple(dict.fromkeys(name for rule in RULES for name in rule.reads))
-
-
-# --- over a run ---------------------------------------------------------------------------------------------------
 
 
 class Alarms:

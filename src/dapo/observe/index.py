@@ -114,8 +114,6 @@ class SampleIndex:
         self._shown: Any = None
         """Which manifest the view is of."""
 
-    # --- reading --------------------------------------------------------------------------------------------------
-
     def connection(self) -> duckdb.DuckDBPyConnection:
         """For one thread, with the view ``samples`` as the index is now. Raises UserError if DuckDB is missing."""
         with self._lock:
@@ -136,8 +134,6 @@ class SampleIndex:
             if self._database is None:
                 self._database = open_database(self._threads, self.folder / f".spill-{uuid.uuid4().hex[:8]}")
             return self._database
-
-    # --- writing --------------------------------------------------------------------------------------------------
 
     def update(self) -> int:
         """Bring in the steps that are missing or were made again: how many there were.

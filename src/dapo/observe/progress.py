@@ -227,9 +227,6 @@ class LiveListener(_Telling):
         self._live.stop()
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------
-
-
 class Pace:
     """Seconds of the last step and an estimate of what is left, from the pace of the last ten: of the steps, or of the
     minutes (``training.minutes``) if they are over sooner."""

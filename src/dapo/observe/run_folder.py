@@ -18,7 +18,7 @@
       model-before/      weights before the first update, Hugging Face layout
       model-after/       weights after the last one
       summary.json       what the run came to
-      votes.jsonl        which answers people preferred (observe/votes.py)
+      votes.jsonl        which answers people preferred (evaluation/votes.py)
 
 Secrets are never written: values under keys such as `api_key` or `token`, and passwords in addresses, are blanked.
 """

@@ -134,8 +134,6 @@ def _cut(text: str, cells: int) -> str:
     return set_cell_size(text, min(cell_len(text), cells))
 
 
-# --- two steps --------------------------------------------------------------------------------------------------------
-
 Samples = Sequence[Mapping[str, Any]]
 
 

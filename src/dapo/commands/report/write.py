@@ -23,8 +23,6 @@ from dapo.util.terminal import visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# --- what a report is made of -----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -70,8 +68,6 @@ class Section:
     title: str
     blocks: Sequence[Block]
 
-
-# --- as files ---------------------------------------------------------------------------------------------------------
 
 LONGEST = 4000  # characters of a prompt or response; what is longer is cut in the middle
 

@@ -134,9 +134,6 @@ def pick_models(root: Path, names: Sequence[str]) -> list[Path]:
     return [known[name] for name in names]
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model with its tokenizer and template. ``max_tokens``: of a response; ``max_prompt``: tokens of a prompt."""

@@ -102,8 +102,7 @@ def groups(connection: DuckDBPyConnection, wanted: GroupFilter) -> list[Row]:
 
 
 _GROUP = """
-    SELECT * EXCLUDE (parts), map_keys(parts) AS part_names, map_values(parts) AS part_values
-    FROM (SELECT *, row_number() OVER (ORDER BY text_offset) - 1 AS position FROM samples WHERE step = $step)
+    SELECT * FROM (SELECT *, row_number() OVER (ORDER BY text_offset) - 1 AS position FROM samples WHERE step = $step)
     WHERE draw = $draw
     ORDER BY position
 """
@@ -111,10 +110,7 @@ _GROUP = """
 
 def group(connection: DuckDBPyConnection, step: int, draw: int) -> list[Row]:
     """The samples of a group. ``position``: of the sample among all of its step."""
-    found = _rows(connection, _GROUP, {"step": step, "draw": draw})
-    for row in found:
-        row["parts"] = dict(zip(row.pop("part_names") or [], row.pop("part_values") or [], strict=True))
-    return found
+    return _rows(connection, _GROUP, {"step": step, "draw": draw})
 
 
 _OUTCOMES = """

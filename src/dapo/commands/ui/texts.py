@@ -124,9 +124,6 @@ def summary_of(line: Mapping[str, Any], characters: int = 110) -> str:
     return prompt if len(prompt) <= characters else f"{prompt[: characters - end]} … {prompt[-end:]}"
 
 
-# --- searching --------------------------------------------------------------------------------------------------------
-
-
 def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: float = MOST_SECONDS) -> dict[str, Any]:
     """Where ``text`` is in prompts, responses and extracted answers, whatever the case of its letters, the newest step
     first. The index has no texts, so files are read, until :data:`MOST_FINDS` or ``seconds`` are reached.
