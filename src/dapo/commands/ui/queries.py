@@ -163,28 +163,25 @@ def bounds(connection: DuckDBPyConnection) -> Row:
 
 _RANGE = """
     SELECT min(length) AS shortest, max(length) AS longest, min(reward) AS lowest, max(reward) AS highest
-    FROM samples WHERE reward IS NOT NULL AND step BETWEEN $first AND $last
+    FROM samples WHERE reward IS NOT NULL
 """
 _LENGTHS = """
     SELECT least(floor((length - $shortest) / $width), $columns - 1)::INT AS x,
            least(floor((reward - $lowest) / $height), $rows - 1)::INT AS y, count(*) AS samples
-    FROM samples WHERE reward IS NOT NULL AND step BETWEEN $first AND $last
+    FROM samples WHERE reward IS NOT NULL
     GROUP BY ALL
 """
 
 
-def reward_by_length(
-    connection: DuckDBPyConnection, first: int = 0, last: int = LAST_STEP, columns: int = 40, rows: int = 16
-) -> Row:
+def reward_by_length(connection: DuckDBPyConnection, columns: int = 40, rows: int = 16) -> Row:
     """Reward against length as counts on a grid; ``cells`` of [column, row, samples], column 0 the shortest."""
-    steps = {"first": first, "last": last}
-    extent = _rows(connection, _RANGE, steps)[0]
+    extent = _rows(connection, _RANGE, {})[0]
     if extent["shortest"] is None:
         return {**extent, "columns": columns, "rows": rows, "cells": []}
     width = max(extent["longest"] - extent["shortest"] + 1, 1) / columns
     height = ((extent["highest"] - extent["lowest"]) or 1.0) / rows
     grid = {"shortest": extent["shortest"], "lowest": extent["lowest"], "width": width, "height": height}
-    found = _rows(connection, _LENGTHS, steps | grid | {"columns": columns, "rows": rows})
+    found = _rows(connection, _LENGTHS, grid | {"columns": columns, "rows": rows})
     return {**extent, "columns": columns, "rows": rows, "cells": [[r["x"], r["y"], r["samples"]] for r in found]}
 
 
