@@ -15,29 +15,27 @@ import json
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, FastAPI, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from dapo.commands.ui.answering import Answerer, Asked, Event
 from dapo.commands.ui.models import MOST_SAMPLES, MOST_TOKENS, Question, Questions, models_of, pick_models, recipe_of
+from dapo.commands.ui.runs import Run, RunAsked
 from dapo.errors import DataError, UserError
 from dapo.evaluation.votes import Choice, Shown, Vote, add_vote, read_votes, tallies
-from dapo.observe.run_view import RunView
 
 LONGEST_PROMPT = 100_000  # characters that may be typed
 
 WAITING = 100  # pairs that are remembered until they are voted on; older ones are forgotten
 DRAWN = 10_000  # rows that prompts are drawn from, at most
 SAME = 8  # prompts in a row with the same answer twice, after which it is said that there is nothing to compare
-
-FolderOf = Callable[[str], Path]  # the run folder of a name; NotHere: there is none
 
 
 class Ask(BaseModel):
@@ -79,94 +77,92 @@ class _Pair:
     temperature: float
 
 
-def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
-    """The routes; the application answers ``UserError`` and ``NotHere``. ``answerer`` is closed with it."""
-
-    @asynccontextmanager
-    async def until_the_end(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await answerer.close()
-
-    routes = APIRouter(lifespan=until_the_end)
-
-    @routes.get("/playground")
-    def about(run: str) -> dict[str, Any]:
-        root = folder_of(run)
-        config, best = recipe_of(root), RunView.read(root).best.get("step")
-        return {
-            "models": [
-                {"name": name, "best": name == f"step-{best:05d}" if best else False} for name in models_of(root)
-            ],
-            "max_samples": MOST_SAMPLES,
-            "max_tokens": min(config.evaluated_length, MOST_TOKENS),
-            "temperature": config.rollout.temperature,
-            "reward": config.reward.kind,
-        }
-
-    @routes.get("/questions")
-    def questions(
-        run: str, first: Annotated[int, Query(ge=0)] = 0, count: Annotated[int, Query(ge=1, le=200)] = 50
-    ) -> dict[str, Any]:
-        found = Questions(folder_of(run))
-        shown = [question.as_json() for question in found.some(first, count)]
-        return {"held_out": found.held_out, "total": len(found), "questions": shown}
-
-    @routes.post("/playground")
-    async def ask(wanted: Ask) -> Response:
-        asked = await asyncio.to_thread(_asked, folder_of, wanted)  # reads files: others are answered meanwhile
-        return StreamingResponse(_as_text(answerer.begin(asked)), media_type="text/event-stream")
-
-    @routes.get("/votes")
-    def result(run: str) -> dict[str, Any]:
-        votes = read_votes(folder_of(run))
-        told = [
-            asdict(tally) | {"share": tally.share and asdict(tally.share), "verdict": tally.verdict}
-            for tally in tallies(votes)
-        ]
-        return {"votes": len(votes), "tallies": told}
-
-    _add_voting(routes, folder_of, answerer)
-    return routes
+@asynccontextmanager
+async def _until_the_end(app: FastAPI) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await app.state.answerer.close()
 
 
-def _add_voting(routes: APIRouter, folder_of: FolderOf, answerer: Answerer) -> None:
-    pairs: dict[str, _Pair] = {}  # that were given out and not voted on
+router = APIRouter(prefix="/api", lifespan=_until_the_end)
 
-    @routes.post("/votes/pair")
-    async def next_pair(wanted: PairWanted) -> dict[str, Any]:
-        return await _next_pair(folder_of, wanted, answerer, pairs)
 
-    @routes.post("/votes", response_model=None)
-    def vote(verdict: VoteRequest) -> dict[str, Any] | JSONResponse:
-        pair = pairs.pop(verdict.pair, None)
-        if pair is None:
-            raise DataError("this pair was voted on before, or is forgotten; ask for the next one")
-        kept = Vote(
-            prompt=pair.question.text,
-            left=pair.left,
-            right=pair.right,
-            choice=verdict.vote,
-            who=_who(verdict),
-            time=round(time.time(), 3),
-            row=pair.question.row,
-            temperature=pair.temperature,
-        )
-        try:
-            return {"votes": add_vote(pair.root, kept)}
-        except UserError as error:
-            pairs[verdict.pair] = pair  # it was not voted on after all
-            return JSONResponse({"error": str(error)}, 507)
+def add_to(app: FastAPI, answerer: Answerer) -> None:
+    """Add the routes to an application, which answers ``UserError`` and ``Refused`` and knows the runs.
+    ``answerer`` is closed with it."""
+    app.state.answerer = answerer
+    app.state.pairs = dict[str, _Pair]()  # that were given out and not voted on
+    app.include_router(router)
+
+
+@router.get("/playground")
+def about(run: RunAsked) -> dict[str, Any]:
+    root = run.folder.root
+    config, best = recipe_of(root), run.view.best.get("step")
+    names = models_of(root)
+    return {
+        "models": [{"name": name, "best": name == f"step-{best:05d}" if best else False} for name in names],
+        "max_samples": MOST_SAMPLES,
+        "max_tokens": min(config.evaluated_length, MOST_TOKENS),
+        "temperature": config.rollout.temperature,
+        "reward": config.reward.kind,
+    }
+
+
+@router.get("/questions")
+def questions(
+    run: RunAsked, first: Annotated[int, Query(ge=0)] = 0, count: Annotated[int, Query(ge=1, le=200)] = 50
+) -> dict[str, Any]:
+    found = Questions(run.folder.root)
+    shown = [question.as_json() for question in found.some(first, count)]
+    return {"held_out": found.held_out, "total": len(found), "questions": shown}
+
+
+@router.post("/playground")
+async def ask(request: Request, wanted: Ask) -> Response:
+    asked = await asyncio.to_thread(_asked, request, wanted)  # reads files: others are answered meanwhile
+    return StreamingResponse(_as_text(request.app.state.answerer.begin(asked)), media_type="text/event-stream")
+
+
+@router.get("/votes")
+def result(run: RunAsked) -> dict[str, Any]:
+    votes = read_votes(run.folder.root)
+    told = [
+        asdict(tally) | {"share": tally.share and asdict(tally.share), "verdict": tally.verdict}
+        for tally in tallies(votes)
+    ]
+    return {"votes": len(votes), "tallies": told}
+
+
+@router.post("/votes", response_model=None)
+def vote(request: Request, verdict: VoteRequest) -> dict[str, Any] | JSONResponse:
+    pairs: dict[str, _Pair] = request.app.state.pairs
+    pair = pairs.pop(verdict.pair, None)
+    if pair is None:
+        raise DataError("this pair was voted on before, or is forgotten; ask for the next one")
+    now, who, question = round(time.time(), 3), _who(verdict), pair.question
+    kept = Vote(question.text, pair.left, pair.right, verdict.vote, who, now, question.row, pair.temperature)
+    try:
+        return {"votes": add_vote(pair.root, kept)}
+    except UserError as error:
+        pairs[verdict.pair] = pair  # it was not voted on after all
+        return JSONResponse({"error": str(error)}, 507)
 
 
 def _who(request: PairWanted | VoteRequest) -> str:
     return request.who.strip() or "somebody"
 
 
-def _asked(folder_of: FolderOf, wanted: Ask) -> Asked:
+def _folder(request: Request, name: str) -> Path:
+    """Raises NotHere: there is no such run."""
+    run: Run = request.app.state.runs.get(name)
+    return run.folder.root
+
+
+def _asked(request: Request, wanted: Ask) -> Asked:
     """Raises NotHere if there is no such run, UserError if no such model or row, or nothing was typed."""
-    root = folder_of(wanted.run)
+    root = _folder(request, wanted.run)
     models = pick_models(root, wanted.models)
     if wanted.row is not None:
         question = Questions(root)[wanted.row]
@@ -183,21 +179,21 @@ async def _as_text(events: AsyncGenerator[Event]) -> AsyncIterator[str]:
             yield f"data: {json.dumps(event)}\n\n"
 
 
-async def _next_pair(
-    folder_of: FolderOf, wanted: PairWanted, answerer: Answerer, pairs: dict[str, _Pair]
-) -> dict[str, Any]:
+@router.post("/votes/pair")
+async def next_pair(request: Request, wanted: PairWanted) -> dict[str, Any]:
     """Files are read in threads: others are answered meanwhile. Raises NotHere: there is no such run; UserError: there
     is nothing to compare, or nothing more; Busy: other answers are being written."""
     if len(set(wanted.models)) < 2:
         raise DataError("two different models are needed to compare them")
-    root, models, questions, rows = await asyncio.to_thread(_to_compare, folder_of, wanted)
+    pairs: dict[str, _Pair] = request.app.state.pairs
+    root, models, questions, rows = await asyncio.to_thread(_to_compare, request, wanted)
     for same, row in enumerate(rows[: SAME + 1]):
         try:
             question = await asyncio.to_thread(questions.__getitem__, row)
         except DataError:
             continue
         asked = Asked(root, models, question, 1, wanted.temperature, seed=secrets.randbits(32), judged=False)
-        responses = await _answers(answerer, asked)
+        responses = await _answers(request.app.state.answerer, asked)
         if responses[0] == responses[1]:
             continue
         shown = [Shown(name, text) for name, text in zip(wanted.models, responses, strict=True)]
@@ -222,10 +218,10 @@ async def _next_pair(
     raise DataError("there are no more prompts to compare these models on")
 
 
-def _to_compare(folder_of: FolderOf, wanted: PairWanted) -> tuple[Path, list[Path], Questions, list[int]]:
+def _to_compare(request: Request, wanted: PairWanted) -> tuple[Path, list[Path], Questions, list[int]]:
     """The run, folders of its models, what they can be asked, and the rows that this person has not seen answered by
     these two, in an order that is the same every time."""
-    root = folder_of(wanted.run)
+    root = _folder(request, wanted.run)
     models, questions = pick_models(root, wanted.models), Questions(root)
     rows = random.Random("|".join(sorted(wanted.models))).sample(range(len(questions)), min(len(questions), DRAWN))
     both = set(wanted.models)

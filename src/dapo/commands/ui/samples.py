@@ -29,7 +29,7 @@ _HACKING = (
     *("reward/mean", "response_length/mean"),
 )
 
-router = APIRouter()
+router = APIRouter(prefix="/api")
 
 
 @router.get("/groups")

@@ -42,7 +42,7 @@ _LAST = (
 _SPEEDS = (*(f"tokens_per_second/{of}" for of in ("rollout", "update", "total")), "samples_per_second")
 _FINAL = ("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "time/elapsed")
 
-router = APIRouter()
+router = APIRouter(prefix="/api")
 
 
 def create_app(folders: Sequence[Path], token: str | None = None, period: float = PERIOD) -> FastAPI:
@@ -58,9 +58,9 @@ def create_app(folders: Sequence[Path], token: str | None = None, period: float 
     closing = app.state.closing = threading.Event()
     following = Live(runs, closing, period)
     app.add_middleware(Guard, token=token)
-    asking = playground.router(lambda name: runs.get(name).folder.root, Answerer())
-    for routes in (router, samples.router, asking):
-        app.include_router(routes, prefix="/api")
+    app.include_router(router)
+    app.include_router(samples.router)
+    playground.add_to(app, Answerer())
 
     @app.get("/api/events")
     async def live(run: Annotated[list[str], Query(max_length=50)] = []) -> Response:  # noqa: B006
