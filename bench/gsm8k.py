@@ -40,10 +40,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dapo.config.recipes import recipe_path
-
 import runner
 from dapo.config import load_config
+from dapo.config.plan import recipe_path
 from dapo.data.rows import BadRow, Keys, check_row, listed
 from dapo.data.text import open_text
 from dapo.errors import DataError, UserError

@@ -6,7 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from dapo.util.version import VERSION as __version__
+
 __all__ = ["__version__", "evaluate", "generate", "open_run", "reward_function", "train"]
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("duckdb")
 
 import synthetic_run
-from dapo.observe.index import Manifest, SampleIndex
+from dapo.observe.index import SampleIndex, read_segments
 from dapo.observe.run_view import RunView
 from dapo.observe.sample_rows import read_line
 
@@ -40,7 +40,7 @@ def test_a_small_one_hangs_together(tmp_path: Path) -> None:
 def test_a_million_samples_are_in_few_files_and_answer_at_once(tmp_path: Path) -> None:
     folder = synthetic_run.make_run(tmp_path / "run")
     index = SampleIndex(folder.root)
-    assert len(Manifest.read(index.folder).segments) <= 16
+    assert len(read_segments(index.folder)) <= 16
     questions = [
         "SELECT status, count(*) FROM samples GROUP BY 1",
         "SELECT step, avg(length) FROM samples GROUP BY 1",

@@ -4,7 +4,7 @@
 import pytest
 from tokenizers_for_tests import byte_tokenizer, sentencepiece_tokenizer
 
-from dapo.commands.ui.pieces import Pieces
+from dapo.commands.ui.texts import Pieces
 from dapo.config import DataConfig
 from dapo.data.template import PromptTemplate
 from dapo.rollout.native.stopping import StopTexts

@@ -7,8 +7,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from dapo.evaluation.lenient import last_number, reference_number
-from dapo.evaluation.result import Evaluation
+from dapo.evaluation.result import Evaluation, last_number, reference_number
 from dapo.records import Group, Prompt, Reward, Sample
 
 

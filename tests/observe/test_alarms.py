@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dapo.commands.ui.alarm_history import alarm_history
+from dapo.commands.ui.curves import alarm_history
 from dapo.config import Config, build_config, load_config, nested
 from dapo.config.reference import all_values
 from dapo.observe import alarms

@@ -15,7 +15,7 @@ pytest.importorskip("duckdb")
 
 from dapo.commands.replay.replay import replay
 from dapo.errors import UserError
-from dapo.observe.index import Manifest, SampleIndex, forget_steps
+from dapo.observe.index import SampleIndex, forget_steps, read_segments
 from dapo.observe.sample_rows import COLUMNS, read_line, rows_of
 from dapo.observe.samples import discard_samples, samples_path, tokens_path, write_samples
 from dapo.records import Group, Prompt, Reward, Sample
@@ -65,7 +65,7 @@ def test_there_are_few_segments_whatever_the_number_of_steps(tmp_path: Path) -> 
     for step in range(1, 75):
         write_step(tmp_path, step, groups=1)
         assert index.update() == 1
-        most = max(most, len(Manifest.read(index.folder).segments))
+        most = max(most, len(read_segments(index.folder)))
     assert most <= 16
     assert ask(index, "SELECT count(*), count(DISTINCT step), max(step) FROM samples") == [(148, 74, 74)]
     assert index.steps == list(range(1, 75))
@@ -85,7 +85,7 @@ def test_a_step_that_is_made_again_replaces_its_rows(tmp_path: Path) -> None:
     for step in range(5, 12):  # until what is hidden has gone into a larger segment
         write_step(tmp_path, step)
         index.update()
-    assert not any(segment.hidden for segment in Manifest.read(index.folder).segments)
+    assert not any(segment.hidden for segment in read_segments(index.folder))
     assert ask(index, "SELECT count(*), count(DISTINCT step) FROM samples") == [(44, 11)]
 
 

@@ -73,7 +73,7 @@ def test_who_connects_and_says_nothing_is_not_waited_for(
     tracker: PrometheusTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HEAD_S", "_LOOK_S"):
-        monkeypatch.setattr(f"dapo.util.bounded_server.{name}", 0.05)
+        monkeypatch.setattr(f"dapo.util.serving.{name}", 0.05)
     with socket.create_connection(("127.0.0.1", tracker.port), timeout=20) as silent:
         assert silent.recv(1) == b""  # the server has hung up
 

@@ -19,8 +19,9 @@ from dapo.errors import ConfigError
 from dapo.observe import services
 from dapo.observe.metrics import MetricsLog, read_metrics
 from dapo.observe.run_folder import RunFolder
-from dapo.observe.tensorboard import TensorBoardTracker
-from dapo.observe.trackers import Background, check_trackers, make_trackers
+from dapo.observe.services import TensorBoardTracker
+from dapo.observe.tracker import Background
+from dapo.observe.trackers import check_trackers, make_trackers
 from run_cases import PROMPTS, Recorder, run
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +180,7 @@ def test_a_tracker_that_cannot_be_made_ends_no_run(tmp_path: Path, monkeypatch: 
 
 
 def test_one_that_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.observe.trackers.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("dapo.observe.tracker.CLOSE_SECONDS", 0.05)
     gate, said = threading.Event(), []  # type: ignore[var-annotated]
     tracker = Background("odd", lambda: gate.wait() and Odd(), said.append)  # type: ignore[arg-type,return-value]
     tracker.log(1, {"lr": 0.5})
@@ -189,7 +190,7 @@ def test_one_that_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPat
 
 
 def test_several_that_hang_are_waited_for_as_long_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.observe.trackers.CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("dapo.observe.tracker.CLOSE_SECONDS", 0.2)
     gate, said, waited = threading.Event(), [], []  # type: ignore[var-annotated]
     join = threading.Thread.join
 

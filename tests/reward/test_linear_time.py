@@ -8,7 +8,7 @@ from dapo.checks.answers import _ends_in
 from dapo.commands.demo.word_problems import score as score_word_problem
 from dapo.config.secrets import redact
 from dapo.data.overlap import words_of
-from dapo.evaluation.lenient import last_number
+from dapo.evaluation.result import last_number
 from dapo.reward.code.blocks import find_program
 from dapo.reward.exact import score_exact
 from dapo.reward.judge.rubric import Rubric

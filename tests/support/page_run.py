@@ -88,7 +88,7 @@ def add_step(folder: RunFolder, step: int) -> None:
 def served(*folders: Path, token: str | None = None, host: str = "127.0.0.1") -> Iterator[str]:
     """A real server over these folders; gives its address, without the token."""
     from dapo.commands.ui.serving import address_of, make_server
-    from dapo.util.network import listening_socket
+    from dapo.util.serving import listening_socket
 
     listening = listening_socket(host, [0])
     server = make_server(folders, token, period=0.05)

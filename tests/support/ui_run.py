@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,9 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from dapo.commands.demo.task import make_model, make_tokenizer
-from dapo.commands.ui import playground, votes
+from dapo.commands.ui import playground
 from dapo.commands.ui.answering import Answerer
-from dapo.commands.ui.runs import NotHere
+from dapo.commands.ui.runs import NotHere, Run
 from dapo.commands.ui.server import tell_errors
 from dapo.config import build_config, nested
 from dapo.observe.run_folder import RunFolder
@@ -56,15 +57,14 @@ def serving(
 ) -> Iterator[httpx.Client]:
     """A client of the routes; the only run is called ``r``. ``extend``: adds others."""
 
-    def folder_of(name: str) -> Path:
+    def run_of(name: str) -> Run:
         if name != "r":
             raise NotHere(f"there is no run {name!r} here")
-        return root
+        return Run("r", root)
 
-    app, asked = FastAPI(), answerer or Answerer()
-    app.include_router(playground.router(folder_of, asked), prefix="/api")
-    app.include_router(votes.router(folder_of, asked), prefix="/api")
-
+    app = FastAPI()
+    app.state.runs = SimpleNamespace(get=run_of)
+    playground.add_to(app, answerer or Answerer())
     tell_errors(app)
     extend(app)
     listener = socket.create_server(("127.0.0.1", 0))

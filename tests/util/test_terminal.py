@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.commands.report.blocks import Answer, Code, Rows, Section, Text
-from dapo.commands.report.write import write_report
+from dapo.commands.report.write import Answer, Code, Rows, Section, Text, write_report
 from dapo.commands.shared.errors import complain
 from dapo.observe.progress import PlainListener
 from dapo.util.terminal import Terminal, counted

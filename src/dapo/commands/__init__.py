@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-import dapo
 from dapo.commands import config, data, doctor, evaluate, generate, reward_server, train, votes
 from dapo.commands.demo.command import demo as demo_command
 from dapo.commands.inspect.command import inspect as inspect_command
@@ -21,6 +20,7 @@ from dapo.commands.reward.command import app as reward_app
 from dapo.commands.shared.errors import EXIT_CODES, errors_for_people
 from dapo.commands.ui.command import ui as ui_command
 from dapo.util.terminal import escape_what_cannot_be_written, open_closed_streams
+from dapo.util.version import VERSION
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,7 +46,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"dapo {dapo.__version__}")
+        print(f"dapo {VERSION}")
         raise typer.Exit
 
 

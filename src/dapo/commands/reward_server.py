@@ -49,8 +49,7 @@ def reward_server(
         from dapo.config import load_reward
 
         try:
-            from dapo.reward.server import ServerLimits
-            from dapo.reward.serving import Address, serve
+            from dapo.reward.server import Address, ServerLimits, serve
         except ImportError as error:
             raise RewardError(
                 f"dapo reward-server needs {error.name}, which is not installed: {install('server')}"

@@ -41,36 +41,26 @@ class Benchmark:
     published: Published | None = None
 
 
+def _preset(data: Mapping[str, Any], extract: list[str], **evaluation: Any) -> dict[str, Any]:
+    return {
+        "data": {**data, "system": None},
+        "reward": {"kind": "math", "extract": extract},
+        "evaluation": {**evaluation, "top_k": 0, "min_p": 0.0},
+    }
+
+
 def _boxed(max_response_length: int) -> dict[str, Any]:
     """One greedy answer in a box, after the tokenizer's own chat template if it has one."""
-    return {
-        "data": {"instruction": STEP_BY_STEP, "system": None},
-        "reward": {"kind": "math", "extract": ["boxed", "answer_line"]},
-        "evaluation": {
-            "samples_per_prompt": 1,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "max_response_length": max_response_length,
-        },
-    }
+    sampling = {"samples_per_prompt": 1, "temperature": 0.0, "top_p": 1.0, "max_response_length": max_response_length}
+    return _preset({"instruction": STEP_BY_STEP}, ["boxed", "answer_line"], **sampling)
 
 
-def _as_in_the_paper() -> dict[str, Any]:
-    """The DAPO paper's evaluation (section 4.1): its own template, avg@32 at temperature 1.0 with top-p 0.7."""
-    return {
-        "data": {"template": "dapo", "instruction": "", "system": None},
-        "reward": {"kind": "math", "extract": ["answer_line", "boxed"]},
-        "evaluation": {
-            "samples_per_prompt": 32,
-            "temperature": 1.0,
-            "top_p": 0.7,
-            "top_k": 0,
-            "min_p": 0.0,
-            "max_response_length": 20480,
-        },
-    }
+_PAPER = _preset(
+    {"template": "dapo", "instruction": ""},
+    ["answer_line", "boxed"],
+    **{"samples_per_prompt": 32, "temperature": 1.0, "top_p": 0.7, "max_response_length": 20480},
+)
+"""The DAPO paper's evaluation (section 4.1): its own template, avg@32 at temperature 1.0 with top-p 0.7."""
 
 
 GSM8K = Published("question", "####")
@@ -81,11 +71,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     for benchmark in (
         Benchmark("gsm8k", "grade-school word problems: one greedy answer, boxed", _boxed(1024), GSM8K),
         Benchmark("math500", "500 competition problems of MATH: one greedy answer, boxed", _boxed(2048)),
-        Benchmark("aime", "AIME, integers 0 to 999: avg@32 as in the DAPO paper", _as_in_the_paper()),
-        Benchmark("amc", "AMC 10 and 12: avg@32 as in the DAPO paper", _as_in_the_paper()),
+        Benchmark("aime", "AIME, integers 0 to 999: avg@32 as in the DAPO paper", _PAPER),
+        Benchmark("amc", "AMC 10 and 12: avg@32 as in the DAPO paper", _PAPER),
     )
 }
-"""The presets by name."""
 
 
 def benchmark_named(name: str) -> Benchmark:

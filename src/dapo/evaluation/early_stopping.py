@@ -17,10 +17,8 @@ class EarlyStopping:
     config: EvaluationConfig
     metric: str = ""
     value: float = float("-inf")
-    step: int = -1
-    """Rollout steps done when it was reached; 0: before training."""
-    evaluations_since: int = 0
-    """Evaluations without an improvement."""
+    step: int = -1  # rollout steps done when it was reached; 0: before training
+    evaluations_since: int = 0  # evaluations without an improvement
     observed: int = -1
     """Steps at the last evaluation. One that is made again, since a run was stopped after it, counts once."""
 
@@ -43,11 +41,11 @@ class EarlyStopping:
         return self.config.patience is not None and self.evaluations_since >= self.config.patience
 
     def reason(self) -> str:
-        """Why training stops, for people."""
+        least = f"evaluation.min_improvement={self.config.min_improvement:g}"
         return (
-            f"converged: {self.metric} has not risen by more than evaluation.min_improvement="
-            f"{self.config.min_improvement:g} in {counted(self.evaluations_since, 'evaluation')} (evaluation.patience)"
-            f"; the best was {self.value:.4g} after step {self.step}"
+            f"converged: {self.metric} has not risen by more than {least} in "
+            f"{counted(self.evaluations_since, 'evaluation')} (evaluation.patience); the best was {self.value:.4g} "
+            f"after step {self.step}"
         )
 
     def forget(self) -> None:
@@ -55,7 +53,6 @@ class EarlyStopping:
         self.metric, self.value, self.step, self.evaluations_since, self.observed = "", float("-inf"), -1, 0, -1
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "config"}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

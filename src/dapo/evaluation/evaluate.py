@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from dapo.config import Config
 from dapo.errors import RewardError
@@ -18,11 +17,7 @@ from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
-if TYPE_CHECKING:
-    from dapo.records import Prompt
-
-# Evaluation draws are numbered apart from training's, so that the two never share a random stream.
-_FIRST_DRAW = -1
+_DRAW = -1  # of an evaluation: none of training's, so that the two never share a random stream
 
 
 async def evaluate(
@@ -42,20 +37,15 @@ async def evaluate(
         RewardError: the reward function broke its contract, or too many scores failed.
         EngineError: the engine failed.
     """
-    settings = config.evaluation
     sampling = evaluation_sampling(config)
+    wanted = range(config.evaluation.samples_per_prompt)
     requests = [
         Request(
-            id=place,
-            prompt_ids=prompt.token_ids,
-            seeds=tuple(
-                sample_seed(config.seed, prompt.row, _FIRST_DRAW, i) for i in range(settings.samples_per_prompt)
-            ),
-            sampling=sampling,
+            place, prompt.token_ids, tuple(sample_seed(config.seed, prompt.row, _DRAW, i) for i in wanted), sampling
         )
         for place, prompt in enumerate(prompts)
     ]
-    total = len(prompts) * settings.samples_per_prompt
+    total = len(prompts) * len(wanted)
     found: dict[tuple[int, int], Sample] = {}
 
     async def score(sample: Sample) -> None:
@@ -74,10 +64,7 @@ async def evaluate(
     if failure is not None:  # out here, so that the wrapping is not shown as its context
         raise failure
     _check_errors([s.reward.error for s in found.values() if s.reward and s.reward.error], total, config)
-    groups = (
-        Group(place, prompt, tuple(found[place, i] for i in range(settings.samples_per_prompt)))
-        for place, prompt in enumerate(prompts)
-    )
+    groups = (Group(place, prompt, tuple(found[place, i] for i in wanted)) for place, prompt in enumerate(prompts))
     return Evaluation(tuple(groups))
 
 
@@ -106,5 +93,4 @@ def evaluation_sampling(config: Config) -> Sampling:
 
 
 def stop_texts(config: Config) -> list[str]:
-    """Texts that end a response of an evaluation."""
     return config.rollout.stop if config.evaluation.stop is None else config.evaluation.stop

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 from dapo.config.secrets import redact
-from dapo.evaluation.lenient import last_number, reference_number
-from dapo.evaluation.statistics import Estimate, Votes, budgets, count_votes, estimate_means, majority_at, pass_at
+from dapo.evaluation.statistics import Estimate, budgets, count_votes, estimate_means, majority_at, pass_at
 from dapo.records import Group, Reward, Sample
 from dapo.reward.math.notation import canonical
 
@@ -20,6 +20,9 @@ INTERVAL = (
 )
 _LONGEST_ANSWER = 4000
 """Characters of an answer that are looked into for its class; longer ones are compared as they are."""
+_DIGITS = r"[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?"
+_NUMBER = re.compile(rf"(?:(?<![\w)}}])-)?{_DIGITS}")  # a minus sign, but no subtraction and no hyphen
+_REFERENCE = re.compile(rf"\$?-?{_DIGITS}%?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Evaluation:
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples that have a verdict."""
+        """Those that have a verdict."""
         return [s for g in self.groups for s in g.scored]
 
     @property
@@ -48,42 +51,33 @@ class Evaluation:
 
     @property
     def response_length(self) -> float:
-        """Mean response length in tokens."""
         lengths = [s.length for g in self.groups for s in g.samples]
         return sum(lengths) / max(len(lengths), 1)
 
     def metrics(self) -> dict[str, float]:
         """By the names of ``observe/metrics.py``."""
         shares, k = self.shares(), self.samples_per_prompt
-        found = {
-            "eval/rows": len(self.groups),
-            "eval/response_length": self.response_length,
-            "eval/truncated": shares["truncated"],
+        parts: dict[str, list[float]] = {}  # over the samples that have them
+        for name, value in (part for sample in self.samples for part in sample.verdict.parts.items()):
+            parts.setdefault(name, []).append(value)
+        parts.pop("answer_found", None)  # told as no_answer
+        found: dict[str, float | None] = {
+            "rows": len(self.groups),
+            "response_length": self.response_length,
+            "truncated": shares["truncated"],
+            "errors": shares["failed"] or None,
+            **{name: shares.get(name) for name in ("no_answer", "lenient")},
+            **{f"part/{name}": sum(values) / len(values) for name, values in parts.items()},
         }
-        if shares["failed"]:
-            found["eval/errors"] = shares["failed"]
-        found |= {f"eval/{name}": shares[name] for name in ("no_answer", "lenient") if name in shares}
-        found |= {f"eval/part/{name}": mean for name, mean in self._part_means().items()}
         estimates = self.estimates([k])
         if "reward" in estimates:
-            found["eval/reward"] = estimates["reward"].value
-        average = estimates.get(f"avg@{k}")
-        if average is not None:
-            found["eval/accuracy"] = average.value
-            if average.low is not None and average.high is not None:
-                found |= {"eval/accuracy_low": average.low, "eval/accuracy_high": average.high}
+            found["reward"] = estimates["reward"].value
+        if average := estimates.get(f"avg@{k}"):
+            found |= {"accuracy": average.value, "accuracy_low": average.low, "accuracy_high": average.high}
         for name in (f"pass@{k}", f"maj@{k}"):
             if k > 1 and name in estimates:
-                found[f"eval/{name}"] = estimates[name].value
-        return found
-
-    def _part_means(self) -> dict[str, float]:
-        """Mean of each part of the reward over the samples that have it; ``answer_found`` is told as no_answer."""
-        values: dict[str, list[float]] = {}
-        for sample in self.samples:
-            for name, value in sample.verdict.parts.items():
-                values.setdefault(name, []).append(value)
-        return {name: sum(found) / len(found) for name, found in values.items() if name != "answer_found"}
+                found[name] = estimates[name].value
+        return {f"eval/{name}": value for name, value in found.items() if value is not None}
 
     def shares(self) -> dict[str, float]:
         """Shares by name: ``truncated`` and ``failed`` (scores) of all samples, the others of those with a verdict.
@@ -92,8 +86,7 @@ class Evaluation:
         mathematics) add up to 1. ``lenient``: correct, or the last number of the response is the reference; only where
         all references are numbers. What the reward has no notion of is left out.
         """
-        samples = [s for g in self.groups for s in g.samples]
-        scored = self.samples
+        samples, scored = [s for g in self.groups for s in g.samples], self.samples
         found = {
             "truncated": sum(s.truncated for s in samples) / max(len(samples), 1),
             "failed": 1 - len(scored) / len(samples) if samples else 0.0,
@@ -105,22 +98,12 @@ class Evaluation:
             found["correct"] = sum(bool(s.verdict.correct) for s in scored) / len(scored)
             if len(told) == len(scored):
                 found["wrong"] = sum(not v.correct and bool(v.parts["answer_found"]) for v in told) / len(told)
-            lenient = self._lenient()
-            if lenient is not None:
-                found["lenient"] = lenient
+            references = [reference_number(g.prompt.answer) for g in self.groups]
+            if None not in references:
+                pairs = [(s, ref) for g, ref in zip(self.groups, references, strict=True) for s in g.scored]
+                right = sum(bool(s.verdict.correct) or last_number(s.text) == ref for s, ref in pairs)
+                found["lenient"] = right / len(pairs)
         return found
-
-    def _lenient(self) -> float | None:
-        """Share of samples that are right if the format is not looked at; None: some reference is not a number."""
-        references = [reference_number(g.prompt.answer) for g in self.groups]
-        if None in references:
-            return None
-        right = [
-            bool(sample.verdict.correct) or last_number(sample.text) == reference
-            for group, reference in zip(self.groups, references, strict=True)
-            for sample in group.scored
-        ]
-        return sum(right) / len(right)
 
     def estimates(self, wanted: Sequence[int] | None = None) -> dict[str, Estimate]:
         """``avg@k``, ``pass@j``, ``maj@j`` (if the reward tells answers) and ``reward``, each with its interval.
@@ -135,8 +118,8 @@ class Evaluation:
         return dict(zip(columns, estimate_means(values, shares), strict=True))
 
     def _columns(self, groups: Sequence[Group], wanted: Sequence[int]) -> dict[str, Any]:
-        """Values per prompt by name of the estimate."""
-        votes = [_votes(g) for g in groups]
+        verdicts_of = [[s.verdict for s in g.scored] for g in groups]
+        votes = [count_votes([bool(v.correct) for v in of], [_answer_class(v) for v in of]) for of in verdicts_of]
         verdicts, right = np.array([v.verdicts for v in votes]), np.array([v.right for v in votes])
         columns: dict[str, Any] = {f"avg@{self.samples_per_prompt}": right / verdicts}
         columns |= {f"pass@{j}": pass_at(verdicts, right, j) for j in wanted}
@@ -167,11 +150,7 @@ class Evaluation:
             "metrics": {name: asdict(estimate) for name, estimate in self.estimates().items()},
             "interval": INTERVAL,
             "shares": self.shares(),
-            "response_length": {
-                "mean": self.response_length,
-                "median": float(np.median(lengths)),
-                "max": max(lengths),
-            },
+            "response_length": {"mean": self.response_length, "median": float(np.median(lengths)), "max": max(lengths)},
             "rows": [_row_counts(group) for group in self.groups],
         }
 
@@ -193,11 +172,6 @@ class Evaluation:
                     "length": sample.length,
                     "finish_reason": sample.finish_reason,
                 }
-
-
-def _votes(group: Group) -> Votes:
-    verdicts = [s.verdict for s in group.scored]
-    return count_votes([bool(v.correct) for v in verdicts], [_answer_class(v) for v in verdicts])
 
 
 def _answer_class(verdict: Reward) -> str | None:
@@ -223,3 +197,22 @@ def _row_counts(group: Group) -> dict[str, Any]:
         "reward": float(np.mean([s.verdict.value for s in scored])) if scored else None,
         "response_length": float(np.mean([s.length for s in group.samples])) if group.samples else None,
     }
+
+
+# --- right whatever the format: a measure and no reward, as a response may end with the right number by chance
+
+
+def reference_number(answer: str | None) -> Decimal | None:
+    """The value of a reference that is a plain number; None: it is something else."""
+    text = "" if answer is None else answer.strip()
+    return _value(text.strip("$%")) if _REFERENCE.fullmatch(text) else None
+
+
+def last_number(response: str) -> Decimal | None:
+    """The last number in a text; None: there is none."""
+    found = _NUMBER.findall(response)
+    return _value(found[-1]) if found else None
+
+
+def _value(text: str) -> Decimal:
+    return Decimal(text.replace(",", ""))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,7 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
-RESAMPLES = 2000
-"""Bootstrap resamples of an interval."""
+RESAMPLES = 2000  # bootstrap resamples of an interval
 LARGEST_EXACT_VOTE = 256
 """Votes of a prompt up to which the expectation over subsets is computed; its cost grows with their cube."""
 _CHUNK = 4_000_000  # numbers held at once by the bootstrap
@@ -54,10 +54,7 @@ def budgets(samples: int) -> list[int]:
 
 def count_votes(correct: Sequence[bool], answers: Sequence[Hashable | None]) -> Votes:
     """Votes from the verdicts of one prompt and, for each, the class of its answer (None: it has none)."""
-    wrong: dict[Hashable, int] = {}
-    for is_right, answer in zip(correct, answers, strict=True):
-        if not is_right and answer is not None:
-            wrong[answer] = wrong.get(answer, 0) + 1
+    wrong = Counter(a for is_right, a in zip(correct, answers, strict=True) if not is_right and a is not None)
     return Votes(len(correct), sum(map(bool, correct)), tuple(sorted(wrong.values(), reverse=True)))
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,13 +31,8 @@ def votes_path(root: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One of two answers."""
-
     model: str
     response: str
-
-    def as_json(self) -> dict[str, str]:
-        return {"model": self.model, "response": self.response}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +53,14 @@ class Vote:
 
     @property
     def rejected(self) -> Shown | None:
-        """The other one; None: neither."""
         return {"left": self.right, "right": self.left}.get(self.choice)
 
     def as_json(self) -> dict[str, Any]:
         """The line of votes.jsonl."""
-        chosen, rejected = self.chosen, self.rejected
-        return {
-            "prompt": self.prompt,
-            "chosen": chosen and chosen.response,
-            "rejected": rejected and rejected.response,
-            "vote": self.choice,
-            "who": self.who,
-            "time": self.time,
-            "row": self.row,
-            "temperature": self.temperature,
-            "left": self.left.as_json(),
-            "right": self.right.as_json(),
-        }
+        told = asdict(self)
+        better = {"chosen": self.chosen and self.chosen.response, "rejected": self.rejected and self.rejected.response}
+        first = {"prompt": told.pop("prompt"), **better, "vote": told.pop("choice")}
+        return first | {name: told[name] for name in ("who", "time", "row", "temperature", "left", "right")}
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Vote:
@@ -112,27 +98,25 @@ def add_vote(root: Path, vote: Vote) -> int:
 def read_votes(root: Path) -> list[Vote]:
     """All votes of a run; a last line that was cut off while being written is left out.
     Raises UserError: another line is not a vote, or the file cannot be read."""
-    path = votes_path(root)
-    votes = []
+    path, votes = votes_path(root), []
     try:
-        lines = [line for line in lines_of(path) if line.endswith(b"\n")]
+        for number, line in enumerate(lines_of(path), start=1):
+            if line.endswith(b"\n"):
+                try:
+                    votes.append(Vote.from_json(parse_json(line)))
+                except (ValueError, TypeError, KeyError):
+                    raise UserError(f"{path}:{number}: not a vote") from None
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            votes.append(Vote.from_json(parse_json(line)))
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{path}:{number}: not a vote") from None
     return votes
 
 
 def preference_pairs(votes: Sequence[Vote]) -> Iterator[dict[str, Any]]:
     """The votes that found one answer better, as reward models and DPO are trained on."""
     for vote in votes:
-        chosen, rejected = vote.chosen, vote.rejected
-        if chosen is not None and rejected is not None:
+        if (chosen := vote.chosen) and (rejected := vote.rejected):
             texts = {"prompt": vote.prompt, "chosen": chosen.response, "rejected": rejected.response}
             models = {"chosen_model": chosen.model, "rejected_model": rejected.model}
             yield {**texts, **models, "who": vote.who, "time": vote.time}
@@ -169,7 +153,6 @@ class Tally:
 
     @property
     def verdict(self) -> str:
-        """What that says."""
         share = self.share
         if share is None or share.low is None or share.high is None:
             return "no vote found one of them better"
@@ -179,27 +162,17 @@ class Tally:
 
 
 def tallies(votes: Sequence[Vote]) -> list[Tally]:
-    """By pair of models."""
+    order = {"model-before": 0, "model-after": 2}  # checkpoints lie between
     pairs: dict[tuple[str, str], list[Vote]] = {}
     for vote in votes:
-        first, second = sorted((vote.left.model, vote.right.model), key=_order)
+        first, second = sorted((vote.left.model, vote.right.model), key=lambda model: (order.get(model, 1), model))
         pairs.setdefault((first, second), []).append(vote)
-    return [_tally(models, several) for models, several in sorted(pairs.items())]
-
-
-def _tally(models: tuple[str, str], votes: Sequence[Vote]) -> Tally:
-    better = [vote.chosen.model for vote in votes if vote.chosen is not None]
-    return Tally(
-        models=models,
-        first=better.count(models[0]),
-        second=better.count(models[1]),
-        ties=sum(vote.choice == "tie" for vote in votes),
-        both_bad=sum(vote.choice == "both_bad" for vote in votes),
-        voters=len({vote.who for vote in votes}),
-        prompts=len({vote.prompt for vote in votes}),
-    )
-
-
-def _order(model: str) -> tuple[int, str]:
-    """Before, checkpoints, after."""
-    return {"model-before": 0, "model-after": 2}.get(model, 1), model
+    found = []
+    for models, several in sorted(pairs.items()):
+        better = [vote.chosen.model for vote in several if vote.chosen is not None]
+        counts = Counter(vote.choice for vote in several)
+        voters, prompts = ({getattr(vote, name) for vote in several} for name in ("who", "prompt"))
+        wins = [better.count(model) for model in models]
+        ties, bad = counts["tie"], counts["both_bad"]
+        found.append(Tally(models, wins[0], wins[1], ties, bad, len(voters), len(prompts)))
+    return found

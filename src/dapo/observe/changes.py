@@ -1,11 +1,9 @@
-"""Settings that were changed when a run went on: old and new value, and the first rollout step with the new one.
-
-``fingerprint.json`` of a run folder lists them, beside the settings that they led to.
-"""
+"""Settings that were changed when a run went on, as ``fingerprint.json`` lists them: old and new value, and the first
+rollout step with the new one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +41,16 @@ class Change:
 def read_changes(file: Path) -> list[Change]:
     """The changes of a run, from its fingerprint.json; none if it cannot be read. Raises UserError: one is damaged."""
     try:
-        return [Change(**one) for one in read_json(file).get("changes", ())]
-    except (OSError, ValueError, AttributeError):
+        return changes_in(read_json(file), file)
+    except (OSError, ValueError):
         return []
+
+
+def changes_in(found: Any, file: Path) -> list[Change]:
+    """Those in what fingerprint.json holds. Raises UserError: one is damaged."""
+    changes = found.get("changes", ()) if isinstance(found, Mapping) else ()
+    try:
+        return [Change(**one) for one in changes]
     except TypeError as error:
         raise UserError(f"{file}: changes: one is not a change of a setting: {error}; mend or remove it") from None
 

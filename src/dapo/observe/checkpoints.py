@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,9 @@ from dapo.errors import UserError
 from dapo.util.files import file_hash, new_folder, read_json, size_text, write_json, writing
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Of the state in a checkpoint: since this one there is a manifest."""
+FORMAT = 2  # of the state in a checkpoint: since this one there is a manifest
 RETRY_AFTER_S = 1.0
-WAIT_S, SLOWEST_DISK = 600.0, 20e6
-"""A write is waited for so many seconds, and one more for so many bytes."""
+WAIT_S, SLOWEST_DISK = 600.0, 20e6  # a write is waited for so many seconds, and one more for so many bytes
 
 _NAME = re.compile(r"step-(\d+)(?:-(?:(rollout)|update-(\d+)))?(?:\.(\d+))?")
 
@@ -47,12 +46,10 @@ class CheckpointId:
     steps: int
     updates: int = 0
     sampling: bool = False
-    repeat: int = 1
-    """Stopped at the same place again: each time more may have been sampled."""
+    repeat: int = 1  # stopped at the same place again: each time more may have been sampled
 
     @property
     def name(self) -> str:
-        """Of the folder."""
         inside = f"-update-{self.updates:05d}" if self.updates else "-rollout" if self.sampling else ""
         return f"step-{self.steps:05d}{inside}" + (f".{self.repeat}" if self.repeat > 1 else "")
 
@@ -78,20 +75,14 @@ class CheckpointId:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a run at one moment, and how it gets into a folder."""
-
     place: CheckpointId
     write: Callable[[Path], None]
     """Fills the folder that it is given. Runs in another thread than the run."""
-    bytes: int
-    """What it will take on the disk, but for small files."""
-    best: Mapping[str, Any] | None = None
-    """If it is the best one so far: for ``best.json``."""
+    bytes: int  # what it will take on the disk, but for small files
+    best: Mapping[str, Any] | None = None  # if it is the best one so far: for ``best.json``
 
 
 class Checkpoints:
-    """The folder ``checkpoints`` of one run."""
-
     def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int = 0) -> None:
         """
         Args:
@@ -106,11 +97,10 @@ class Checkpoints:
     def places(self) -> list[CheckpointId]:
         """Of all complete checkpoints, in the order of the run."""
         there = self._folder.iterdir() if self._folder.is_dir() else ()
-        found = (CheckpointId.parse(path.name) for path in there if path.is_dir())
-        return sorted(place for place in found if place is not None)
+        return sorted(found for path in there if path.is_dir() and (found := CheckpointId.parse(path.name)))
 
     def latest(self) -> Path | None:
-        """The checkpoint that is furthest in the run, be it damaged or not."""
+        """The checkpoint that is furthest in the run, damaged or not."""
         places = self.places()
         return self._folder / places[-1].name if places else None
 
@@ -125,10 +115,11 @@ class Checkpoints:
                 "model/ that is intact can be its model.path"
             )
         if intact is not None:
-            if not _has_manifest(intact):
+            if not (intact / MANIFEST).is_file():
                 tell(f"{intact}: was written by an earlier version, without {MANIFEST}: its files cannot be checked")
             for bad, why in damaged:
-                aside = self._put_aside(bad)
+                names = (f"damaged-{bad.name}" + (f".{number}" if number > 1 else "") for number in count(1))
+                aside = bad.replace(next(path for name in names if not (path := bad.with_name(name)).exists()))
                 tell(f"{bad} is damaged ({why}): going on from {intact.name}; it is kept as {aside.name}")
         return intact
 
@@ -138,21 +129,22 @@ class Checkpoints:
         damaged: list[tuple[Path, str]] = []
         for place in reversed(self.places()):
             folder = self._folder / place.name
-            if problems := damages(folder):
-                damaged.append((folder, "; ".join(problems)))
-            else:
+            problems = damages(folder)
+            if not problems:
                 return folder, damaged
+            damaged.append((folder, "; ".join(problems)))
         return None, damaged
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint and, once it is complete, remove those that are no longer wanted.
 
         Between two steps there is one state only, which is not written twice.
-
-        Raises:
-            UserError: it cannot be written, or there is no room for it. Those that exist stay.
+        Raises UserError: it cannot be written, or there is no room for it. Those that exist stay.
         """
-        target = self._folder / self._free(snapshot.place).name
+        place = snapshot.place
+        while not place.between_steps and (self._folder / place.name).exists():
+            place = replace(place, repeat=place.repeat + 1)
+        target = self._folder / place.name
         try:
             if not target.is_dir():
                 self._require_space(snapshot, target)
@@ -186,14 +178,12 @@ class Checkpoints:
         return found if isinstance(found, dict) else None
 
     def set_best(self, best: Mapping[str, Any]) -> None:
-        """Record which step is the best one. Its checkpoint is kept from now on.
-        Raises UserError: it cannot be written."""
+        """Record which step is the best one, whose checkpoint is then kept. Raises UserError: it cannot be written."""
         with writing(self._folder / "best.json"):
             write_json(self._folder / "best.json", best)
         self.prune()
 
     def prune(self) -> None:
-        """Remove the checkpoints that are no longer wanted."""
         if self._keep_last is None:
             return
         best = (self.best or {}).get("step")
@@ -210,11 +200,6 @@ class Checkpoints:
                     (self._folder / place.name).replace(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
-    def _free(self, place: CheckpointId) -> CheckpointId:
-        while not place.between_steps and (self._folder / place.name).exists():
-            place = CheckpointId(place.steps, place.updates, place.sampling, place.repeat + 1)
-        return place
-
     def _require_space(self, snapshot: Snapshot, target: Path) -> None:
         needed, free = snapshot.bytes + self._small_files, shutil.disk_usage(self._folder).free
         if free < needed:
@@ -223,17 +208,6 @@ class Checkpoints:
                 f"{size_text(free)} are free. The old one goes only once the new one is complete, so there has to be "
                 f"room for both; a lower run.keep_last keeps fewer"
             )
-
-    def _put_aside(self, folder: Path) -> Path:
-        aside, number = folder.with_name(f"damaged-{folder.name}"), 1
-        while aside.exists():
-            number += 1
-            aside = folder.with_name(f"damaged-{folder.name}.{number}")
-        return folder.replace(aside)
-
-
-def _has_manifest(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
 
 
 def damages(folder: Path, quick: bool = False) -> list[str] | None:
@@ -273,16 +247,16 @@ def _has_format(folder: Path) -> bool:
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the manifest says of each file."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in paths
-    }
+    found = {path: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in paths}
+    return {path.relative_to(folder).as_posix(): said for path, said in found.items()}
 
 
 class CheckpointWriter:
     """Writes checkpoints in a thread of its own, one at a time, while the run goes on.
 
-    A write that fails is told of and tried once more; if that fails too, :meth:`check` and :meth:`settle` raise it.
+    A write that fails is reported and tried once more; if that fails too, :meth:`check` and :meth:`settle` raise it.
     """
 
     def __init__(self, checkpoints: Checkpoints, tell: Callable[[str], object]) -> None:
@@ -308,7 +282,7 @@ class CheckpointWriter:
             started = time.monotonic()
             try:
                 result: Path | BaseException = self._save(snapshot, loop)
-            except BaseException as error:  # for who waits, who may be gone by now
+            except BaseException as error:  # for the waiter, which may be gone by now
                 result = error
             if snapshot.bytes:  # otherwise there was nothing to write
                 self.longest_s = max(self.longest_s, time.monotonic() - started)

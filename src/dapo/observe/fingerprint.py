@@ -17,8 +17,7 @@ from dapo.records import Prompt
 from dapo.util.differences import Difference, differences
 from dapo.util.files import plain, read_json
 
-_ALL_UP_TO = 2**28
-"""Weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds."""
+_ALL_UP_TO = 2**28  # weights that are hashed one and all; of larger models evenly spaced ones, so that it takes seconds
 
 
 def fingerprint(
@@ -45,7 +44,6 @@ def fingerprint(
 
 
 def fingerprint_model(model: Any) -> dict[str, Any]:
-    """Architecture, number of weights and a hash over them."""
     parameters = list(model.named_parameters())
     total = sum(p.numel() for _, p in parameters)
     stride = max(1, -(-total // _ALL_UP_TO))
@@ -55,23 +53,17 @@ def fingerprint_model(model: Any) -> dict[str, Any]:
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(values.numpy().tobytes())
     stop = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    settings = model.config.to_diff_dict().items()  # what changes the numbers that a model computes
+    ignored = ("transformers_version", "dtype", "torch_dtype", "architectures")
     return {
         "type": model.config.model_type,
         "parameters": total,
         "weights": digest.hexdigest()[:16],
-        "config": _hash([_config_of(model), stop]),
+        "config": _hash([sorted((k, str(v)) for k, v in settings if not k.startswith("_") and k not in ignored), stop]),
     }
 
 
-def _config_of(model: Any) -> list[tuple[str, str]]:
-    """What changes the numbers that a model computes."""
-    ignored = ("transformers_version", "dtype", "torch_dtype", "architectures")
-    settings = model.config.to_diff_dict().items()
-    return sorted((key, str(value)) for key, value in settings if not key.startswith("_") and key not in ignored)
-
-
 def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Number of tokens and a hash over vocabulary and chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     backend = getattr(tokenizer, "backend_tokenizer", None)  # merges, normalizer and all
     known = vocabulary if backend is None else backend.to_str()
@@ -80,7 +72,6 @@ def fingerprint_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def fingerprint_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Number of rows and a hash over texts and answers."""
     return {"rows": len(prompts), "hash": _hash([[p.text, p.answer] for p in prompts])}
 
 
@@ -89,24 +80,24 @@ def fingerprint_reward(config: Config, function: Callable[..., Any] | None = Non
     ``function``: a function passed from Python, which stands in for the recipe's reward."""
     if function is not None:
         return {"kind": "python", "function": getattr(function, "__qualname__", type(function).__name__)}
+
+    def one_of(reward: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"kind": reward.kind}
+        for key in reward.FILES:
+            name = getattr(reward, key)
+            if name is None:
+                continue
+            file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+            if key == "function":
+                found["function"] = function or name
+            if function or key != "function":
+                found["file"] = _hash_of_file(Path(file))
+        return found
+
     reward = config.reward
     if isinstance(reward, ComposeReward):
-        return {"kind": reward.kind, "parts": {name: _of_one(one) for name, one in reward.rewards.items()}}
-    return _of_one(reward)
-
-
-def _of_one(reward: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": reward.kind}
-    for key in reward.FILES:
-        name = getattr(reward, key)
-        if name is None:
-            continue
-        file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
-        if key == "function":
-            found["function"] = function or name
-        if function or key != "function":
-            found["file"] = _hash_of_file(Path(file))
-    return found
+        return {"kind": reward.kind, "parts": {name: one_of(one) for name, one in reward.rewards.items()}}
+    return one_of(reward)
 
 
 def _hash_of_file(file: Path) -> str | None:
@@ -116,8 +107,7 @@ def _hash_of_file(file: Path) -> str | None:
         return None  # said with its reason when it is loaded
 
 
-_LATER = ("device", "prompts", "prompt")
-"""What older versions did not record."""
+_LATER = ("device", "prompts", "prompt")  # what older versions did not record
 
 
 def check_fingerprint(
@@ -125,10 +115,7 @@ def check_fingerprint(
 ) -> list[Difference]:
     """Compare with what a run started from. Another reward or device and other rows to evaluate on are said aloud and
     returned; anything else is refused.
-
-    Raises:
-        UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere.
-    """
+    Raises UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere."""
     try:
         then = read_json(file)
         if not isinstance(then, dict):
@@ -148,14 +135,9 @@ def check_fingerprint(
     allowed = ("reward", "evaluation", *(() if deterministic else ("device",)))
     refused = [str(found) for found in changed if found.key.partition(".")[0] not in allowed]
     if refused:
-        older = (
-            "\nAn older version of dapo began it, and read some tokenizers otherwise: go on with it (environment.json)"
-        )
-        raise UserError(
-            f"{file.parent}: cannot go on with this run, because what it started from has changed:\n"
-            + "\n".join(refused)
-            + (older if of_older else "")
-        )
+        lines = [f"{file.parent}: cannot go on with this run, because what it started from has changed:", *refused]
+        older = "An older version of dapo began it, and read some tokenizers otherwise: go on with it"
+        raise UserError("\n".join([*lines, f"{older} (environment.json)"] if of_older else lines))
     for found in changed:
         listener.warning(f"the {found.key.partition('.')[0]} is not the one that the run started with: {found}")
     return changed

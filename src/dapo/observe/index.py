@@ -22,12 +22,13 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo.errors import UserError, install
-from dapo.observe.sample_rows import COLUMNS, Row, rows_of
+from dapo.observe.sample_rows import COLUMNS, rows_of
+from dapo.observe.samples import samples_path, steps_with_samples
 from dapo.util.files import json_line, lock_file, read_json, write_atomic, writing
 
 if TYPE_CHECKING:
@@ -35,26 +36,20 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 """Of the manifest and of :data:`COLUMNS`: an index of another one is made anew."""
-_FANOUT = 8
-"""So many segments of about the same size become one."""
+_FANOUT = 8  # so many segments of about the same size become one
 _PLAIN = "hive_partitioning=false"
 """Else DuckDB takes a column from a run folder such as ``length=20``, instead of that in the file."""
-_ROWS = 65_536
-"""Rows that are brought in at once."""
-_MOST_ROWS = 1_000_000
-"""A segment with more is left as it is."""
+_ROWS = 65_536  # rows that are brought in at once
+_MOST_ROWS = 1_000_000  # a segment with more is left as it is
 _MEMORY, _SPILLED, _THREADS = "1GB", "8GB", 4
 """What DuckDB may take: memory, then disk for what does not fit into it, and threads at most. Left to itself it would
 take four fifths of the memory and all cores, and write into the working folder."""
-_GRACE = 60.0
-"""Seconds that a segment stays after it went into a larger one."""
+_GRACE = 60.0  # seconds that a segment stays after it went into a larger one
 
-Stamp = list[int]
-"""Size and time (ns) of a step's file: another one has other samples."""
+Stamp = list[int]  # size and time (ns) of a step's file: another one has other samples
 
 
 def has_duckdb() -> bool:
-    """Whether the extra ``ui`` is there."""
     return importlib.util.find_spec("duckdb") is not None
 
 
@@ -69,43 +64,34 @@ class Segment:
     hidden: tuple[int, ...] = ()
 
     def without(self, steps: Iterable[int]) -> Segment:
-        """The same where some steps count no longer."""
         gone = self.steps.keys() & set(steps)
         kept = {step: stamp for step, stamp in self.steps.items() if step not in gone}
         return replace(self, steps=kept, hidden=tuple(sorted({*self.hidden, *gone})))
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """Which segments there are; ``retired``: files to be removed, with the time they were replaced at."""
+def read_segments(folder: Path) -> list[Segment]:
+    """Those of an index that are neither missing nor cut; none if its manifest cannot be read."""
+    try:
+        found = read_json(folder / "manifest.json")
+        if found["format"] != _FORMAT:
+            return []
+        segments = [
+            Segment(**one | {"steps": {int(s): t for s, t in one["steps"].items()}, "hidden": tuple(one["hidden"])})
+            for one in found["segments"]
+        ]
+        return [s for s in segments if (stamp := _stamp_of(folder / s.file)) and stamp[0] == s.bytes]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
-    segments: tuple[Segment, ...] = ()
-    retired: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def steps(self) -> dict[int, Stamp]:
-        """All steps that are in the index."""
-        return {step: stamp for segment in self.segments for step, stamp in segment.steps.items()}
+def _write_segments(folder: Path, segments: Iterable[Segment]) -> None:
+    """Replace the manifest of an index in one move."""
+    value = {"format": _FORMAT, "segments": [asdict(segment) for segment in segments]}
+    write_atomic(folder / "manifest.json", json_line(value))
 
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """That of an index. Segments that are missing or cut are left out; it is empty if it cannot be read at all."""
-        try:
-            found = read_json(folder / "manifest.json")
-            if found["format"] != _FORMAT:
-                return cls()
-            segments = [Segment(**{**one, "hidden": tuple(one["hidden"])}) for one in found["segments"]]
-            segments = [replace(s, steps={int(step): stamp for step, stamp in s.steps.items()}) for s in segments]
-            whole = tuple(s for s in segments if (found_at := _stamp_of(folder / s.file)) and found_at[0] == s.bytes)
-            return cls(whole, dict(found["retired"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return cls()
 
-    def write(self, folder: Path) -> None:
-        """Replace that of an index in one move."""
-        segments = [{name: getattr(s, name) for name in Segment.__slots__} for s in self.segments]
-        value = {"format": _FORMAT, "segments": segments, "retired": self.retired}
-        write_atomic(folder / "manifest.json", json_line(value))
+def _steps_of(segments: Iterable[Segment]) -> dict[int, Stamp]:
+    return {step: stamp for segment in segments for step, stamp in segment.steps.items()}
 
 
 class SampleIndex:
@@ -128,22 +114,19 @@ class SampleIndex:
         self._shown: Any = None
         """Which manifest the view is of."""
 
-    # --- reading --------------------------------------------------------------------------------------------------
-
     def connection(self) -> duckdb.DuckDBPyConnection:
         """For one thread, with the view ``samples`` as the index is now. Raises UserError if DuckDB is missing."""
         with self._lock:
             newest = (self.folder, _stamp_of(self.folder / "manifest.json"))
             if newest != self._shown:
-                segments = Manifest.read(self.folder).segments
-                self._db.execute(f"CREATE OR REPLACE VIEW samples AS {_select(self.folder, segments)}")
+                select = _select(self.folder, read_segments(self.folder))
+                self._db.execute(f"CREATE OR REPLACE VIEW samples AS {select}")
                 self._shown = newest
             return self._db.cursor()
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are in it, in order."""
-        return sorted(Manifest.read(self.folder).steps)
+        return sorted(_steps_of(read_segments(self.folder)))
 
     @property
     def _db(self) -> duckdb.DuckDBPyConnection:
@@ -151,8 +134,6 @@ class SampleIndex:
             if self._database is None:
                 self._database = open_database(self._threads, self.folder / f".spill-{uuid.uuid4().hex[:8]}")
             return self._database
-
-    # --- writing --------------------------------------------------------------------------------------------------
 
     def update(self) -> int:
         """Bring in the steps that are missing or were made again: how many there were.
@@ -166,26 +147,20 @@ class SampleIndex:
         with self._writing() as free:
             if not free:
                 return 0
-            manifest = Manifest.read(self.folder)
-            known = manifest.steps
-            missing = sorted(step for step, stamp in there.items() if known.get(step) != stamp)
-            brought = 0
-            for steps, rows in self._batches(missing):
-                segment = self._segment(rows, {step: there[step] for step in steps})
-                segments = (*(old.without(steps) for old in manifest.segments), segment)
-                manifest = self._merged(replace(manifest, segments=segments))
-                manifest.write(self.folder)
-                brought += len(steps)
+            segments = read_segments(self.folder)
+            known, brought = _steps_of(segments), 0
+            missing = iter(sorted(step for step, stamp in there.items() if known.get(step) != stamp))
+            while new := self._segment(missing, there):
+                segments = self._merged([*(old.without(new.steps) for old in segments), new])
+                _write_segments(self.folder, segments)
+                brought += len(new.steps)
             if brought:
-                self._cleared(manifest).write(self.folder)
+                self._clear({segment.file for segment in segments})
             return brought
 
     def refresh(self) -> None:
-        """As :meth:`update`, for who only looks: if the disk of the run is full, it goes on in a temporary place.
-
-        Raises:
-            UserError: DuckDB is not installed, or there is no room for an index in either place.
-        """
+        """As :meth:`update`, for readers: if the disk of the run is full, it goes on in a temporary place.
+        Raises UserError: DuckDB is not installed, or there is no room for an index in either place."""
         with writing(self.folder):
             try:
                 self.update()
@@ -198,10 +173,10 @@ class SampleIndex:
     def add(self, select: str, steps: Iterable[int]) -> None:
         """Bring in the rows of a query with the columns of :data:`COLUMNS`: for steps whose rows are not from files."""
         with self._writing():
-            manifest = Manifest.read(self.folder)
             stamps = _stamps(self.samples)
             new = self._copied(select, {step: stamps.get(step, [0, 0]) for step in steps})
-            replace(manifest, segments=(*(old.without(new.steps) for old in manifest.segments), new)).write(self.folder)
+            old = [segment.without(new.steps) for segment in read_segments(self.folder)]
+            _write_segments(self.folder, [*old, new])
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[bool]:
@@ -222,40 +197,32 @@ class SampleIndex:
 
     def _move_elsewhere(self) -> None:
         self._elsewhere = tempfile.TemporaryDirectory(prefix="dapo-index-")
-        manifest, home = Manifest.read(self.folder), self.folder.resolve()
+        segments, home = read_segments(self.folder), self.folder.resolve()
         self.folder = Path(self._elsewhere.name)
-        replace(manifest, segments=tuple(replace(s, file=str(home / s.file)) for s in manifest.segments)).write(
-            self.folder
-        )
+        _write_segments(self.folder, [replace(s, file=str(home / s.file)) for s in segments])
 
-    def _batches(self, steps: Iterable[int]) -> Iterator[tuple[list[int], list[Row]]]:
-        """Steps with all their rows, many at once but for those that would not fit in memory."""
-        together: list[int] = []
-        rows: list[Row] = []
-        for step in steps:
-            try:
-                rows += rows_of(self.samples, step)
-            except UserError as error:
-                self.damaged[step] = str(error)
-                continue
-            self.damaged.pop(step, None)
-            together.append(step)
-            if len(rows) >= _ROWS:
-                yield together, rows
-                together, rows = [], []
-        if together:
-            yield together, rows
-
-    def _segment(self, rows: Sequence[Row], steps: Mapping[int, Stamp]) -> Segment:
+    def _segment(self, steps: Iterator[int], there: Mapping[int, Stamp]) -> Segment | None:
+        """Of the next steps that are not damaged, as many as have :data:`_ROWS` rows; None: there are no more."""
+        brought: dict[int, Stamp] = {}
         with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=".", suffix=".tmp", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+            count = 0
+            for step in steps:
+                try:
+                    rows = rows_of(self.samples, step)
+                except UserError as error:
+                    self.damaged[step] = str(error)
+                    continue
+                self.damaged.pop(step, None)
+                file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+                brought[step], count = there[step], count + len(rows)
+                if count >= _ROWS:
+                    break
             file.flush()
             types = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
             source = f"read_json({_quoted(file.name)}, format='newline_delimited', columns={{{types}}}, {_PLAIN})"
-            return self._copied(f"SELECT * FROM {source}", steps)
+            return self._copied(f"SELECT * FROM {source}", brought) if brought else None
 
     def _copied(self, select: str, steps: Mapping[int, Stamp]) -> Segment:
-        """The rows of a query as a new file."""
         name = f"{min(steps, default=0):05d}-{max(steps, default=0):05d}-{uuid.uuid4().hex[:8]}.parquet"
         path, temporary = self.folder / name, self.folder / f".{name}.tmp"
         names = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in COLUMNS.items())
@@ -270,29 +237,24 @@ class SampleIndex:
             temporary.unlink(missing_ok=True)
         return Segment(name, path.stat().st_size, int(rows), dict(steps))
 
-    def _merged(self, manifest: Manifest) -> Manifest:
-        """With segments that are small and many put together."""
+    def _merged(self, segments: list[Segment]) -> list[Segment]:
         size = 1
-        while size <= max((len(s.steps) for s in manifest.segments), default=0):
-            small = [s for s in manifest.segments if len(s.steps) < size * _FANOUT and s.rows < _MOST_ROWS]
+        while size <= max((len(s.steps) for s in segments), default=0):
+            small = [s for s in segments if len(s.steps) < size * _FANOUT and s.rows < _MOST_ROWS]
             if sum(len(s.steps) >= size for s in small) >= _FANOUT:
-                steps = {step: stamp for s in small for step, stamp in s.steps.items()}
-                one = self._copied(_select(self.folder, small), steps)
-                rest = tuple(s for s in manifest.segments if s not in small)
-                retired = {**manifest.retired, **{s.file: time.time() for s in small}}
-                manifest = Manifest((*rest, one), retired)
+                one = self._copied(_select(self.folder, small), _steps_of(small))
+                segments = [*(s for s in segments if s not in small), one]
+                for segment in small:
+                    with contextlib.suppress(OSError):  # of another's folder
+                        os.utime(self.folder / segment.file)  # from now on it stays for a while
             size *= _FANOUT
-        return manifest
+        return segments
 
-    def _cleared(self, manifest: Manifest) -> Manifest:
-        """Without files that no reader needs any longer, be they retired or left over from a killed process."""
-        now = time.time()
-        retired = {name: since for name, since in manifest.retired.items() if now - since < _GRACE}
-        known = {*retired, *(segment.file for segment in manifest.segments)}
+    def _clear(self, known: set[str]) -> None:
+        """Remove files that no reader needs any longer: merged ones, and those of a killed process."""
         for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
-            if path.name not in known and (path.name in manifest.retired or now - path.stat().st_mtime > _GRACE):
+            if path.name not in known and time.time() - path.stat().st_mtime > _GRACE:
                 path.unlink(missing_ok=True)
-        return replace(manifest, retired=retired)
 
 
 def forget_steps(samples: Path, after: int) -> None:
@@ -302,16 +264,15 @@ def forget_steps(samples: Path, after: int) -> None:
         return
     with (folder / ".lock").open("a") as lock:
         lock_file(lock, fcntl.LOCK_EX)  # a page that is open may be at it
-        manifest = Manifest.read(folder)
-        gone = [step for step in manifest.steps if step > after]
+        segments = read_segments(folder)
+        gone = [step for step in _steps_of(segments) if step > after]
         if gone:
-            replace(manifest, segments=tuple(s.without(gone) for s in manifest.segments)).write(folder)
+            _write_segments(folder, [segment.without(gone) for segment in segments])
 
 
 def open_database(threads: int = _THREADS, spill: Path | None = None) -> duckdb.DuckDBPyConnection:
     """A database in memory, of bounded size. What does not fit goes to the folder ``spill``, which is made when it is
-    needed and goes with the database. Raises UserError if DuckDB is not installed.
-    """
+    needed and goes with the database. Raises UserError if DuckDB is not installed."""
     if not has_duckdb():
         raise UserError(f"the index of samples needs DuckDB: {install('ui')}")
     import duckdb
@@ -348,12 +309,5 @@ def _stamp_of(path: Path) -> Stamp | None:
 
 def _stamps(samples: Path) -> dict[int, Stamp]:
     """The steps that have a file, each with what tells whether it is still the same."""
-    found: dict[int, Stamp] = {}
-    with contextlib.suppress(FileNotFoundError), os.scandir(samples) as entries:
-        for entry in entries:
-            name = entry.name.removeprefix("step-").removesuffix(".jsonl")
-            if entry.name == f"step-{name}.jsonl" and name.isdecimal():
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
-                    found[int(name)] = [status.st_size, status.st_mtime_ns]
-    return found
+    found = {step: _stamp_of(samples_path(samples, step)) for step in steps_with_samples(samples)}
+    return {step: stamp for step, stamp in found.items() if stamp is not None}

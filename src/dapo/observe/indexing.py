@@ -19,18 +19,14 @@ from pathlib import Path
 
 from dapo.observe.index import SampleIndex, has_duckdb
 
-_PAUSE = 5.0
-"""Seconds between two updates: short steps come in several at once, which costs less."""
-_LONGEST_PAUSE = 600.0
-"""Seconds between two tries where updates fail: each reads again what is missing."""
-_NICE = 10
-"""It gives way to the training."""
+_PAUSE = 5.0  # seconds between two updates: short steps come in several at once, which costs less
+_LONGEST_PAUSE = 600.0  # seconds between two tries where updates fail: each reads again what is missing
+_NICE = 10  # it gives way to the training
 
 
 class BackgroundIndex:
     """Keeps the index of a run's folder up to date: training never waits for it. ``warn`` is told once, from another
-    thread, if the index cannot be written. Does nothing if DuckDB is not installed.
-    """
+    thread, if the index cannot be written. Does nothing if DuckDB is not installed."""
 
     def __init__(self, run: Path, warn: Callable[[str], None]) -> None:
         self._run, self._warn = run, warn
@@ -119,7 +115,6 @@ def keep_up(run: Path, notices: int | None, tell: Callable[[str], object]) -> No
 
 
 def main() -> None:
-    """The process of its own."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     keep_up(Path(sys.argv[1]), sys.stdin.fileno(), lambda text: print(" ".join(text.split()), flush=True))

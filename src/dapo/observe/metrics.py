@@ -14,13 +14,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapo.errors import UserError
+from dapo.observe.tracker import Tracker, close_all
 from dapo.util.files import json_line, lines_of, parse_json, write_atomic
-
-if TYPE_CHECKING:
-    from dapo.observe.trackers import Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,6 @@ class Metric:
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is this metric."""
         if "{}" not in self.name:
             return name == self.name
         return re.fullmatch(re.escape(self.name).replace(r"\{\}", r"[^/\s]+"), name) is not None
@@ -153,15 +150,12 @@ eval/errors                | share        | evaluation samples whose score faile
 """
 
 
-def _parse_table(table: str) -> dict[str, Metric]:
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
-    return {name: Metric(name, unit, meaning) for name, unit, meaning in rows}
-
-
 PHASES = ("rollout", "reward_wait", "prepare", "update", "sync", "evaluation")
 """Parts of a step with a metric ``time/...`` each, in the order in which they come; no two overlap."""
 
-METRICS: dict[str, Metric] = _parse_table(_TABLE)
+METRICS: dict[str, Metric] = {
+    row[0].strip(): Metric(*map(str.strip, row)) for line in _TABLE.strip().splitlines() if (row := line.split(" | "))
+}
 """The registry: name (or pattern) to metric, in the order in which they are shown."""
 
 
@@ -196,16 +190,9 @@ class MetricsLog:
         unknown = [name for name in metrics if describe(name) is None]
         if unknown:
             raise KeyError(f"metrics that are not registered in observe/metrics.py: {', '.join(unknown)}")
-        entry: dict[str, Any] = {"step": step}
-        non_finite = {}
-        for name, value in metrics.items():
-            number = value.item() if hasattr(value, "item") else value
-            if isinstance(number, float) and not math.isfinite(number):
-                non_finite[name] = str(number)
-                number = None
-            entry[name] = number
-        if non_finite:
-            entry["non_finite"] = non_finite
+        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        odd = {name: str(n) for name, n in numbers.items() if isinstance(n, float) and not math.isfinite(n)}
+        entry = {"step": step} | numbers | dict.fromkeys(odd) | ({"non_finite": odd} if odd else {})
         try:
             self._file.write(json_line(entry))
             self._file.flush()
@@ -216,18 +203,14 @@ class MetricsLog:
         return entry
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
-        """Tell the trackers what the run came to."""
         for tracker in self._trackers:
             tracker.summarise(summary)
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines written so far, earlier parts of a resumed run included."""
         return list(read_metrics(self.path))
 
     def close(self) -> None:
         """Close the file. Every line was flushed when written, so there is nothing left that could fail to be."""
-        from dapo.observe.trackers import close_all  # with the config, which who only reads metrics does not need
-
         with contextlib.suppress(OSError):
             self._file.close()
         close_all(self._trackers)
@@ -252,9 +235,7 @@ def read_metrics(path: Path, brief: bool = False) -> Iterator[dict[str, Any]]:
     ``brief``: the first one, the last one and those of evaluations only; what is wrong in other lines is not seen.
 
     A value that is not a number, or not finite, is None: somebody else has written it, and no reader counts with it.
-
-    Raises:
-        UserError: another line is not one of metrics, or the file cannot be read.
+    Raises UserError: another line is not one of metrics, or the file cannot be read.
     """
     try:
         lines = [line for line in lines_of(path, most=2**20) if line.endswith(b"\n")]  # the last may be cut off
@@ -270,8 +251,6 @@ def read_metrics(path: Path, brief: bool = False) -> Iterator[dict[str, Any]]:
             step = None
         if type(step) is not int:
             raise UserError(f"{path}:{number}: not a line of metrics; take the line out to go on")
-        yield entry if {type(value) for value in entry.values()} <= _PLAIN else _numbers_of(entry)
-
-
-def _numbers_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: v if type(v) in _PLAIN or name == "non_finite" else None for name, v in entry.items()}
+        if not {type(value) for value in entry.values()} <= _PLAIN:
+            entry = {name: v if type(v) in _PLAIN or name == "non_finite" else None for name, v in entry.items()}
+        yield entry

@@ -81,42 +81,45 @@ class QuietListener:
         warn(text)
 
 
-class PlainListener:
-    """One line per event, for files and pipes; in a step that takes long, one every half a minute too."""
-
-    _EVERY_S = 30.0
-
+class _Telling(QuietListener):
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Terminal()
-        self._pace = Pace(clock)
-        self._clock = clock
-        self._lap = Lap()
+        self._pace, self._clock, self._lap = Pace(clock), clock, Lap()
         self._phase = ""
-        self._said_at = 0.0
-        self._told = 0.0
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _left(self, phase: str, done: int, total: int) -> str:
+        left = self._lap.left(phase, done, total, self._clock())
+        return left and f"{left} left"
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        for line in closing_lines(summary):
+            self._say(line)
+
+
+class PlainListener(_Telling):
+    """One line per event, for files and pipes; in a step that takes long, one every half a minute too."""
+
+    _EVERY_S = 30.0
+    _said_at, _told = 0.0, 0.0
 
     def phase(self, text: str) -> None:
         self._told, self._phase = 0.0, text
         self._say(text)
 
     def advance(self, done: int, total: int, note: str = "") -> None:
-        share = done / total if total else 1.0
-        left = self._lap.left(self._phase, done, total, self._clock())
+        share, left = done / total if total else 1.0, self._left(self._phase, done, total)
         if share >= self._told + 0.25:
             self._told = math.floor(share * 4) / 4
-            parts = [f"{done}/{total}", note, f"{left} left" if left not in ("", "0:00") else ""]
-            self._say(f"  {'  '.join(filter(None, parts))}")
+            self._say(f"  {'  '.join(filter(None, (f'{done}/{total}', note, '' if left == '0:00 left' else left)))}")
 
     def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        now = self._clock()
-        left = self._lap.left(phase, done, total, now)
-        if now >= self._said_at + self._EVERY_S:
-            self._said_at = now
-            parts = [f"{done}/{total}" if total else "", note, left and f"{left} left"]
-            self._say(f"  {phase} {'  '.join(filter(None, parts))}".rstrip())
+        left = self._left(phase, done, total)
+        if self._clock() >= self._said_at + self._EVERY_S:
+            self._said_at = self._clock()
+            self._say(f"  {phase} {'  '.join(filter(None, (f'{done}/{total}' if total else '', note, left)))}".rstrip())
 
     def started(self, plan: dict[str, Any]) -> None:
         self._pace.start(plan)
@@ -124,9 +127,9 @@ class PlainListener:
         self._say(plan_line(plan))
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
-        seconds, eta = self._pace.tick(step, total, metrics)
+        fields = step_fields(step, total, metrics, *self._pace.tick(step, total, metrics))
         self._said_at = self._pace.last
-        self._say("  ".join(f"{label} {text}" for label, text in step_fields(step, total, metrics, seconds, eta)))
+        self._say("  ".join(f"{label} {text}" for label, text in fields))
 
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
         self._say(evaluation_line(name, metrics))
@@ -137,32 +140,25 @@ class PlainListener:
     def finished(self, summary: dict[str, Any]) -> None:
         for label, before, after in before_and_after(summary):
             self._say(f"{label}: {before} before, {after} after")
-        for line in closing_lines(summary):
-            self._say(line)
-
-    def close(self) -> None: ...
+        super().finished(summary)
 
 
-class LiveListener:
+class LiveListener(_Telling):
     """A terminal: finished steps scroll by as rows of a table, the line below them is alive."""
 
     _HEADER_EVERY = 20
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Terminal()
-        self._pace = Pace(clock)
+        super().__init__(console, clock)
         self._spinner = Spinner("line" if self._console.options.ascii_only else "dots", Text(""))
-        self._clock = clock
-        self._lap = Lap()
-        self._phase = ""
         self._run = ""
         self._bar: tuple[int, int, str] | None = None
         self._rows = 0
         self._live = Live(get_renderable=self._render, console=self._console, transient=True, refresh_per_second=4)
         self._closed = False
 
-    def _print(self, *objects: Any) -> None:
-        self._console.print(*objects, markup=False, highlight=False)
+    def _print(self, text: Text) -> None:
+        self._console.print(text, markup=False, highlight=False)
 
     def _render(self) -> Any:
         if self._bar is None:
@@ -177,31 +173,29 @@ class LiveListener:
         line.add_row(Text(self._phase), ProgressBar(total=max(total, 1), completed=done, width=16), text)
         return Group(line)
 
-    def _update(self) -> None:
+    def _show(self, phase: str, bar: tuple[int, int, str] | None) -> None:
+        self._phase, self._bar = phase, bar
         if not self._closed and not self._live.is_started:
             self._live.start()
 
     def phase(self, text: str) -> None:
-        self._phase, self._bar = text, None
-        self._update()
+        self._show(text, None)
 
     def advance(self, done: int, total: int, note: str = "") -> None:
-        left = self._lap.left(self._phase, done, total, self._clock())
-        self._bar = (done, total, "  ".join(filter(None, (note, left and f"{left} left"))))
-        self._update()
+        self._show(self._phase, (done, total, "  ".join(filter(None, (note, self._left(self._phase, done, total))))))
 
     def working(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        self._phase, self._bar = phase, None
+        self._phase = phase
         if total:
             self.advance(done, total, note)
-        self._update()
+        else:
+            self._show(phase, None)
 
     def started(self, plan: dict[str, Any]) -> None:
         self._pace.start(plan)
         self._print(Text(plan_line(plan), style="bold"))
-        self._phase, self._bar = "training", (0, int(plan["steps"]), "")
         self._run = f"step 1/{plan['steps']}"
-        self._update()
+        self._show("training", (0, int(plan["steps"]), ""))
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
         seconds, eta = self._pace.tick(step, total, metrics)
@@ -210,9 +204,8 @@ class LiveListener:
             self._print(Text(" ".join(_column(label, label) for label, _ in fields), style="dim"))
         self._rows += 1
         self._print(Text(" ".join(_column(label, text) for label, text in fields)))
-        self._phase, self._bar = "training", (step, total, "")
         self._run = f"step {min(step + 1, total)}/{total}, {eta} left"
-        self._update()
+        self._show("training", (step, total, ""))
 
     def evaluated(self, name: str, metrics: dict[str, Any]) -> None:
         self._print(Text(evaluation_line(name, metrics), style="cyan"))
@@ -222,21 +215,16 @@ class LiveListener:
 
     def finished(self, summary: dict[str, Any]) -> None:
         self.close()
-        rows = before_and_after(summary)
-        if rows:
+        if rows := before_and_after(summary):
             table = Table("", "before", "after")
             for row in rows:
                 table.add_row(*row)
             self._console.print(table)
-        for line in closing_lines(summary):
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        super().finished(summary)
 
     def close(self) -> None:
         self._closed = True
         self._live.stop()
-
-
-# --- what is shown ------------------------------------------------------------------------------------------------
 
 
 class Pace:
@@ -250,7 +238,6 @@ class Pace:
         self._minutes = math.inf
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Training begins now."""
         self.last = self._clock()
         self._minutes = float(plan.get(MINUTES, math.inf))
 
@@ -259,16 +246,12 @@ class Pace:
         now = self._clock()
         wall, self.last = now - self.last, now
         self._recent.append(wall)
-        measured = _number(metrics, "time/step")
+        measured, used = _number(metrics, "time/step"), _number(metrics, "time/training")
         seconds = wall if measured is None else measured
-        steps = min(max(total - step, 0), self._steps_in_time(seconds, _number(metrics, "time/training")))
-        return seconds, duration(steps * sum(self._recent) / len(self._recent))
-
-    def _steps_in_time(self, seconds: float, used: float | None) -> float:
-        """How many more steps of so many seconds fit into the minutes."""
-        if used is None or seconds <= 0 or math.isinf(self._minutes):
-            return math.inf
-        return steps_that_fit(self._minutes, used, seconds)
+        left: float = max(total - step, 0)
+        if used is not None and seconds > 0 and math.isfinite(self._minutes):
+            left = min(left, steps_that_fit(self._minutes, used, seconds))
+        return seconds, duration(left * sum(self._recent) / len(self._recent))
 
 
 class Lap:
@@ -316,17 +299,14 @@ def _column(label: str, text: str) -> str:
 def evaluation_line(name: str, metrics: Mapping[str, Any]) -> str:
     """One evaluation in one line: accuracy and length first, whatever else there is after them."""
     short = {key.removeprefix("eval/"): value for key, value in metrics.items()}
-    bounds = [_number(short, key) for key in ("accuracy_low", "accuracy_high")]
-    short = {key: value for key, value in short.items() if key not in ("accuracy_low", "accuracy_high")}
+    low, high = (_number({key: short.pop(key, None)}, key) for key in ("accuracy_low", "accuracy_high"))
     parts = []
     for key in sorted(short, key=lambda k: {"accuracy": 0, "response_length": 1}.get(k, 2)):
         value = _number(short, key)
         if value is not None:
-            text = f"{key.replace('_', ' ')} {_by_kind(key, value)}"
-            low, high = bounds
+            parts.append(f"{key.replace('_', ' ')} {_by_kind(key, value)}")
             if key == "accuracy" and low is not None and high is not None:
-                text += f" ({_by_kind(key, low)} to {_by_kind(key, high)})"
-            parts.append(text)
+                parts[-1] += f" ({_by_kind(key, low)} to {_by_kind(key, high)})"
     return f"evaluation {name}: {', '.join(parts)}"
 
 
@@ -361,7 +341,6 @@ def _by_kind(name: str, value: float) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """``value`` if it is a finite number, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None
 

@@ -1,6 +1,6 @@
 """Metrics and resources for Prometheus: text at http://127.0.0.1:PORT/metrics, as long as the run goes on.
 
-Consumes: the metrics of each step, as a :class:`~dapo.observe.trackers.Tracker`, and the latest look at the resources.
+Consumes: the metrics of each step, as a :class:`~dapo.observe.tracker.Tracker`, and the latest look at the resources.
 Produces: gauges named ``dapo_`` and the metric's name with ``_`` for all that is no letter or digit. Only this machine
 can read them: the server listens on the loopback, and answers to the names of the loopback alone.
 """
@@ -13,15 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from dapo.observe.metrics import describe
-from dapo.util.bounded_server import Server
-from dapo.util.network import LOCAL, is_loopback
+from dapo.util.serving import LOCAL, Server, is_loopback, metrics_response
 
 
 class PrometheusTracker:
@@ -66,12 +65,11 @@ class PrometheusTracker:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_loopback(Headers(scope=scope).get("host", "")):
-            response = PlainTextResponse("use 127.0.0.1", 403)
+            response: Response = PlainTextResponse("use 127.0.0.1", 403)
         elif scope["path"] != "/metrics":
             response = PlainTextResponse("not found", 404)
         else:
-            content_type = "text/plain; version=0.0.4; charset=utf-8"
-            response = PlainTextResponse(generate_latest(self._registry), headers={"Content-Type": content_type})
+            response = metrics_response(self._registry)
         await response(scope, receive, send)
 
 

@@ -12,6 +12,7 @@ of ``--ui`` and what trackers start.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import socket
 import threading
 import time
@@ -26,19 +27,12 @@ Look = dict[str, Any]
 """One line of ``resources.jsonl``: time (s), host, role, cpu (cores), rss (bytes), gpu (list of util, a share, memory,
 bytes, and power, W), and disk_read, disk_write, net_sent, net_received in bytes a second."""
 _RATES = ("disk_read", "disk_write", "net_sent", "net_received")
-_WORKER = "dapo.reward.worker"
-"""Stands in the command line of a worker, see ``reward/pool.py``."""
+_WORKER = "dapo.reward.worker"  # stands in the command line of a worker, see ``reward/pool.py``
 
 
 def make_recorder(file: Path, every_s: float) -> ResourceRecorder | None:
     """A recorder that has begun; None: not asked for (``every_s`` 0), or psutil is not installed."""
-    if not every_s:
-        return None
-    try:
-        import psutil  # noqa: F401
-    except ImportError:
-        return None
-    return ResourceRecorder(file, every_s)
+    return ResourceRecorder(file, every_s) if every_s and importlib.util.find_spec("psutil") else None
 
 
 class ResourceRecorder:
@@ -74,7 +68,6 @@ class ResourceRecorder:
         return means([look for look in looks if look])
 
     def latest(self) -> list[Look]:
-        """The lines of the latest look."""
         with self._lock:
             return self._latest
 
@@ -93,21 +86,15 @@ class ResourceRecorder:
 
 def means(looks: Sequence[Sequence[Look]]) -> dict[str, float]:
     """Metrics of some looks: the roles of each added up, then the mean over looks. What was never seen is left out."""
-    found: dict[str, float] = {}
-    for name, metric in _METRICS.items():
-        sums = [
-            sum(values) for look in looks if (values := [role[name] for role in look if role.get(name) is not None])
-        ]
-        if sums:
-            found[metric] = fmean(sums)
-    for name, metric, of in _GPU_METRICS:
-        per_look = [
-            [card[name] for role in look for card in role["gpu"] if card.get(name) is not None] for look in looks
-        ]
-        values = [of(values) for values in per_look if values]
-        if values:
-            found[metric] = fmean(values)
-    return found
+    found: dict[str, list[float]] = {}
+    for look in looks:
+        for name, metric in _METRICS.items():
+            values = [role[name] for role in look if role.get(name) is not None]
+            found.setdefault(metric, []).extend([sum(values)] if values else [])
+        for name, metric, of in _GPU_METRICS:
+            values = [card[name] for role in look for card in role["gpu"] if card.get(name) is not None]
+            found.setdefault(metric, []).extend([of(values)] if values else [])
+    return {metric: fmean(values) for metric, values in found.items() if values}
 
 
 _METRICS = {"cpu": "resources/cpu", "rss": "resources/memory"} | {name: f"resources/{name}" for name in _RATES}
@@ -141,7 +128,6 @@ class Looker:
         return lines
 
     def _children(self) -> dict[str, list[Any]]:
-        """Processes by role."""
         workers: set[int] = set()
         found: dict[str, list[Any]] = {}
         for process in self._own.children(recursive=True):  # parents come before their children
@@ -155,15 +141,11 @@ class Looker:
         clock = time.monotonic()
         then, before = self._before.get(role, (clock, {}))
         self._before[role] = clock, counters
-        passed = clock - then
-
-        def rate(name: str) -> float | None:
-            if name not in counters or name not in before or passed <= 0:
-                return None
-            return round(max(0.0, counters[name] - before[name]) / passed, 3)  # below 0: a child has ended
-
-        line: Look = {"time": round(now, 3), "host": self._host, "role": role, "cpu": rate("cpu_s")}
-        return line | {"rss": int(counters["rss"]), "gpu": gpu} | {name: rate(name) for name in _RATES}
+        rates: dict[str, float | None] = dict.fromkeys(("cpu_s", *_RATES))
+        for name in rates.keys() & counters.keys() & before.keys() if clock > then else ():
+            rates[name] = round(max(0.0, counters[name] - before[name]) / (clock - then), 3)  # below 0: a child ended
+        line: Look = {"time": round(now, 3), "host": self._host, "role": role, "cpu": rates.pop("cpu_s")}
+        return line | {"rss": int(counters["rss"]), "gpu": gpu} | rates
 
     def _counters(self, processes: Sequence[Any]) -> dict[str, float]:
         found = {"cpu_s": 0.0, "rss": 0.0}

@@ -18,7 +18,7 @@
       model-before/      weights before the first update, Hugging Face layout
       model-after/       weights after the last one
       summary.json       what the run came to
-      votes.jsonl        which answers people preferred (observe/votes.py)
+      votes.jsonl        which answers people preferred (evaluation/votes.py)
 
 Secrets are never written: values under keys such as `api_key` or `token`, and passwords in addresses, are blanked.
 """
@@ -37,23 +37,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-import dapo
 from dapo.config import Config
 from dapo.config.secrets import redact, redact_command
 from dapo.errors import UserError
 from dapo.util.files import lock_file, read_json, write_atomic, write_json, writing
+from dapo.util.version import VERSION
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "math-verify")
 
 
 class _Inside:
-    """A path in a run folder, by its name there."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -63,8 +62,6 @@ class _Inside:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run."""
-
     root: Path
 
     config = _Inside("config.yaml")
@@ -105,9 +102,8 @@ class RunFolder:
             write_json(folder.environment, describe_environment(config, sys.argv if command is None else command))
         except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             reason = getattr(error, "strerror", None) or error
-            raise UserError(
-                f"run.dir: cannot write to {str(root)!r}: {reason}; set run.dir to another folder"
-            ) from None
+            text = f"cannot write to {str(root)!r}: {reason}; set run.dir to another folder"
+            raise UserError(f"run.dir: {text}") from None
         if moved is not None and tell is not None:
             tell(f"the earlier run is now in {moved}")
         return folder
@@ -119,44 +115,32 @@ class RunFolder:
             _make_way(Path(config.run.dir or "runs/run"), config.run.if_exists, only_look=True)
 
     def reopen(self, config: Config, command: Sequence[str] | None = None) -> None:
-        """Record that the run goes on, with the recipe that it has from now on.
-        Raises UserError: the folder cannot be written to."""
+        """Record that the run goes on, with the recipe that it has from now on, and remove what a killed process left
+        half-written. The caller holds the lock. Raises UserError: the folder cannot be written to."""
         again = describe_environment(config, sys.argv if command is None else command)
         try:
-            environment = self._environment()
-            write_json(self.environment, {**environment, "resumed": [*environment.get("resumed", []), again]})
+            environment = read_json(self.environment)
+            earlier = environment.get("resumed", [])
+            if not isinstance(earlier, list):
+                raise TypeError
+        except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged: no run ends with it
+            environment, earlier = {}, []
+        try:
+            write_json(self.environment, {**environment, "resumed": [*earlier, again]})
             write_atomic(self.config, config_yaml(config))
             for folder in (self.samples, self.checkpoints):
                 folder.mkdir(exist_ok=True)
-            self._clear_unfinished()
+            for folder in (self.root, self.samples, self.checkpoints, self.faults):
+                for path in folder.glob(".*.tmp"):
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.root}: cannot go on in this run folder: {error}") from None
-
-    def _environment(self) -> dict[str, Any]:
-        """What is recorded of the environment so far; nothing where that is missing or damaged: no run ends with it."""
-        try:
-            found = read_json(self.environment)
-        except (OSError, ValueError):
-            return {}
-        known = isinstance(found, dict) and isinstance(found.get("resumed", []), list)
-        return found if known else {}
-
-    def _clear_unfinished(self) -> None:
-        """Remove what a killed process left half-written. Only for who holds the lock."""
-        for folder in (self.root, self.samples, self.checkpoints, self.faults):
-            for path in folder.glob(".*.tmp"):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self, tell: Callable[[str], object] = lambda text: None) -> Iterator[None]:
         """Keep other processes from writing to this run. Freed with the process, however that ends.
-
-        Args:
-            tell: hears that the file system has no locks, without which it goes on.
-
-        Raises:
-            UserError: another process is at it, or the folder cannot be written to.
-        """
+        ``tell``: hears that the file system has no locks, without which it goes on.
+        Raises UserError: another process is at it, or the folder cannot be written to."""
         try:
             file = (self.root / ".lock").open("a")
         except OSError as error:
@@ -165,17 +149,14 @@ class RunFolder:
             try:
                 missing = _lock(file)
             except BlockingIOError:
-                raise UserError(
-                    f"{self.root}: another process is writing to this run; wait for it, or stop it"
-                ) from None
+                text = "another process is writing to this run; wait for it, or stop it"
+                raise UserError(f"{self.root}: {text}") from None
             if missing is not None:
-                tell(
-                    f"{self.root}: its file system has no locks ({missing.strerror}): let no other process write to it"
-                )
+                text = f"its file system has no locks ({missing.strerror}): let no other process write to it"
+                tell(f"{self.root}: {text}")
             yield
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, whole or not at all. Raises UserError: it cannot be written."""
         with writing(self.summary):
             write_json(self.summary, summary)
 
@@ -191,7 +172,7 @@ def describe_environment(config: Config, command: Sequence[str]) -> dict[str, An
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": redact_command(command),
-        "dapo": dapo.__version__,
+        "dapo": VERSION,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "folder": str(Path.cwd()),
@@ -228,7 +209,7 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _lock(file: IO[str], patience: float = 1.0) -> OSError | None:
-    """:func:`lock_file`; who only looks whether it is held lets go of it at once, so that is waited for."""
+    """:func:`lock_file`; waits for a reader, which holds the lock only to look whether the run is at work."""
     until = time.monotonic() + patience
     while True:
         try:
@@ -256,16 +237,9 @@ def _make_way(root: Path, if_exists: str, only_look: bool = False) -> Path | Non
         raise UserError(f"run.dir: {root} holds files that are not a run's and is not renamed; set run.dir to another")
     if only_look:
         return None
-    with RunFolder(root).lock():  # a run that is still going is not taken its folder
-        return root.rename(_name_for_old(root))
-
-
-def _name_for_old(root: Path) -> Path:
-    """NAME-YYYYMMDD-HHMMSS with the time at which the old run started, numbered if that is taken."""
-    started = datetime.fromtimestamp((root / "config.yaml").stat().st_mtime)
-    base = root.with_name(f"{root.name}-{started:%Y%m%d-%H%M%S}")
-    candidate, number = base, 1
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = base.with_name(f"{base.name}-{number}")
-    return candidate
+    with RunFolder(root).lock():  # never rename a live run's folder
+        # NAME-YYYYMMDD-HHMMSS with the time at which the old run started, numbered if that is taken
+        started = datetime.fromtimestamp((root / "config.yaml").stat().st_mtime)
+        base = f"{root.name}-{started:%Y%m%d-%H%M%S}"
+        names = (root.with_name(f"{base}-{number}" if number > 1 else base) for number in count(1))
+        return root.rename(next(path for path in names if not os.path.lexists(path)))

@@ -17,7 +17,7 @@ import yaml
 
 from dapo.config import load_yaml
 from dapo.errors import UserError
-from dapo.observe.changes import Change, read_changes
+from dapo.observe.changes import Change, changes_in
 from dapo.observe.checkpoints import Checkpoints, damages
 from dapo.observe.metrics import LENIENT, read_metrics
 from dapo.observe.run_folder import RunFolder
@@ -40,8 +40,6 @@ OUTCOMES = {status: why for status, why in STATUSES.items() if status != "carrie
     "cancelled": "stopped, as N groups had been found before its samples were there"
 }
 """What became of a draw in the end: what is carried is trained on or stale later."""
-_METRIC = {"too_few_scored": "unscored"}
-"""What the metric of a status is called, where that is not its name."""
 
 _ENDS = ("all steps are done", "the minutes are over", "converged")
 """How the reason begins that summary.json gives for the end of a run, if it ended as planned."""
@@ -56,6 +54,7 @@ class RunView:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     summary: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]
     metrics: list[dict[str, Any]]
     changes: list[Change] = field(default_factory=list)
 
@@ -68,35 +67,33 @@ class RunView:
             raise UserError(f"{root}: {what}; a run's is named at its start and end, such as runs/cpu-demo")
         folder = RunFolder(root)
         metrics = list(read_metrics(folder.metrics, brief)) if folder.metrics.is_file() else []
-        recorded = (_recipe(folder.config), _mapping(folder.environment), _known(_mapping(folder.summary)))
-        return cls(folder, *recorded, metrics, read_changes(folder.fingerprint))
+        summary, fingerprint = _known(_mapping(folder.summary)), _mapping(folder.fingerprint)
+        recorded = (_recipe(folder.config), _mapping(folder.environment), summary, fingerprint)
+        return cls(folder, *recorded, metrics, changes_in(fingerprint, folder.fingerprint))
 
     @cached_property
     def steps_done(self) -> int:
-        """Rollout steps with a line of metrics."""
         return max((entry.get("step", 0) for entry in self.metrics), default=0)
 
     @property
     def reward_from_python(self) -> str | None:
         """Name of the function that was passed as reward from Python: the recipe's reward is not what it trained on."""
-        reward = _section(_mapping(self.folder.fingerprint), "reward")
+        reward = _section(self.fingerprint, "reward")
         return str(reward.get("function")) if reward.get("kind") == "python" else None
 
     @property
     def started_from(self) -> list[Any]:
         """What stands for the content of model, rows and reward."""
-        return [
-            _mapping(self.folder.fingerprint).get(key) for key in ("model", "data.train", "evaluation.data", "reward")
-        ]
+        return [self.fingerprint.get(key) for key in ("model", "data.train", "evaluation.data", "reward")]
 
     @property
     def recipe(self) -> Mapping[str, Any]:
         """The recipe to show: where a function or rows were passed from Python, it says so."""
-        recipe, started_from = dict(self.config), _mapping(self.folder.fingerprint)
+        recipe = dict(self.config)
         if self.reward_from_python is not None:
             recipe["reward"] = f"a Python function: {self.reward_from_python}"
         for section, key in (("data", "train"), ("evaluation", "data")):
-            named, there = _section(recipe, section), _section(started_from, f"{section}.{key}")
+            named, there = _section(recipe, section), _section(self.fingerprint, f"{section}.{key}")
             if (there.get("rows") or "prompts" in there) and named.get(key) == []:
                 recipe[section] = {**named, key: "rows passed from Python"}
         return recipe
@@ -104,35 +101,33 @@ class RunView:
     @property
     def outcomes(self) -> dict[str, float]:
         """What became of the groups that were drawn: counts by status, those that there are none of left out."""
-        names = {status: f"groups/{_METRIC.get(status, status)}" for status in OUTCOMES}
-        counts = {status: sum(e.get(name) or 0 for e in self.metrics) for status, name in names.items()}
+        names = {status: "unscored" if status == "too_few_scored" else status for status in OUTCOMES}
+        counts = {status: sum(e.get(f"groups/{name}") or 0 for e in self.metrics) for status, name in names.items()}
         return {status: count for status, count in counts.items() if count}
 
     @property
     def hacking(self) -> dict[str, list[int]]:
         """Steps with signs of reward hacking, by sign; under ``""`` those of older runs, which do not say which."""
-        steps = [e for e in self.metrics if (e.get("monitor/alarms") or 0) > 0]
-        found = {sign: [e["step"] for e in steps if e.get(f"monitor/alarms/{sign}")] for sign in HACKING}
-        told = {step for several in found.values() for step in several}
-        found[""] = [e["step"] for e in steps if e["step"] not in told]
-        return {sign: several for sign, several in found.items() if several}
+        found: dict[str, list[int]] = {sign: [] for sign in (*HACKING, "")}
+        for entry in (e for e in self.metrics if (e.get("monitor/alarms") or 0) > 0):
+            for sign in [sign for sign in HACKING if entry.get(f"monitor/alarms/{sign}")] or [""]:
+                found[sign].append(entry["step"])
+        return {sign: steps for sign, steps in found.items() if steps}
 
     def changes_of_reward(self, config: Config) -> list[str]:
         """What is not the same in the recipe's reward as when the run was started, such as the content of a file."""
         from dapo.observe.fingerprint import fingerprint_reward  # loads torch
 
-        then = _section(_mapping(self.folder.fingerprint), "reward")
+        then = _section(self.fingerprint, "reward")
         return [str(found) for found in differences(then, fingerprint_reward(config))] if then else []
 
     @property
     def steps_planned(self) -> int | None:
-        """``training.steps`` of the recipe."""
         steps = _section(self.config, "training").get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def seconds(self) -> float | None:
-        """Wall time of the run so far."""
         elapsed = next((e["time/elapsed"] for e in reversed(self.metrics) if e.get("time/elapsed") is not None), None)
         return self.summary.get("seconds_total", elapsed) if self.state in ("finished", "stopped") else elapsed
 
@@ -147,12 +142,13 @@ class RunView:
 
     @property
     def why(self) -> str:
-        """The state in words."""
         if self.state in ("finished", "stopped"):
             return f"{self.state}: {self.summary.get('stopped') or 'it does not say why'}"
         files = (self.folder.config, self.folder.metrics, self.folder.samples, self.folder.checkpoints)
         silence = time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
-        ago = f"last written {_ago(max(0.0, silence))} ago"
+        units = {"days": 86400, "hours": 3600, "minutes": 60}.items()
+        unit, size = next((one for one in units if silence >= 2 * one[1]), ("seconds", 1))
+        ago = f"last written {max(0.0, silence) / size:.0f} {unit} ago"
         return f"running, {ago}" if self.state == "running" else f"killed, it seems: no end was recorded, {ago}"
 
     @property
@@ -177,7 +173,7 @@ class RunView:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Names of the complete checkpoints, in the order of the run."""
+        """Names of the complete ones, in the order of the run."""
         return [place.name for place in Checkpoints(self.folder.checkpoints).places()]
 
     @property
@@ -193,7 +189,7 @@ class RunView:
 
     @property
     def damaged_checkpoints(self) -> list[str]:
-        """Names of those that a resumed run put aside."""
+        """Those that a resumed run put aside."""
         return sorted(path.name for path in self.folder.checkpoints.glob("damaged-*"))
 
     @property
@@ -203,7 +199,6 @@ class RunView:
 
     @property
     def steps_with_samples(self) -> list[int]:
-        """The steps whose samples were written."""
         return steps_with_samples(self.folder.samples)
 
     @property
@@ -214,14 +209,12 @@ class RunView:
 
     @property
     def saves_samples(self) -> bool:
-        """Whether the recipe asks for any."""
         return self.share_of_samples > 0
 
     def warnings(self) -> list[str]:
         """What in the metrics a person should know, each with how many steps, or evaluations, it concerns and which was
         the last."""
         alarm = _section(self.config, "training").get("mismatch_alarm") or float("inf")
-        steps = [e for e in self.metrics if e["step"]]
         signs: dict[str, Callable[[dict[str, Any]], bool]] = {
             "a number was not finite": lambda e: bool(e.get("non_finite")),
             "an update was skipped": lambda e: (e.get("updates/skipped") or 0) > 0,
@@ -231,11 +224,10 @@ class RunView:
             "more than half of the responses were truncated": lambda e: (e.get("response_length/truncated") or 0) > 0.5,
             f"engine and trainer differed by more than {alarm:g}": lambda e: (e.get("mismatch/mean") or 0) > alarm,
         }
-        found = []
+        steps, found = [e for e in self.metrics if e["step"]], []
         for what, sign in signs.items():
-            looked_at, unit = steps, "step"
-            if what.startswith("evaluation"):
-                looked_at, unit = self.evaluations, "evaluation"
+            of_evaluations = what.startswith("evaluation")
+            looked_at, unit = (self.evaluations, "evaluation") if of_evaluations else (steps, "step")
             seen = [e["step"] for e in looked_at if sign(e)]
             if seen:
                 last = f"in step {seen[-1]}" if seen[-1] else "before training"
@@ -253,7 +245,6 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The run folders directly inside ``folder``, by name."""
     return sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
 
 
@@ -300,10 +291,3 @@ def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = config.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"

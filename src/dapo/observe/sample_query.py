@@ -6,7 +6,7 @@ without DuckDB from the files one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ from dapo.observe.samples import SampleFilter
 if TYPE_CHECKING:
     import duckdb
 
-Steps = tuple[int, int] | None
-"""First and last step to look at, both included; None: the last one that has samples."""
+Steps = tuple[int, int] | None  # first and last step to look at, both included; None: the last one that has samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +34,27 @@ class Found:
 def find(run: RunView, steps: Steps, wanted: SampleFilter, order: str | None, limit: int) -> Found:
     """Samples of a run, at most ``limit`` of them (0: all). ``order``: a column, largest values first and those without
     one last; None: as they were written.
-
-    Raises:
-        UserError: there are no samples of these steps, or the file of one is damaged.
-    """
+    Raises UserError: there are no samples of these steps, or the file of one is damaged."""
     there = run.steps_with_samples
     first, last = steps or ((there[-1], there[-1]) if there else (0, 0))
     index = None if first == last and first in there else _index(run)
     if index is None:
-        rows, total = _from_files(run, steps, wanted)
-        rows = _sorted(rows, order)
+        rows, total = list[Row](), 0
+        for step in steps_asked_for(run, steps):
+            found = rows_of(run.folder.samples, step)
+            total += len(found)
+            rows += filter(replace(wanted, contains="").admits, found)
+        if order is not None:
+            rows.sort(key=lambda row: (row[order] is None, -(row[order] or 0)))
+        matching = len(rows)
     else:
         steps_asked_for(run, steps, index.steps)
         damaged = next((text for step, text in index.damaged.items() if first <= step <= last), None)
         if damaged:
             raise UserError(damaged)
         rows, matching, total = _from_index(index.connection(), (first, last), wanted, order, limit)
-        if not wanted.contains:
-            return Found([_with_text(run, row) for row in rows], matching, total)
     if not wanted.contains:
-        return Found([_with_text(run, row) for row in rows[: limit or None]], len(rows), total)
+        return Found([_with_text(run, row) for row in rows[: limit or None]], matching, total)
     told = [sample for row in rows if wanted.admits(sample := _with_text(run, row))]
     return Found(told[: limit or None], len(told), total)
 
@@ -100,21 +100,6 @@ def ranges(steps: Sequence[int]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}"
 
 
-def _from_files(run: RunView, steps: Steps, wanted: SampleFilter) -> tuple[list[Row], int]:
-    """The rows that are asked for but for their texts, and how many there are in all."""
-    found: list[Row] = []
-    total = 0
-    for step in steps_asked_for(run, steps):
-        rows = rows_of(run.folder.samples, step)
-        total += len(rows)
-        found += filter(replace(wanted, contains="").admits, rows)
-    return found, total
-
-
-def _sorted(rows: list[Row], order: str | None) -> list[Row]:
-    return rows if order is None else sorted(rows, key=lambda row: (row[order] is None, -(row[order] or 0)))
-
-
 def _with_text(run: RunView, row: Row) -> dict[str, Any]:
     """The sample as its file has it, and what the row knows beside; the row alone where the file is gone."""
     beside = {name: row[name] for name in ("prompt_length", *MEASURES) if row[name] is not None}
@@ -137,9 +122,15 @@ def _index(run: RunView) -> SampleIndex | None:
 def _from_index(
     samples: duckdb.DuckDBPyConnection, span: tuple[int, int], wanted: SampleFilter, order: str | None, limit: int
 ) -> tuple[list[Row], int, int]:
-    """The rows that are asked for, how many there are of them without the limit, and how many in all."""
-    clauses = dict(_clauses(wanted))
-    where, values = " AND ".join(["step BETWEEN ? AND ?", *clauses]), [*span, *_flat(clauses.values())]
+    """The rows that are asked for but for their texts, how many there are without the limit, and how many in all."""
+    where, values = "step BETWEEN ? AND ?", [*span, *wanted.statuses]
+    if wanted.statuses:
+        where += f" AND status IN ({', '.join('?' * len(wanted.statuses))})"
+    if wanted.truncated:
+        where += " AND finish_reason = 'length'"
+    for column, sign, value in wanted.tests():
+        where += f" AND {column} {sign} ?"
+        values.append(value)
     first = f"{order} DESC NULLS LAST, " if order else ""
     most = f" LIMIT {limit}" if limit and not wanted.contains else ""
     asked = samples.execute(f"SELECT * FROM samples WHERE {where} ORDER BY {first}step, text_offset{most}", values)
@@ -150,25 +141,3 @@ def _from_index(
     ).fetchone()
     assert counts is not None
     return rows, *counts
-
-
-def _clauses(wanted: SampleFilter) -> Iterator[tuple[str, list[Any]]]:
-    """As :meth:`SampleFilter.admits`, but for texts."""
-    if wanted.statuses:
-        yield f"status IN ({', '.join('?' * len(wanted.statuses))})", list(wanted.statuses)
-    if wanted.truncated:
-        yield "finish_reason = 'length'", []
-    for clause, value in (
-        ("correct = ?", wanted.correct),
-        ("length > ?", wanted.longer_than),
-        ("length < ?", wanted.shorter_than),
-        ("row = ?", wanted.row),
-        ("draw = ?", wanted.draw),
-        ("sample = ?", wanted.index),
-    ):
-        if value is not None:
-            yield clause, [value]
-
-
-def _flat(values: Iterable[list[Any]]) -> list[Any]:
-    return [one for some in values for one in some]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dapo.errors import UserError
-from dapo.observe.samples import TokenArrays, samples_path, tokens_path
-from dapo.util.files import lines_of, parse_json
+from dapo.observe.samples import TokenArrays, sample_lines, samples_path, tokens_path
+from dapo.util.files import parse_json
 
 COLUMNS: Mapping[str, str] = {
     **{"step": "INTEGER", "draw": "BIGINT", "row": "BIGINT", "sample": "SMALLINT", "status": "VARCHAR"},
@@ -39,25 +39,12 @@ Row = dict[str, Any]
 def rows_of(folder: Path, step: int) -> list[Row]:
     """The rows of one step (from 1), in the order of its file in the run's folder ``samples``. A last line that was cut
     off while being written is left out.
-
-    Raises:
-        UserError: the file is gone, or a line of it is not a sample.
-    """
+    Raises UserError: the file is gone, or a line of it is not a sample."""
     path = samples_path(folder, step)
-    rows: list[Row] = []
-    offset = 0
     try:
-        for number, line in enumerate(lines_of(path), start=1):  # a step may have a gigabyte of text
-            text = line.removesuffix(b"\n")
-            try:
-                if text:
-                    rows.append(_row(dict(parse_json(text)), step, offset, len(text)))
-            except (ValueError, TypeError):
-                if text != line:  # otherwise it has no line end
-                    raise UserError(f"{path}:{number}: not a line of samples") from None
-            offset += len(line)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        rows = [_row(line, step, offset, size) for offset, size, line in sample_lines(path, errors="strict")]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     for row, measures in zip(rows, _measures(tokens_path(folder, step), rows), strict=True):
         row.update(measures)
     return rows
@@ -65,10 +52,7 @@ def rows_of(folder: Path, step: int) -> list[Row]:
 
 def read_line(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     """The sample of a row with its texts, as it is in its step's file: one seek.
-
-    Raises:
-        UserError: the file is gone, or is not the one that the row was made from.
-    """
+    Raises UserError: the file is gone, or is not the one that the row was made from."""
     path = samples_path(folder, row["step"])
     try:
         with path.open("rb") as file:
@@ -84,8 +68,7 @@ def _row(line: Mapping[str, Any], step: int, offset: int, size: int) -> Row:
     versions = line.get("versions")
     first, last = versions if isinstance(versions, list) and len(versions) == 2 else (None, None)
     derived = {"step": step, "sample": line.get("index"), "version_first": first, "version_last": last}
-    derived |= {"text_offset": offset, "text_length": size}
-    found = {**line, **derived}
+    found = {**line, **derived, "text_offset": offset, "text_length": size}
     return {name: read(found.get(name)) for name, read in _READERS}
 
 
@@ -104,14 +87,13 @@ def _text(value: Any) -> str | None:
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else None
 
 
-def _parts(value: Any) -> dict[str, float | None]:
-    return {str(_text(name)): _number(part) for name, part in value.items()} if isinstance(value, dict) else {}
-
-
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
     **{"SMALLINT": _whole(16), "INTEGER": _whole(32), "BIGINT": _whole(64)},
-    **{"DOUBLE": _number, "VARCHAR": _text, "MAP(VARCHAR, DOUBLE)": _parts},
+    **{"DOUBLE": _number, "VARCHAR": _text},
     "BOOLEAN": lambda value: value if isinstance(value, bool) else None,
+    "MAP(VARCHAR, DOUBLE)": lambda value: (
+        {str(_text(name)): _number(part) for name, part in value.items()} if isinstance(value, dict) else {}
+    ),
 }
 
 _READERS = tuple((name, _KINDS[kind]) for name, kind in COLUMNS.items())
@@ -129,19 +111,15 @@ def _measures(path: Path, rows: list[Row]) -> list[Row]:
     changes = [a["draw"] != b["draw"] for a, b in pairwise(rows)]
     groups = np.cumsum([0, *changes], dtype=np.int64)[: len(rows)].tolist()
     prompts = arrays.prompt_lengths.tolist()
+    means = {"logprob_engine": arrays.logprobs, "logprob_trainer": arrays.trainer_logprobs, "entropy": arrays.entropy}
+    count = np.maximum(arrays.lengths, 1)
     gaps = np.abs(arrays.logprobs - arrays.trainer_logprobs)
     columns = {
         "prompt_length": [prompts[group] if group < len(prompts) else None for group in groups],
-        "logprob_engine": _means(arrays.logprobs, arrays.lengths),
-        "logprob_trainer": _means(arrays.trainer_logprobs, arrays.lengths),
-        "entropy": _means(arrays.entropy, arrays.lengths),
+        **{name: _each(np.add, of.astype(np.float64), arrays.lengths, count) for name, of in means.items()},
         "gap_max": _each(np.maximum, gaps, arrays.lengths, 1),
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _means(values: Any, lengths: Any) -> list[float | None]:
-    return _each(np.add, values.astype(np.float64), lengths, np.maximum(lengths, 1))
 
 
 def _each(operation: np.ufunc, values: Any, lengths: Any, divisor: Any) -> list[float | None]:

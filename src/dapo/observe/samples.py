@@ -16,9 +16,10 @@ held-out check was asked ``check_correct`` and ``check_reward``, too.
 from __future__ import annotations
 
 import math
+import operator
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,26 +46,22 @@ STATUSES: Mapping[str, str] = {
 }
 """What became of a group."""
 
-_OF_TOKENS = ("logprobs", "entropy")
-"""Fields of an update's report that are with the tokens."""
-
 
 def samples_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:05d}.jsonl"
 
 
 def tokens_path(folder: Path, step: int) -> Path:
-    """Their tokens."""
     return folder / f"step-{step:05d}.safetensors"
 
 
 def updates_path(folder: Path, step: int) -> Path:
-    """The reports of the step's optimizer updates."""
     return folder / f"step-{step:05d}.updates.json"
 
 
-Key = tuple[int, int]
-"""Draw and index of a sample."""
+_WITH_TOKENS = ("logprobs", "entropy")
+
+Key = tuple[int, int]  # draw and index of a sample
 
 
 def write_samples(
@@ -91,7 +88,9 @@ def write_samples(
     found = list(groups)
     lines = [json_line(line) for group, status in found for line in _lines(group, status, checks or {})]
     write_atomic(tokens_path(folder, step), TokenArrays.of([group for group, _ in found], seen or {}).to_bytes())
-    write_json(updates_path(folder, step), [_without_times(report) for report in reports])
+    told = [asdict(replace(report, logprobs=None, entropy=None)) for report in reports]  # those are with the tokens
+    kept = [{k: v for k, v in one.items() if k not in _WITH_TOKENS and not k.startswith("seconds_")} for one in told]
+    write_json(updates_path(folder, step), kept)
     path = samples_path(folder, step)
     write_atomic(path, lines)
     return path
@@ -128,13 +127,8 @@ class TokenArrays:
     entropy: Any
 
     _TYPES: ClassVar[Mapping[str, Any]] = {
-        "lengths": np.int32,
-        "checksums": np.uint32,
-        "token_ids": np.int32,
-        "logprobs": np.float32,
-        "versions": np.int32,
-        "prompt_lengths": np.int32,
-        "prompt_ids": np.int32,
+        **{"lengths": np.int32, "checksums": np.uint32, "token_ids": np.int32, "logprobs": np.float32},
+        **{"versions": np.int32, "prompt_lengths": np.int32, "prompt_ids": np.int32},
     }
     _COMPUTED: ClassVar[Mapping[str, Any]] = {"trainer_logprobs": np.float32, "entropy": np.float16}
 
@@ -142,14 +136,13 @@ class TokenArrays:
     def of(cls, groups: Sequence[Group], seen: Mapping[Key, tuple[Any, Any]] | None = None) -> TokenArrays:
         """Those of some groups, in their order. ``seen``: as for :func:`write_samples`."""
         prompts = [np.asarray(group.prompt.token_ids, np.int32) for group in groups]
-        pairs = [(prompt, s) for prompt, group in zip(prompts, groups, strict=True) for s in group.samples]
-        samples = [sample for _, sample in pairs]
+        found = [(group.draw, p, s) for p, group in zip(prompts, groups, strict=True) for s in group.samples]
+        samples = [sample for *_, sample in found]
         nothing = {s.length: (np.full(s.length, np.nan, np.float32),) * 2 for s in samples}
-        keys = [(group.draw, sample.index) for group in groups for sample in group.samples]
-        computed = [(seen or {}).get(key, nothing[s.length]) for key, s in zip(keys, samples, strict=True)]
+        computed = [(seen or {}).get((draw, s.index), nothing[s.length]) for draw, _, s in found]
         return cls(
             lengths=np.array([sample.length for sample in samples], np.int32),
-            checksums=np.array([checksum(p, s.token_ids, s.logprobs, s.versions) for p, s in pairs], np.uint32),
+            checksums=np.array([checksum(p, s.token_ids, s.logprobs, s.versions) for _, p, s in found], np.uint32),
             token_ids=_joined([sample.token_ids for sample in samples], np.int32),
             logprobs=_joined([sample.logprobs for sample in samples], np.float32),
             versions=_joined([sample.versions for sample in samples], np.int32),
@@ -160,7 +153,6 @@ class TokenArrays:
         )
 
     def to_bytes(self) -> bytes:
-        """As a safetensors file."""
         from safetensors.numpy import save
 
         return bytes(save({name: getattr(self, name) for name in (*self._TYPES, *self._COMPUTED)}))
@@ -193,11 +185,6 @@ class TokenArrays:
             raise ValueError("there are not as many checksums as samples")
 
 
-def _without_times(report: UpdateReport) -> dict[str, Any]:
-    found = asdict(replace(report, logprobs=None, entropy=None))
-    return {name: value for name, value in found.items() if name not in _OF_TOKENS and not name.startswith("seconds_")}
-
-
 def checksum(prompt_ids: Any, token_ids: Any, logprobs: Any, versions: Any) -> int:
     """CRC-32 over the tokens of a sample as they are stored, little-endian."""
     found = 0
@@ -210,20 +197,29 @@ def _joined(parts: Sequence[Any], dtype: Any) -> Any:
     return np.concatenate([np.asarray(part, dtype) for part in parts]) if parts else np.empty(0, dtype)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The samples of one file without a last line that was cut off. Raises UserError if another is not a sample."""
-    samples = []
+def sample_lines(path: Path, errors: str = "replace") -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The samples of one file, each with the place and size of its line in bytes; a last line that was cut off is left
+    out. ``errors``: of decoding. Raises UserError if another is not a sample."""
+    offset = 0
     try:
-        for number, line in enumerate(lines_of(path), start=1):
+        for number, line in enumerate(lines_of(path), start=1):  # a step may have a gigabyte of text
+            text = line.removesuffix(b"\n")
             try:
-                if line != b"\n":
-                    samples.append(dict(parse_json(line.decode(errors="replace"))))
+                found = dict(parse_json(text.decode(errors=errors))) if text else None
             except (ValueError, TypeError):
-                if line.endswith(b"\n"):
+                found = None
+                if text != line:
                     raise UserError(f"{path}:{number}: not a line of samples") from None
+            if found is not None:
+                yield offset, len(text), found
+            offset += len(line)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    return samples
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """As :func:`sample_lines`."""
+    return [sample for *_, sample in sample_lines(path)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,36 +234,48 @@ class SampleFilter:
     row: int | None = None
     draw: int | None = None
     index: int | None = None
-    contains: str = ""
-    """Text in prompt or response, whatever the case of its letters."""
+    contains: str = ""  # text in prompt or response, whatever the case of its letters
+
+    def tests(self) -> Iterator[tuple[str, str, Any]]:
+        """Those on one number each that are asked for: column of the index, ``=``, ``<`` or ``>``, and with what."""
+        for column, sign, value in (
+            ("correct", "=", self.correct),
+            ("length", ">", self.longer_than),
+            ("length", "<", self.shorter_than),
+            ("row", "=", self.row),
+            ("draw", "=", self.draw),
+            ("sample", "=", self.index),
+        ):
+            if value is not None:
+                yield column, sign, value
 
     def admits(self, sample: Mapping[str, Any]) -> bool:
-        """Whether the sample is one of those asked for."""
-        length = sample.get("length") or 0
+        found = {"sample": sample.get("index"), **sample, "length": sample.get("length") or 0}
         text = f"{sample.get('prompt')}\n{sample.get('response')}"
         return (
             (not self.statuses or sample.get("status") in self.statuses)
-            and (self.correct is None or sample.get("correct") is self.correct)
-            and (self.longer_than is None or length > self.longer_than)
-            and (self.shorter_than is None or length < self.shorter_than)
             and (not self.truncated or sample.get("finish_reason") == "length")
-            and (self.row is None or sample.get("row") == self.row)
-            and (self.draw is None or sample.get("draw") == self.draw)
-            and (self.index is None or sample.get("index", sample.get("sample")) == self.index)
+            and all(_SIGNS[sign](found.get(column), value) for column, sign, value in self.tests())
             and self.contains.casefold() in text.casefold()
         )
 
 
+_SIGNS: Mapping[str, Callable[[Any, Any], bool]] = {"=": operator.eq, "<": operator.lt, ">": operator.gt}
+
+
 def steps_with_samples(folder: Path) -> list[int]:
-    """The steps that have a file of samples, in order."""
     names = (re.fullmatch(r"step-(\d+)\.jsonl", path.name) for path in folder.glob("step-*.jsonl"))
-    return sorted(int(name.group(1)) for name in names if name)
+    return sorted(int(name[1]) for name in names if name)
 
 
 def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[dict[str, Any]]:
     if status not in STATUSES:
         raise ValueError(f"status {status!r} of draw {group.draw} is not one of {', '.join(STATUSES)}")
     for sample in group.samples:
+        check = checks.get((group.draw, sample.index))
+        checked: dict[str, Any] = {}
+        if check is not None and check.error is None:
+            checked = {"check_correct": check.correct, "check_reward": check.value}
         yield {
             "draw": group.draw,
             "row": group.prompt.row,
@@ -284,25 +292,16 @@ def _lines(group: Group, status: str, checks: Mapping[Key, Reward]) -> Iterator[
             "length": sample.length,
             "finish_reason": sample.finish_reason,
             "versions": [int(sample.versions[0]), int(sample.versions[-1])] if sample.length else [],
-            **_check(checks.get((group.draw, sample.index))),
+            **checked,
         }
 
 
 def _finite(value: float) -> float | None:
-    """NaN where there is none."""
     return float(value) if math.isfinite(value) else None
 
 
-def _check(found: Reward | None) -> dict[str, Any]:
-    if found is None or found.error is not None:
-        return {}
-    return {"check_correct": found.correct, "check_reward": found.value}
-
-
 def _verdict(sample: Sample) -> dict[str, Any]:
-    reward = sample.reward
-    if reward is None:
-        return {"extracted": None, "correct": None, "reward": None, "parts": {}, "error": "not scored"}
+    reward = sample.reward or Reward(None, 0.0, error="not scored")
     return {
         "extracted": reward.extracted,
         "correct": reward.correct,

@@ -1,7 +1,7 @@
-"""Weights & Biases, MLflow and trackio, each as a :class:`~dapo.observe.trackers.Tracker`.
+"""TensorBoard, Weights & Biases, MLflow and trackio, each as a :class:`~dapo.observe.tracker.Tracker`.
 
-Consumes: the recipe without its secrets, metrics, the summary. Produces: a run of each service's, under ``key``, which
-is gone on with if there is one. Nothing leaves the machine unless the service's own environment variables say so.
+Consumes: the recipe without its secrets, metrics, the summary. Produces: event files; or a run of the service, under
+``key``, which goes on if there is one. Nothing leaves the machine unless the service's environment variables say so.
 """
 
 from __future__ import annotations
@@ -9,14 +9,60 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dapo.config import flat
-from dapo.observe.trackers import Tracker, numbers_of
+from dapo.observe.tracker import Tracker, numbers_of
+from dapo.util.terminal import visible
 
 PROJECT = "dapo"
+
+
+class TensorBoardTracker:
+    """TensorBoard (``tensorboard --logdir RUN``): event files, every number of a step as a scalar, on the disk before
+    the next step begins.
+
+    What is not finite is written as it is, which TensorBoard marks. Steps without a number are left out.
+
+    Args:
+        folder: made if missing. Event files of earlier parts of the run stay beside the new one.
+        config: the recipe as YAML, shown as text; written by the first part of a run.
+        keep_until: on resume, the last step that stays: TensorBoard drops what earlier files say of later steps.
+            Below 0: all steps.
+    """
+
+    def __init__(self, folder: Path, config: str, keep_until: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import FileWriter
+        from torch.utils.tensorboard import summary as summaries
+
+        self._summary: Any = Summary
+        self._text: Any = summaries.text
+        self._writer: Any = FileWriter(str(folder))
+        if keep_until is None:
+            self._add_text("config", config.splitlines(), 0)
+        else:
+            self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), keep_until + 1)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers_of(metrics).items()]
+        if values:  # in one event: each in its own takes several times as long
+            self._writer.add_summary(self._summary(value=values), step)
+        self._writer.flush()
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        self._add_text("summary", [f"{name}: {value}" for name, value in summary.items()], int(summary.get("steps", 0)))
+
+    def _add_text(self, name: str, lines: Sequence[str], step: int) -> None:
+        code = "\n".join(f"    {visible(line)}" for line in lines)
+        self._writer.add_summary(self._text(name, code), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class WandbTracker:
@@ -48,7 +94,6 @@ class WandbTracker:
         self._run.summary.update({f"summary/{name}": value for name, value in flat(summary)})
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 
@@ -64,7 +109,9 @@ class MlflowTracker:
         self._metric = Metric
         store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
         self._client: Any = MlflowClient(store)
-        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        there = self._client.get_experiment_by_name(name)
+        experiment = str(there.experiment_id if there else self._client.create_experiment(name))
         known = self._client.search_runs([experiment], f"tags.`dapo.run` = '{key}'", max_results=1)
         if known:
             self._id: str = known[0].info.run_id
@@ -74,10 +121,6 @@ class MlflowTracker:
         params = [Param(_name(name), str(value)[:500]) for name, value in flat(recipe)]
         for first in range(0, len(params), 100):  # the most that one call takes
             self._client.log_batch(self._id, params=params[first : first + 100])
-
-    def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = int(1000 * time.time())
@@ -89,7 +132,6 @@ class MlflowTracker:
             self._client.set_tag(self._id, _name(f"summary.{name}"), str(value))
 
     def close(self) -> None:
-        """Everything is written already."""
         self._client.set_terminated(self._id)
 
 
@@ -122,7 +164,6 @@ class TrackioTracker:
         self._run.log({"summary": self._markdown(lines)}, step=int(summary.get("steps", 0)))
 
     def close(self) -> None:
-        """Write what is left."""
         self._run.finish()
 
 

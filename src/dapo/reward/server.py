@@ -1,35 +1,34 @@
 """The reward server as an application: HTTP requests in, the verdicts of one scorer out.
 
 Consumes batches of items (``protocol.py``), produces one result for each: all together in order, or one by one as they
-finish. Waits for the scorer only; what is more than can wait is turned away with 429. How the process starts, listens
-and ends is in ``serving.py``.
+finish. Waits for the scorer only; what is more than can wait is turned away with 429. A signal drains: new requests are
+answered with 503, running ones are finished within a bounded time. A second one ends the process and its workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import dapo
 from dapo.config import RewardConfig
 from dapo.config.secrets import BLANK, redact
-from dapo.errors import RewardError
+from dapo.errors import ConfigError, RewardError
 from dapo.records import Reward
+from dapo.reward.build import make_scorer
 from dapo.reward.contract import Doubt, Scorer
 from dapo.reward.protocol import (
     NDJSON,
@@ -43,8 +42,8 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.util.bounded_server import announces_more, limited
-from dapo.util.network import wrong_name
+from dapo.util.serving import Gate, Progress, is_loopback, listening_socket, metrics_response, serve_and_drain, url
+from dapo.util.version import VERSION
 
 _WORK = ("/score", "/examine")
 _OPEN = ("/health",)
@@ -64,17 +63,39 @@ class ServerLimits:
     max_text: int = 1_000_000
 
 
-class Service:
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. ``token``: what clients must bring; needed wherever others than this machine can reach."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host}: others can reach this address, so the server wants a token: put one into an "
+                "environment variable and name it with --token-env; or listen on 127.0.0.1"
+            )
+
+
+class Service(Progress):
     """A scorer with what the server knows of it: whether it is ready, what waits, what was counted."""
 
     def __init__(self, scorer: Scorer, config: RewardConfig, limits: ServerLimits, token: str | None = None) -> None:
+        super().__init__()
         self.scorer, self.config, self.limits, self.token = scorer, config, limits, token
-        self.state: Literal["starting", "ready", "draining"] = "starting"
         self.waiting = 0
         """Items that wait or are scored, and rows that are examined."""
-        self.answering = 0
-        """Requests whose answer is not yet written."""
-        self.counts = _Counts(self)
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("dapo_reward_requests", "Requests answered", ["path", "code"], registry=registry)
+        self._items = Counter("dapo_reward_items", "Items scored, failed ones counted", registry=registry)
+        self._failures = Counter("dapo_reward_failures", "Items whose score failed", registry=registry)
+        self._seconds = Histogram(
+            "dapo_reward_seconds", "From the arrival of an item to its result", buckets=_BUCKETS, registry=registry
+        )
+        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored, rows examined", registry=registry)
+        waiting.set_function(lambda: self.waiting)
 
     def scores(self, items: Sequence[Item]) -> _Scores:
         """Begin to score. Raises HTTPException: 429, too much waits already."""
@@ -100,11 +121,9 @@ class Service:
                 task.cancel()
 
     def _check_room(self, count: int) -> None:
-        if self.waiting + count > self.limits.max_waiting:
-            text = (
-                f"{self.waiting} items wait, and with these {count} it would be more than "
-                f"{self.limits.max_waiting} (--max-waiting)"
-            )
+        most = self.limits.max_waiting
+        if self.waiting + count > most:
+            text = f"{self.waiting} items wait, and with these {count} it would be more than {most} (--max-waiting)"
             raise HTTPException(429, text, {"Retry-After": "1"})
 
     async def score(self, index: int, item: Item) -> Result:
@@ -119,33 +138,29 @@ class Service:
             _log.exception("a score failed")
             reward = Reward(None, 0.0, error=f"{type(error).__name__}: {error}")
             result = Result.of(index, item, reward)
-        self.counts.item(reward, time.perf_counter() - started)
+        self._items.inc()
+        self._failures.inc(reward.error is not None)
+        self._seconds.observe(time.perf_counter() - started)
         return result
 
     def check(self, name: str, rows: Sequence[Row]) -> None:
         """Raises HTTPException: 422, there are too many ``rows``, or one holds too long a text."""
-        if len(rows) > self.limits.max_items:
-            text = f"{name}: {len(rows)} in one request; this server takes {self.limits.max_items} (--max-items)"
-            raise HTTPException(422, text)
+        most, longest = self.limits.max_items, self.limits.max_text
+        if len(rows) > most:
+            raise HTTPException(422, f"{name}: {len(rows)} in one request; this server takes {most} (--max-items)")
         for place, row in enumerate(rows):
             for key in ("prompt", "response", "answer", "prompt_end"):
                 length = len(getattr(row, key, None) or "")
-                if length > self.limits.max_text:
-                    raise HTTPException(
-                        422,
-                        f"{name}[{place}].{key}: {length} characters; this server takes {self.limits.max_text} "
-                        "(--max-text)",
-                    )
+                if length > longest:
+                    text = f"{name}[{place}].{key}: {length} characters; this server takes {longest} (--max-text)"
+                    raise HTTPException(422, text)
 
     def info(self) -> dict[str, Any]:
-        """What is served, without secrets."""
         config = redact(self.config.model_dump(mode="json"))
-        return {"kind": config["kind"], "reward": _without_args(config), "version": dapo.__version__}
+        return {"kind": config["kind"], "reward": _without_args(config), "version": VERSION}
 
 
 class _Scores:
-    """The scores of one request under way."""
-
     def __init__(self, service: Service, items: Sequence[Item]) -> None:
         self._service = service
         self._finished: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
@@ -181,81 +196,49 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-class _Counts:
-    """Metrics in a registry of their own."""
-
-    def __init__(self, service: Service) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._requests = Counter("dapo_reward_requests", "Requests answered", ["path", "code"], registry=registry)
-        self._items = Counter("dapo_reward_items", "Items scored, failed ones counted", registry=registry)
-        self._failures = Counter("dapo_reward_failures", "Items whose score failed", registry=registry)
-        self._seconds = Histogram(
-            "dapo_reward_seconds", "From the arrival of an item to its result", buckets=_BUCKETS, registry=registry
-        )
-        waiting = Gauge("dapo_reward_waiting", "Items that wait or are scored, rows examined", registry=registry)
-        waiting.set_function(lambda: service.waiting)
-
-    def request(self, path: str, code: int) -> None:
-        self._requests.labels(path, str(code)).inc()
-
-    def item(self, reward: Reward, seconds: float) -> None:
-        self._items.inc()
-        self._failures.inc(reward.error is not None)
-        self._seconds.observe(seconds)
-
-
-class _Gate:
+class _Gate(Gate):
     """Turns requests away before their body is read: without the token, too large, while starting or draining."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+        most = service.limits.max_body
+        too_large = f"the request is larger than the {most / 2**20:g} MiB that this server takes (--max-body-mb)"
+        super().__init__(app, service.token, most, too_large)
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        path = scope["path"] if scope["path"] in _WORK else "other"
-        service = self._service
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                service.counts.request(path, message["status"])
-            await send(message)
-
-        service.answering += path in _WORK
+        works = scope.get("path") in _WORK
+        self._service.answering += works
         try:
-            refusal = self._refusal(scope)
-            receive = limited(receive, service.limits.max_body, _too_large(service.limits))
-            await (refusal or self._app)(scope, receive, counted)
+            await super().__call__(scope, receive, send)
         finally:
-            service.answering -= path in _WORK
+            self._service.answering -= works
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        service, path = self._service, scope["path"]
-        headers = Headers(scope=scope)
-        given, expected = headers.get("authorization", ""), f"Bearer {service.token}"
-        wrong = wrong_name(headers.get("host", ""), "give the server a --token-env")
-        if service.token is None and wrong:
+    def begins(self, scope: Scope, message: Message) -> None:
+        path = scope["path"] if scope["path"] in _WORK else "other"
+        self._service.requests.labels(path, str(message["status"])).inc()
+
+    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        state, path = self._service.state, scope["path"]
+        if wrong := self.wrong_name(headers, "give the server a --token-env"):
             return _error(403, wrong)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
         if (
-            service.token is not None
+            self._token is not None
             and path not in _OPEN
-            and not hmac.compare_digest(given.encode("latin-1"), expected.encode())
+            and not (scheme == "Bearer" and self.is_token(given.encode("latin-1")))
         ):
             return _error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if path not in _WORK:
             return None
-        if service.state == "draining":
+        if state == "draining":
             return _error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
-        if service.state == "starting":
+        if state == "starting":
             return _error(503, "the server is starting", {"Retry-After": "1"})
-        if announces_more(headers, service.limits.max_body):
-            return _error(413, _too_large(service.limits), {"Connection": "close"})
-        return None
+        return _error(413, self._too_large, {"Connection": "close"}) if self.announces_more(headers) else None
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application around ``service``."""
-    app = FastAPI(title="dapo reward server", version=dapo.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="dapo reward server", version=VERSION, docs_url=None, redoc_url=None)
     errors: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in (401, 413, 422, 429, 500, 503)}
 
     @app.post("/score", response_model=ScoreReply, responses=errors)
@@ -276,7 +259,8 @@ def create_app(service: Service) -> ASGIApp:
         return _json(ExamineReply(doubts=[DoubtfulRow.of(doubt) for doubt in doubts]))
 
     _add_reports(app, service)
-    _add_error_handlers(app)
+    for kind in (RequestValidationError, HTTPException, RewardError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _told)
     return _Gate(app, service)
 
 
@@ -294,7 +278,7 @@ def _add_reports(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(generate_latest(service.counts.registry), media_type=CONTENT_TYPE_LATEST)
+        return metrics_response(service.registry)
 
     @app.get("/info")
     async def info() -> dict[str, Any]:
@@ -307,29 +291,21 @@ def _add_reports(app: FastAPI, service: Service) -> None:
         return {"request": ScoreRequest.model_json_schema(), "reply": ScoreReply.model_json_schema()}
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        problems = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
-        more = len(problems) - _SHOWN_PROBLEMS
-        text = "; ".join(problems[:_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-        return _error(422, text)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, str(error.detail), error.headers)
-
-    @app.exception_handler(RewardError)
-    async def broken(request: Request, error: RewardError) -> Response:
-        return _error(500, str(error), retry=False)
-
-    @app.exception_handler(Exception)
-    async def faulty(request: Request, error: Exception) -> Response:
-        return _error(500, f"a fault of the server's: {type(error).__name__}: {error}", retry=True)
-
-    @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it; it is what the metrics count it as
+async def _told(_: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error."""
+    match error:
+        case RequestValidationError():
+            problems = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
+            more = len(problems) - _SHOWN_PROBLEMS
+            return _error(422, "; ".join(problems[:_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
+        case HTTPException():
+            return _error(error.status_code, str(error.detail), error.headers)
+        case RewardError():
+            return _error(500, str(error), retry=False)
+        case ClientDisconnect():
+            return Response(status_code=499)  # nobody reads it; it is what the metrics count it as
+        case _:
+            return _error(500, f"a fault of the server's: {type(error).__name__}: {error}", retry=True)
 
 
 async def _lines(scores: _Scores, request: Request) -> AsyncIterator[str]:
@@ -353,10 +329,6 @@ def _error(
     return JSONResponse(ErrorReply.of(text, retry=later).model_dump(), code, headers)
 
 
-def _too_large(limits: ServerLimits) -> str:
-    return f"the request is larger than the {limits.max_body / 2**20:g} MiB that this server takes (--max-body-mb)"
-
-
 def _place(location: Sequence[Any]) -> str:
     """``items[3].response`` for ``("body", "items", 3, "response")``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
@@ -368,3 +340,26 @@ def _without_args(config: Any) -> Any:
     if isinstance(config, dict):
         return {key: BLANK if key == "args" and value else _without_args(value) for key, value in config.items()}
     return [_without_args(item) for item in config] if isinstance(config, list) else config
+
+
+async def serve(
+    config: RewardConfig, address: Address, limits: ServerLimits, *, drain_s: float, say: Callable[[str], object]
+) -> None:
+    """Serve until a signal comes. ``drain_s``: longest time for running requests to finish.
+    Raises ConfigError: the address cannot be listened on; RewardError: the reward cannot be started."""
+    scorer = make_scorer(config)
+    service = Service(scorer, config, limits, address.token)
+    listening = listening_socket(address.host, [address.port])
+    where = url(*listening.getsockname()[:2])
+
+    async def start() -> None:
+        say(f"listening on {where}, starting the reward ({config.kind})")
+        await scorer.start()
+
+    ready = f"ready: POST {where}/score (also /ready, /metrics, /info, /schema)"
+    try:
+        # connections are kept longer than clients keep an idle one, so that none is closed in the moment it is used
+        times = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 1}
+        await serve_and_drain(create_app(service), listening, start(), service, drain_s, say, ready, **times)
+    finally:
+        await scorer.close()

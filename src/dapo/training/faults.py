@@ -23,10 +23,10 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-import dapo
 from dapo.training.packing import PER_SEQUENCE, PackedBatch, select_tokens
 from dapo.training.policy import Policy
 from dapo.util.files import new_folder, write_json
+from dapo.util.version import VERSION
 
 if TYPE_CHECKING:
     from dapo.training.trainer import Objective
@@ -382,7 +382,7 @@ def _number(value: Any) -> Any:
 
 def _versions() -> dict[str, str]:
     return {
-        "dapo": dapo.__version__,
+        "dapo": VERSION,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

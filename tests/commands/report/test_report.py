@@ -18,11 +18,10 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo.commands import app
-from dapo.commands.report.blocks import Answer, Code, Section, Text
 from dapo.commands.report.content import sections_of
 from dapo.commands.report.costs import costs, gains, gpus_of
 from dapo.commands.report.extremes import extremes
-from dapo.commands.report.write import as_html, as_markdown, write_report
+from dapo.commands.report.write import Answer, Code, Section, Text, as_html, as_markdown, write_report
 from dapo.observe.index import SampleIndex
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView

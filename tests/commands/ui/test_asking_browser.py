@@ -141,7 +141,7 @@ def test_a_vote_that_was_not_kept_is_sent_again(browser: Any, tmp_path: Path, mo
         page = opened(browser, str(client.base_url.join("/view/votes")), [])
         page.get_by_role("button", name="Compare").click()
         with monkeypatch.context() as patch:
-            patch.setattr("dapo.commands.ui.votes.add_vote", full)
+            patch.setattr("dapo.commands.ui.playground.add_vote", full)
             page.get_by_role("button", name="Right is better").click()
             page.get_by_text("this vote is not kept yet: no space left").wait_for()
         page.get_by_role("button", name="Send the vote again").click()

@@ -135,7 +135,7 @@ def test_tokens_are_coloured_by_what_is_asked_for(page: Any, tmp_path: Path) -> 
 def test_of_a_large_group_each_sample_is_opened_by_itself(
     page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo.commands.ui.server.MOST_TOKENS", 5)  # a sample has as many, the group more
+    monkeypatch.setattr("dapo.commands.ui.samples.MOST_TOKENS", 5)  # a sample has as many, the group more
     page_run(tmp_path / "r")
     with served(tmp_path) as address:
         page.goto(f"{address}/#groups?run=r&step=1&status=kept")
@@ -315,7 +315,7 @@ def test_a_chart_is_zoomed_by_pointer_and_keys_has_a_log_scale_and_becomes_files
 def test_texts_are_found_marked_and_lead_to_their_group(
     page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo.commands.ui.search.MOST_FINDS", 2)
+    monkeypatch.setattr("dapo.commands.ui.texts.MOST_FINDS", 2)
     folder = page_run(tmp_path / "r", steps=3)
     shutil.rmtree(folder.model_before)
     with served(tmp_path) as address:

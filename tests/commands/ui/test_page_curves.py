@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dapo.commands.ui import curves
-from dapo.commands.ui.alarm_history import alarm_history
+from dapo.commands.ui.curves import alarm_history
 from dapo.observe.changes import Change
 from page_run import step_metrics
 
@@ -92,10 +92,9 @@ def test_an_older_run_has_no_wall_time_and_its_steps_left_the_evaluation_out() -
 
 
 def test_recipes_differ_in_the_keys_that_have_other_values() -> None:
-    one = {"seed": 1, "run": {"dir": "a"}, "training": {"steps": 5, "lr": 1e-3}}
-    two = {"seed": 1, "run": {"dir": "b"}, "training": {"steps": 6, "lr": 1e-3, "new": None}}
+    one = {"seed": 1, "run.dir": "a", "training.steps": 5, "training.lr": 1e-3}
+    two = {"seed": 1, "run.dir": "b", "training.steps": 6, "training.lr": 1e-3, "training.new": None}
     assert curves.differing([one, two]) == ["run.dir", "training.steps"]
-    assert curves.ablation_keys([one, two]) == ["training.steps"]
     assert curves.differing([one]) == []
 
 

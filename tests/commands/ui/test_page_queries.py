@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from dapo.commands.ui import queries
-from dapo.commands.ui.queries import GroupFilter
+from dapo.commands.ui.queries import GroupFilter, thinned
 from dapo.commands.ui.runs import NotHere, Runs, check_folders
 from dapo.commands.ui.texts import pieces, tokens_of
-from dapo.commands.ui.thinned import thinned
 from dapo.errors import UserError
 from page_run import add_step, page_run
 from run_cases import TOKENIZER

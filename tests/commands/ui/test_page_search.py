@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from dapo.commands.ui import search as searching
-from dapo.commands.ui.search import search
-from dapo.commands.ui.texts import summary_of
+from dapo.commands.ui import texts as searching
+from dapo.commands.ui.texts import search, summary_of
 from dapo.errors import UserError
 from dapo.observe.samples import write_samples
 from page_run import RIGHT, WRONG, made_group

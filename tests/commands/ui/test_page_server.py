@@ -35,7 +35,7 @@ from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import write_samples
 from dapo.util.files import lock_file
-from dapo.util.network import listening_socket
+from dapo.util.serving import listening_socket
 from page_run import RIGHT, SCRIPT, add_step, made_group, page_run, served
 
 pytest.importorskip("duckdb")
@@ -228,8 +228,8 @@ def test_a_fault_of_ours_is_not_told_as_something_missing(page: str, monkeypatch
 def test_of_a_large_group_there_are_beginnings_and_each_sample_by_itself(
     page: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dapo.commands.ui.server.MOST_TOKENS", 4)
-    monkeypatch.setattr("dapo.commands.ui.server.BEGINNING", 8)
+    monkeypatch.setattr("dapo.commands.ui.samples.MOST_TOKENS", 4)
+    monkeypatch.setattr("dapo.commands.ui.samples.BEGINNING", 8)
     found = get(f"{page}/api/group?run=r&step=1&draw=10")[1]
     first = found["samples"][0]
     assert not found["whole"] and (first["response"], first["tokens"]) == ("<script> …", {}) and first["length"] == 5

@@ -16,8 +16,8 @@ import pytest
 import dapo.commands.ui
 from dapo.commands.ui import answering, models
 from dapo.commands.ui.answering import Answerer, Asked, Busy
-from dapo.commands.ui.pieces import Pieces
-from dapo.commands.ui.questions import Question, Questions, models_of
+from dapo.commands.ui.models import Question, Questions, models_of
+from dapo.commands.ui.texts import Pieces
 from dapo.errors import UserError
 from dapo.inference.generate import Response, generate_responses
 from dapo.inference.model import find_model, inference_config
@@ -281,12 +281,6 @@ def test_a_recipe_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 
 # --- the text of tokens -------------------------------------------------------------------------------------------
-
-
-def test_a_character_comes_with_its_last_byte() -> None:
-    text = "aé→😀b"
-    pieces = Pieces(lambda ids: bytes(ids).decode("utf-8", "replace")).add(list(text.encode()), last=True)
-    assert pieces == ["a", "", "é", "", "", "→", "", "", "", "😀", "b"]
 
 
 def test_what_never_becomes_a_character_is_shown_at_the_end() -> None:

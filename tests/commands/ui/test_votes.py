@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from dapo.commands import app
 from dapo.errors import UserError
-from dapo.evaluation.statistics import estimate_share
 from dapo.evaluation.votes import Choice, Shown, Vote, add_vote, preference_pairs, read_votes, tallies, votes_path
 from dapo.reward.build import make_scorer
 from ui_run import HELD_OUT, run_with_models, serving, stream
@@ -62,7 +61,7 @@ def test_sides_are_drawn_anew_and_no_prompt_comes_twice_to_the_same_person(
 ) -> None:
     root, client = served
     drawn = random.Random(0)  # so both orders come
-    monkeypatch.setattr("dapo.commands.ui.votes.secrets.SystemRandom", lambda: drawn)
+    monkeypatch.setattr("dapo.commands.ui.playground.secrets.SystemRandom", lambda: drawn)
     rows = []
     for _ in range(6):
         shown = next_pair(client, who="ann").json()
@@ -180,13 +179,6 @@ def test_only_votes_that_found_one_better_are_pairs() -> None:
     (pair,) = preference_pairs([a_vote("tie"), a_vote("right"), a_vote("both_bad")])
     assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("1+1=", f"of {AFTER}", f"of {BEFORE}")
     assert (pair["chosen_model"], pair["rejected_model"], pair["who"], pair["time"]) == (AFTER, BEFORE, "ann", 12.5)
-
-
-def test_the_interval_of_a_share_is_wilsons() -> None:
-    found = estimate_share(8, 10)
-    assert (found.value, found.low, found.high) == pytest.approx((0.8, 0.490, 0.943), abs=5e-4)
-    assert (estimate_share(10, 10).low, estimate_share(10, 10).high) == pytest.approx((0.722, 1.0), abs=5e-4)
-    assert estimate_share(0, 10).low == 0.0
 
 
 def test_each_pair_of_models_has_its_own_count_and_enough_votes_decide() -> None:

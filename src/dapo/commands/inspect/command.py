@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from dapo.observe.samples import SampleFilter
 
 _sample_option = partial(typer.Option, rich_help_panel="Options for --samples")
+_Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.", autocompletion=complete_run)
+]
+_METRICS = typer.Option(
+    metavar="NAME,...",
+    help="Show these metrics of every step, such as accuracy,'clip/*'.",
+    autocompletion=complete_metric,
+)
+_STATUS = _sample_option(
+    metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...", autocompletion=complete_status
+)
 
 
 class _Correct(StrEnum):
@@ -38,39 +49,17 @@ class _Sort(StrEnum):
     gap_max = "gap"
 
 
-class _Shown(StrEnum):
-    cut = "cut"
-    full = "full"
-    table = "table"
-    json = "json"
-
-
-_WIDE = 200
-"""Cells in a line of a table where there is no terminal."""
+_WIDE = 200  # cells in a line of a table where there is no terminal
 
 
 def inspect(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Run folder, or a folder of several.", autocompletion=complete_run)
-    ],
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="Show these metrics of every step, such as accuracy,'clip/*'.",
-            autocompletion=complete_metric,
-        ),
-    ] = None,
+    run: _Run,
+    metrics: Annotated[str | None, _METRICS] = None,
     steps: Annotated[
         str | None, typer.Option("--steps", "--step", metavar="N|A:B", help="Of these steps only.")
     ] = None,
     samples: Annotated[bool, typer.Option("--samples", help="Show samples; by default of the last step.")] = False,
-    status: Annotated[
-        str | None,
-        _sample_option(
-            metavar="STATUS,...", help="Kept, or why not: kept, all_wrong, ...", autocompletion=complete_status
-        ),
-    ] = None,
+    status: Annotated[str | None, _STATUS] = None,
     correct: Annotated[_Correct | None, _sample_option(help="Right or wrong ones.")] = None,
     longer_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
     shorter_than: Annotated[int | None, _sample_option(help="In tokens.")] = None,
@@ -101,18 +90,20 @@ def inspect(
 
         right = None if correct is None else correct is _Correct.true
         wanted = SampleFilter(statuses(status), right, longer_than, shorter_than, truncated, row, draw, index, contains)
-        asks_for_samples = samples or wanted != SampleFilter() or sort is not None or full or table
+        asks_for_samples = samples or wanted != SampleFilter() or sort or full or table
         if asks_for_samples and metrics is not None:
             raise ConfigError("--metrics: cannot be shown together with samples; ask for one of them at a time")
         span = step_range(steps)
         if not is_run(run) and (found := runs_in(run)):
             _runs(found, as_json)
         elif diff is not None:
-            _require_alone(span, wanted, sort, table)
+            others = {"--step": span, "--sort": sort, "--table": table, "a filter": wanted != SampleFilter(row=row)}
+            for name in (name for name, given in others.items() if given):
+                alone = "it compares all samples of one --prompt ROW"
+                raise ConfigError(f"--diff: cannot be combined with {name}; {alone}")
             _diff(RunView.read(run), diff, row, limit, as_json)
         elif asks_for_samples:
-            ways = {_Shown.json: as_json, _Shown.table: table, _Shown.full: full, _Shown.cut: True}
-            shown_as = next(way for way, asked in ways.items() if asked)
+            shown_as = "json" if as_json else "table" if table else "full" if full else "cut"
             _samples(RunView.read(run), span, wanted, sort and sort.name, limit, shown_as)
         elif metrics is not None:
             _metrics(RunView.read(run), metrics, span, as_json)
@@ -120,18 +111,8 @@ def inspect(
             _overview(RunView.read(run), span, as_json)
 
 
-def _require_alone(span: Steps, wanted: SampleFilter, sort: _Sort | None, table: bool) -> None:
-    """Raises ConfigError if something was asked for that a comparison of two steps does not look at."""
-    from dapo.observe.samples import SampleFilter
-
-    others = {"--step": span, "--sort": sort, "--table": table, "a filter": wanted != SampleFilter(row=wanted.row)}
-    for name, given in others.items():
-        if given:
-            raise ConfigError(f"--diff: cannot be combined with {name}; it compares all samples of one --prompt ROW")
-
-
 def _runs(folders: Iterable[Path], as_json: bool) -> None:
-    from dapo.commands.inspect.run_report import run_as_json, runs_table
+    from dapo.commands.inspect import run_report
     from dapo.observe.run_view import RunView
 
     runs, spoilt = [], {}
@@ -142,47 +123,47 @@ def _runs(folders: Iterable[Path], as_json: bool) -> None:
             spoilt[folder] = str(error)
     if as_json:
         unreadable = [{"run_dir": str(folder), "state": "unreadable", "why": why} for folder, why in spoilt.items()]
-        print_json([*(run_as_json(run) for run in runs), *unreadable])
+        whole = (run_report.as_json(run, None) for run in runs)
+        print_json([*({name: one[name] for name in run_report.BRIEF} for one in whole), *unreadable])
     else:
-        print_lines(runs_table(runs, terminal_width()))
+        print_lines(run_report.runs_table(runs, terminal_width()))
         print_lines(f"cannot be read: {visible(why)}" for why in spoilt.values())
 
 
-def _overview(run: RunView, span: tuple[int, int] | None, as_json: bool) -> None:
-    from dapo.commands.inspect.run_report import as_json as overview
-    from dapo.commands.inspect.run_report import report
+def _overview(run: RunView, span: Steps, as_json: bool) -> None:
+    from dapo.commands.inspect import run_report
 
     if as_json:
-        print_json(overview(run, span))
+        print_json(run_report.as_json(run, span))
     else:
-        print_lines(report(run, span, terminal_width(), Terminal().options.ascii_only))
+        print_lines(run_report.report(run, span, terminal_width(), Terminal().options.ascii_only))
 
 
-def _metrics(run: RunView, patterns: str, span: tuple[int, int] | None, as_json: bool) -> None:
-    from dapo.commands.inspect.run_report import chosen, in_range, metrics_table, with_any
+def _metrics(run: RunView, patterns: str, span: Steps, as_json: bool) -> None:
+    from dapo.commands.inspect.run_report import chosen, in_range, metrics_table
 
-    entries = in_range(run.metrics, span)
     names = chosen(patterns, run.metrics)
+    entries = [e for e in in_range(run.metrics, span) if any(name in e for name in names)]
     if as_json:
-        print_json([{name: e[name] for name in ["step", *names] if name in e} for e in with_any(entries, names)])
+        print_json([{name: e[name] for name in ["step", *names] if name in e} for e in entries])
     else:
         print_lines(metrics_table(entries, names, terminal_width()))
 
 
-def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None, limit: int, shown_as: _Shown) -> None:
+def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None, limit: int, shown_as: str) -> None:
     from dapo.commands.inspect.sample_report import show, table
     from dapo.observe.sample_query import find
 
     found = find(run, span, wanted, order, limit)
-    if shown_as is _Shown.json:
+    if shown_as == "json":
         print_json(found.samples)
         return
-    if shown_as is _Shown.table:
+    if shown_as == "table":
         width = terminal_width() or _WIDE
         Terminal(width=width, highlight=False).print(table(found.samples, width))
     else:
-        full = shown_as is _Shown.full
-        print_lines(line for sample in found.samples for line in [*show(sample, terminal_width() or 100, full), ""])
+        whole = shown_as == "full"
+        print_lines(line for sample in found.samples for line in [*show(sample, terminal_width() or 100, whole), ""])
     cut = f", {len(found.samples)} shown (--limit)" if len(found.samples) < found.matching else ""
     print_lines([f"{found.matching} of {counted(found.total, 'sample')}{cut}"])
 
@@ -190,7 +171,7 @@ def _samples(run: RunView, span: Steps, wanted: SampleFilter, order: str | None,
 def _diff(run: RunView, steps: tuple[int, int], row: int | None, limit: int, as_json: bool) -> None:
     from rich.text import Text
 
-    from dapo.commands.inspect.sample_diff import diff_report, two_steps
+    from dapo.commands.inspect.sample_report import diff_report, two_steps
 
     before, after = two_steps(run, steps, row)
     if as_json:

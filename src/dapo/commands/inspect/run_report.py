@@ -24,8 +24,7 @@ WATCHED = (
 
 _MOST_STEPS, _CURVE = 8, 16
 
-Steps = tuple[int, int] | None
-"""First and last step to look at, both included; None: all."""
+Steps = tuple[int, int] | None  # first and last step to look at, both included; None: all
 
 
 def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> Iterator[str]:
@@ -40,13 +39,14 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
     evaluations = in_range(run.evaluations, steps)
     if evaluations:
         yield ""
-        yield from _evaluations(evaluations, width)
+        found = _present(evaluations, "eval/*")
+        rows = [[_when(e["step"]), *(number(n, e.get(n)) for n in found)] for e in _spread(evaluations, 20)]
+        yield from columns(["evaluation", *(name.removeprefix("eval/") for name in found)], rows, width)
     for warning in run.warnings():
         yield f"warning: {warning}"
 
 
 def facts(run: RunView) -> list[tuple[str, str]]:
-    """What the run is, as label and text."""
     planned = "?" if run.steps_planned is None else run.steps_planned
     checkpoints, best = [*run.checkpoints], run.best
     if run.damage:
@@ -97,8 +97,11 @@ def as_json(run: RunView, steps: Steps) -> dict[str, Any]:
     }
 
 
+BRIEF = ("run_dir", "state", "why", "steps", "steps_planned", "accuracy_before", "accuracy_after", "seconds")
+"""What is told of each of several runs."""
+
+
 def in_range(entries: Sequence[dict[str, Any]], steps: Steps) -> list[dict[str, Any]]:
-    """The lines of metrics of the steps asked for."""
     return [e for e in entries if steps is None or steps[0] <= e["step"] <= steps[1]]
 
 
@@ -117,18 +120,11 @@ def _course(
     yield from columns(header, rows, width)
 
 
-def _evaluations(entries: Sequence[Mapping[str, Any]], width: int | None) -> Iterator[str]:
-    names = _present(entries, "eval/*")
-    rows = [[_when(e["step"]), *(number(name, e.get(name)) for name in names)] for e in _spread(entries, 20)]
-    yield from columns(["evaluation", *(name.removeprefix("eval/") for name in names)], rows, width)
-
-
 def _when(step: int) -> str:
     return f"after step {step}" if step else "before training"
 
 
 def _spread(entries: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the entries, the first and the last among them, evenly spread."""
     if len(entries) <= most:
         return list(entries)
     return [entries[round(place * (len(entries) - 1) / (most - 1))] for place in range(most)]
@@ -159,14 +155,8 @@ def _present(entries: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
 
 
 def metrics_table(entries: Sequence[Mapping[str, Any]], names: Sequence[str], width: int | None) -> Iterator[str]:
-    """Steps as rows and metrics as columns; steps without any of them are left out."""
-    rows = [[str(e["step"]), *(number(name, e.get(name)) for name in names)] for e in with_any(entries, names)]
+    rows = [[str(e["step"]), *(number(name, e.get(name)) for name in names)] for e in entries]
     yield from columns(["step", *names], rows, width)
-
-
-def with_any(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The entries that hold at least one of the metrics."""
-    return [e for e in entries if any(name in e for name in names)]
 
 
 def runs_table(runs: Sequence[RunView], width: int | None) -> Iterator[str]:
@@ -179,13 +169,6 @@ def runs_table(runs: Sequence[RunView], width: int | None) -> Iterator[str]:
         name = visible(Path(run.folder.root).name)
         rows.append([name, run.state, f"{run.steps_done}/{planned}", before, after, seconds])
     yield from columns(["run", "state", "steps", "accuracy before", "after", "wall time"], rows, width)
-
-
-def run_as_json(run: RunView) -> dict[str, Any]:
-    """The line of :func:`runs_table` for programs."""
-    wanted = ("run_dir", "state", "why", "steps", "steps_planned", "accuracy_before", "accuracy_after", "seconds")
-    overview = as_json(run, None)
-    return {name: overview[name] for name in wanted}
 
 
 def _get(config: Mapping[str, Any], section: str, key: str) -> str:

@@ -28,16 +28,13 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | N
             end += 1
         shown = [0, *range(start, min(end, len(header)))]
         for row in [header, *rows]:
-            yield "  ".join(_padded(row[place], widths[place], left=place == 0) for place in shown).rstrip()
+            gaps = [" " * (widths[place] - cell_len(row[place])) for place in shown]
+            cells = [row[p] + gap if p == 0 else gap + row[p] for p, gap in zip(shown, gaps, strict=True)]
+            yield "  ".join(cells).rstrip()
         if end >= len(header):
             return
         start = end
         yield ""
-
-
-def _padded(text: str, width: int, left: bool) -> str:
-    gap = " " * (width - cell_len(text))
-    return text + gap if left else gap + text
 
 
 def number(name: str, value: Any) -> str:

@@ -11,15 +11,14 @@ from typing import Any
 from dapo.commands.inspect.run_report import facts
 from dapo.commands.inspect.tables import number
 from dapo.commands.report import figures
-from dapo.commands.report.blocks import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.commands.report.costs import Costs, Gain, costs, gains, total
 from dapo.commands.report.extremes import extremes
+from dapo.commands.report.write import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.config import flat
 from dapo.errors import UserError
 from dapo.observe.metrics import PHASES, describe
 from dapo.observe.progress import duration
 from dapo.observe.run_view import HACKING, OUTCOMES, RunView
-from dapo.util.files import read_json
 from dapo.util.terminal import counted
 
 Entry = Mapping[str, Any]
@@ -28,42 +27,37 @@ Entry = Mapping[str, Any]
 def sections_of(run: RunView) -> list[Section]:
     """All sections; one that has nothing to say yet says so."""
     steps = [e for e in run.metrics if e["step"]]
-    return [
-        Section("The run", _run(run)),
-        Section("Evaluation", _evaluation(run)),
-        Section("Curves", _curves(run)),
-        Section("Costs", _costs(run)),
-        Section("Dynamic sampling", _sampling(run, steps)),
-        Section("Time", _time(steps)),
-        Section("Alarms", _alarms(run)),
-        Section("Samples", _samples(run)),
-        Section("Configuration", _configuration(run)),
-        Section("Machine and versions", _machine(run)),
-        Section("To reproduce", _reproduce(run)),
-    ]
+    found = {
+        "The run": _run(run),
+        "Evaluation": _evaluation(run),
+        "Curves": _curves(run),
+        "Costs": _costs(run),
+        "Dynamic sampling": _sampling(run, steps),
+        "Time": _time(steps),
+        "Alarms": _alarms(run),
+        "Samples": _samples(run),
+        "Configuration": _configuration(run),
+        "Machine and versions": _machine(run),
+        "To reproduce": _reproduce(run),
+    }
+    return [Section(title, blocks) for title, blocks in found.items()]
 
 
 def _run(run: RunView) -> list[Block]:
     left_out = ("command", "checkpoints", "samples")
     rows = [[name, value] for name, value in facts(run) if name not in left_out]
-    data = run.recipe.get("data")
-    if isinstance(data, Mapping) and data.get("train"):
-        rows.append(["trained on", _paths(data["train"])])
-    evaluated = run.config.get("evaluation")
-    if isinstance(evaluated, Mapping) and evaluated.get("data"):
-        rows.append(["evaluated on", _paths(evaluated["data"])])
+    for name, config, section, key in (
+        ("trained on", run.recipe, "data", "train"),
+        ("evaluated on", run.config, "evaluation", "data"),
+    ):
+        named = config.get(section)
+        if isinstance(named, Mapping) and named.get(key):
+            several = named[key] if isinstance(named[key], list) else [named[key]]  # texts, or mappings with a path
+            paths = (str(item.get("path", item)) if isinstance(item, Mapping) else str(item) for item in several)
+            rows.append([name, ", ".join(paths)])
     reward = run.recipe.get("reward")
-    if isinstance(reward, Mapping):
-        reward = reward.get("kind")
-    if reward:
-        rows.append(["reward", str(reward)])
-    return [Rows(["", ""], rows)]
-
-
-def _paths(items: Any) -> str:
-    """Of items of data, each a text or a mapping with a path."""
-    several = items if isinstance(items, list) else [items]
-    return ", ".join(str(item.get("path", item)) if isinstance(item, Mapping) else str(item) for item in several)
+    reward = reward.get("kind") if isinstance(reward, Mapping) else reward
+    return [Rows(["", ""], [*rows, ["reward", str(reward)]] if reward else rows)]
 
 
 # --- what it learned ----------------------------------------------------------------------------------------------
@@ -76,7 +70,8 @@ def _evaluation(run: RunView) -> list[Block]:
     names = ["eval/accuracy", "eval/reward", "eval/response_length", "eval/truncated", "eval/no_answer"]
     names += sorted({n for e in found for n in e if n.startswith(("eval/pass@", "eval/maj@", "eval/part/"))})
     names = [name for name in names if any(e.get(name) is not None for e in found)]
-    shown = {found[0]["step"]: found[0]} | _best_of(run, found) | {found[-1]["step"]: found[-1]}
+    ends = (found[0]["step"], run.best.get("step"), found[-1]["step"])
+    shown = {entry["step"]: entry for entry in found if entry["step"] in ends}
     header = ["", *map(_column, names)]
     rows = [
         [_when(step, run), *(_with_interval(entry, name) for name in names)] for step, entry in sorted(shown.items())
@@ -93,10 +88,6 @@ def _column(name: str) -> str:
     metric = describe(name)
     unit = ", tokens" if metric is not None and metric.unit == "tokens" else ""  # shares show what they are
     return name.removeprefix("eval/").replace("_", " ") + unit
-
-
-def _best_of(run: RunView, found: Sequence[Entry]) -> dict[int, Entry]:
-    return {e["step"]: e for e in found if e["step"] == run.best.get("step")}
 
 
 def _when(step: int, run: RunView) -> str:
@@ -166,9 +157,8 @@ def _gain_row(gain: Gain, spent: Costs) -> list[str]:
             return "not known" if gain.points > 0 else "nothing gained"
         return f"{cost:,.0f}" if cost >= 100 else f"{cost:,.3g}"
 
-    amounts = (spent.tokens, spent.seconds, spent.gpu_seconds)
     ends = (f"{value / gain.point:.4g}" for value in (gain.before, gain.after))
-    return [gain.what, *ends, f"{gain.points:+.4g}", *map(each, amounts)]
+    return [gain.what, *ends, f"{gain.points:+.4g}", *map(each, (spent.tokens, spent.seconds, spent.gpu_seconds))]
 
 
 def _gpu_text(whole: Costs) -> str:
@@ -189,10 +179,8 @@ def _sampling(run: RunView, steps: Sequence[Entry]) -> list[Block]:
     told = f"{drawn:,.0f} groups were drawn and {kept:,.0f} trained on"
     told += f": {drawn / kept:.2f} for each one kept. " if kept else ". "
     if generated:
-        told += (
-            f"{generated:,.0f} tokens were generated, {wasted / generated:.1%} of them in draws that nobody needed; "
-        )
-        told += f"the updates counted {loss:,.0f} in their loss."
+        needless = f"{wasted / generated:.1%} of them in draws that nobody needed"
+        told += f"{generated:,.0f} tokens were generated, {needless}; the updates counted {loss:,.0f} in their loss."
     plot = _plot("sampling", "groups by what their samples were, and tokens, over the steps", figures.sampling(steps))
     return [Text(told), Rows(["status", "groups", "of those drawn", ""], rows), *plot]
 
@@ -215,7 +203,7 @@ def _alarms(run: RunView) -> list[Block]:
     for sign, steps in run.hacking.items():
         seen = HACKING.get(sign, "; or ".join(HACKING.values()))
         said.append(f"reward hacking? In {counted(len(steps), 'step')}, last in step {steps[-1]}: {seen}")
-    return [Rows(["what was seen"], [[text] for text in said])] if said else [Text("None.")]
+    return [Rows(["what was seen"], [[text] for text in said]) if said else Text("None.")]
 
 
 def _alarms_again(run: RunView) -> list[str]:
@@ -239,26 +227,21 @@ def _samples(run: RunView) -> list[Block]:
     steps, best, worst = extremes(run)
     if not steps:
         return [Text("No samples are stored yet." if run.saves_samples else "The recipe says run.save_samples=false.")]
-    blocks: list[Block] = [
-        Text(
-            f"By reward, one of each prompt, the latest step first; looked for in {len(steps)} of the steps from "
-            f"{steps[0]} to {steps[-1]}. `dapo inspect RUN --samples` shows the others."
-        )
-    ]
-    for title, several in (("best", best), ("worst", worst)):
-        blocks += [_answer(f"{title} {place}", sample) for place, sample in enumerate(several, start=1)]
-    return blocks
+    said = (
+        f"By reward, one of each prompt, the latest step first; looked for in {len(steps)} of the steps from "
+        f"{steps[0]} to {steps[-1]}. `dapo inspect RUN --samples` shows the others."
+    )
+    both = {"best": best, "worst": worst}
+    answers = [_answer(f"{title} {n}", s) for title, several in both.items() for n, s in enumerate(several, start=1)]
+    return [Text(said), *answers]
 
 
 def _answer(title: str, sample: Mapping[str, Any]) -> Answer:
     right = {True: "right", False: "wrong"}.get(sample.get("correct"), "no verdict")  # type: ignore[arg-type]
     reward = "-" if sample.get("reward") is None else f"{sample['reward']:.4g}"
     heading = [f"{title}: reward {reward}", right, f"step {sample['step']}", f"row {sample.get('row')}"]
-    heading += [
-        f"{sample.get('length')} tokens",
-        f"found {sample.get('extracted')!r}",
-        f"wanted {sample.get('gold')!r}",
-    ]
+    answers = (f"{name} {sample.get(key)!r}" for name, key in (("found", "extracted"), ("wanted", "gold")))
+    heading += [f"{sample.get('length')} tokens", *answers]
     return Answer(", ".join(heading), str(sample.get("prompt") or ""), str(sample.get("response") or ""))
 
 
@@ -283,11 +266,6 @@ def _changes(config: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [name, _text(value), " or ".join(dict.fromkeys(defaults)) or "-"]
 
 
-def _flat(found: Any) -> Iterator[tuple[str, Any]]:
-    """Nothing where a file holds no mapping in this place."""
-    return flat(found) if isinstance(found, Mapping) else iter(())
-
-
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
@@ -297,51 +275,35 @@ def _machine(run: RunView) -> list[Block]:
     names = ("started", "platform", "machine", "cores", "dapo", "python")
     rows = [[name, str(environment[name])] for name in names if environment.get(name) is not None]
     for section in ("packages", "threads", "git"):
-        rows += [[key, _text(value)] for key, value in _flat(environment.get(section)) if value is not None]
+        found = environment.get(section)
+        found = flat(found) if isinstance(found, Mapping) else ()
+        rows += [[key, _text(value)] for key, value in found if value is not None]
     again = environment.get("resumed")
     rows += [["resumed", str(each.get("started"))] for each in again or [] if isinstance(each, Mapping)]
-    if not rows:
-        return [Text("The run did not record its machine.")]
-    return [Rows(["", ""], rows)]
+    return [Rows(["", ""], rows) if rows else Text("The run did not record its machine.")]
 
 
 def _reproduce(run: RunView) -> list[Block]:
-    root, environment = str(run.folder.root), run.environment
+    environment, section = run.environment, run.config.get("run")
     lines = [f"cd {shlex.quote(str(environment['folder']))}"] if environment.get("folder") else []
     git = environment.get("git")
     if isinstance(git, Mapping) and git.get("commit"):
         lines.append(f"git checkout {git['commit']}" + ("  # files differed from it" if git.get("dirty") else ""))
     command = [str(word) for word in environment.get("command") or []]
-    if command:
-        lines.append(shlex.join(_program(command[0]) + command[1:]))
+    if command:  # as one types it: what is recorded is the path of a file
+        path = Path(command[0])
+        program = ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
+        lines.append(shlex.join(program + command[1:]))
     lines.append("# or, from the recipe as it was resolved:")
-    place = _recorded_place(run) or root
+    # the run folder as its recipe names it: relative to the folder that the command was started in
+    place = (isinstance(section, Mapping) and section.get("dir")) or run.folder.root
     lines.append(shlex.join(["dapo", "train", f"{place}/config.yaml", f"run.dir={place}-again"]))
     blocks: list[Block] = [Code("\n".join(lines))]
     if run.reward_from_python:
         blocks.append(Text(f"The reward was the Python function {run.reward_from_python}: no command has it."))
-    if run.environment.get("resumed"):
+    if environment.get("resumed"):
         blocks.append(Text("The run was resumed; the first command is shown."))
-    hashes = [[key, _text(value)] for key, value in _flat(_fingerprint(run.folder.fingerprint))]
+    hashes = [[key, _text(value)] for key, value in flat(run.fingerprint)]
     if hashes:
         blocks += [Text("It started from these (fingerprint.json):"), Rows(["", ""], hashes)]
     return blocks
-
-
-def _recorded_place(run: RunView) -> str | None:
-    """The run folder as its recipe names it: relative to the folder that the command was started in."""
-    section = run.config.get("run")
-    return str(section["dir"]) if isinstance(section, Mapping) and section.get("dir") else None
-
-
-def _program(name: str) -> list[str]:
-    """As one types it: what is recorded is the path of a file."""
-    path = Path(name)
-    return ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
-
-
-def _fingerprint(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}

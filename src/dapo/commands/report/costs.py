@@ -31,7 +31,6 @@ class Gain:
 
     @property
     def points(self) -> float:
-        """How many; below zero where it was lost."""
         return (self.after - self.before) / self.point
 
     def cost(self, spent: float | None) -> float | None:
@@ -56,24 +55,18 @@ class Costs:
 
 
 def costs(run: RunView, until: int | None = None) -> Costs:
-    """What the steps up to ``until`` (None: all) took."""
     entries = [e for e in run.metrics if until is None or e["step"] <= until]
-    return Costs(
-        seconds=total(entries, "time/step"),
-        gpus=gpus_of(run),
-        tokens=int(total(entries, "tokens/generated")),
-        wasted=int(total(entries, "tokens/wasted")),
-    )
+    tokens, wasted = (int(total(entries, f"tokens/{name}")) for name in ("generated", "wasted"))
+    return Costs(total(entries, "time/step"), gpus_of(run), tokens, wasted)
 
 
 def total(entries: Sequence[Entry], name: str) -> float:
-    """Sum of a metric over the steps that have it."""
     return float(sum(e[name] for e in entries if e.get(name) is not None))
 
 
 def gpus_of(run: RunView) -> int | None:
     """GPUs of the run: those that its resources were watched on, or none if it could not use any."""
-    watched = _watched_gpus(run.folder.root / "resources.jsonl")
+    watched = _watched_gpus(run.folder.resources)
     if watched is not None:
         return watched
     runtime, packages = run.config.get("runtime"), run.environment.get("packages")
@@ -99,20 +92,18 @@ def _watched_gpus(path: Path) -> int | None:
 def gains(run: RunView) -> list[Gain]:
     """Of accuracy and reward: on held-out rows where there was an evaluation before and after, else in training."""
     found = []
-    for name, what, point in (
-        ("accuracy", "accuracy, percentage points", 0.01),
-        ("reward", "reward, points of 1", 1.0),
+    for name, metric, what, point in (
+        ("accuracy", "accuracy", "accuracy, percentage points", 0.01),
+        ("reward", "reward/mean", "reward, points of 1", 1.0),
     ):
         held_out = [pair for pair in _values(run.metrics, f"eval/{name}") if pair[0] >= run.comparable_from]
-        trained = [pair for pair in _values(run.metrics, "reward/mean" if name == "reward" else name) if pair[0]]
+        trained = [pair for pair in _values(run.metrics, metric) if pair[0]]
         if len(held_out) > 1:
             found.append(Gain(f"held-out {what}", held_out[0][1], held_out[-1][1], held_out[-1][0], point))
         elif len(trained) > 1:
-            ends = min(ENDS, len(trained) // 2)
-            first, last = (fmean(value for _, value in part) for part in (trained[:ends], trained[-ends:]))
-            compared = (
-                f"means of the first {ends} and the last {ends} steps" if ends > 1 else "the first and the last step"
-            )
+            n = min(ENDS, len(trained) // 2)
+            first, last = (fmean(value for _, value in part) for part in (trained[:n], trained[-n:]))
+            compared = f"means of the first {n} and the last {n} steps" if n > 1 else "the first and the last step"
             found.append(Gain(f"training {what}: {compared}", first, last, trained[-1][0], point))
     return found
 

@@ -2,93 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dapo.errors import UserError
 from dapo.observe.index import SampleIndex, has_duckdb
 from dapo.observe.run_view import RunView
-from dapo.observe.sample_rows import read_line
-from dapo.observe.samples import read_samples, samples_path
+from dapo.observe.sample_rows import read_line, rows_of
 
-LOOKED_AT, SHOWN = 20, 4
-"""Steps whose samples are read where there is no index, and samples of each sort."""
+LOOKED_AT, SHOWN = 20, 4  # steps whose samples are read where there is no index, and samples of each sort
 
-CANDIDATES = 200
-"""Samples that are tried for their texts: somebody may have removed those of some steps."""
+CANDIDATES = 200  # samples that are tried for their texts: somebody may have removed those of some steps
 
 Line = Mapping[str, Any]
-Found = tuple[list[int], list[Line], list[Line]]
-"""The steps that were looked at, best and worst."""
+Found = tuple[list[int], list[Line], list[Line]]  # the steps that were looked at, best and worst
 
 
 def extremes(run: RunView) -> Found:
     """One of each prompt: by reward, then the latest step, and of equals the shortest of the good ones and the longest
-    of the bad ones. A step whose samples are spoilt, or were removed meanwhile, is left out.
-    """
+    of the bad ones. A step whose samples are spoilt, or were removed meanwhile, is left out."""
     if has_duckdb() and (run.folder.samples / "index/manifest.json").is_file():
-        return _by_index(run)
-    return _of_some_steps(run)
+        index = SampleIndex(run.folder.root)
+        index.refresh()
+        orders = ("reward DESC, step DESC, length", "reward, step DESC, length DESC")
+        best, worst = (_with_texts(run, _first_rows(index, order)) for order in orders)
+        return index.steps, best, worst
+    steps, rows = _some_steps(run)
+    best, worst = (_with_texts(run, _in_order(rows, sign)) for sign in (-1, 1))
+    return steps, best, worst
 
 
-def _by_index(run: RunView) -> Found:
-    index = SampleIndex(run.folder.root)
-    index.refresh()
-    best, worst = (
-        _first_rows(run, index, order) for order in ("reward DESC, step DESC, length", "reward, step DESC, length DESC")
-    )
-    return index.steps, best, worst
-
-
-def _first_rows(run: RunView, index: SampleIndex, order: str) -> list[Line]:
-    connection = index.connection()
-    connection.execute(
+def _first_rows(index: SampleIndex, order: str) -> Iterator[Line]:
+    found = index.connection().execute(
         f"""SELECT step, text_offset, text_length FROM samples WHERE reward IS NOT NULL
             QUALIFY row_number() OVER (PARTITION BY "row" ORDER BY {order}) = 1 ORDER BY {order} LIMIT {CANDIDATES}"""
     )
-    rows = [{"step": step, "text_offset": start, "text_length": size} for step, start, size in connection.fetchall()]
-    lines: list[Line] = []
-    for row in rows:
-        if len(lines) == SHOWN:
-            break
-        try:
-            lines.append({"step": row["step"], **read_line(run.folder.samples, row)})
-        except UserError:  # its text was removed, or is made again just now
-            continue
-    return lines
+    for step, start, size in found.fetchall():
+        yield {"step": step, "text_offset": start, "text_length": size}
 
 
-def _of_some_steps(run: RunView) -> Found:
-    """Of steps that are evenly spread, the first and the last one among them."""
+def _some_steps(run: RunView) -> tuple[list[int], list[Line]]:
+    """Evenly spread steps, the first and the last one among them, and their rows that have a reward."""
     there = run.steps_with_samples
     places = [round(place * (len(there) - 1) / max(LOOKED_AT - 1, 1)) for place in range(LOOKED_AT)]
-    looked_at: list[int] = []
-    best: dict[Any, Line] = {}
-    worst: dict[Any, Line] = {}
+    steps, rows = list[int](), list[Line]()
     for step in sorted({there[place] for place in places}) if there else ():
-        try:
-            samples = read_samples(samples_path(run.folder.samples, step))
-        except (OSError, UserError):
-            continue
-        looked_at.append(step)
-        for sample in samples:
-            if sample.get("reward") is not None:
-                line = {"step": step, **sample}
-                _keep(best, line, sign=1)
-                _keep(worst, line, sign=-1)
-    return looked_at, _first(best.values(), sign=1), _first(worst.values(), sign=-1)
+        with contextlib.suppress(UserError):
+            rows += [row for row in rows_of(run.folder.samples, step) if row["reward"] is not None]
+            steps.append(step)
+    return steps, rows
 
 
-def _keep(found: dict[Any, Line], line: Line, sign: int) -> None:
-    """The most extreme one of each prompt."""
-    row = line.get("row")
-    if row not in found or _order(line, sign) < _order(found[row], sign):
-        found[row] = line
+def _in_order(rows: Sequence[Line], sign: int) -> Iterator[Line]:
+    """The first of each prompt."""
+    seen = set()
+    for row in sorted(rows, key=lambda row: (sign * row["reward"], -row["step"], -sign * (row["length"] or 0))):
+        if row["row"] not in seen:
+            seen.add(row["row"])
+            yield row
 
 
-def _first(lines: Iterable[Line], sign: int) -> list[Line]:
-    return sorted(lines, key=lambda line: _order(line, sign))[:SHOWN]
-
-
-def _order(line: Line, sign: int) -> tuple[float, int, int]:
-    return -sign * float(line["reward"]), -int(line["step"]), sign * int(line.get("length") or 0)
+def _with_texts(run: RunView, rows: Iterator[Line]) -> list[Line]:
+    lines: list[Line] = []
+    for row in rows:
+        with contextlib.suppress(UserError):  # its text was removed, or is made again just now
+            lines.append({"step": row["step"], **read_line(run.folder.samples, row)})
+        if len(lines) == SHOWN:
+            break
+    return lines

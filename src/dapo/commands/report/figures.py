@@ -29,21 +29,18 @@ PANELS: Sequence[tuple[str, Sequence[str]]] = (
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
 _GREY = "#999999"
-_SMOOTH_FROM = 40
-"""Steps from which on a curve is drawn as a running mean, over its raw values."""
+_SMOOTH_FROM = 40  # steps from which on a curve is drawn as a running mean, over its raw values
 
 
 def learning(entries: Sequence[Entry], changes: Sequence[int] = ()) -> Figure | None:
     """The metrics that matter, a panel each; None: there are none yet. ``changes``: steps from which on settings were
     others, each a vertical line."""
-    panels = [(title, [n for n in names if _has(entries, n)]) for title, names in PANELS]
-    panels = [(title, names) for title, names in panels if names]
+    panels = {title: there for title, names in PANELS if (there := [n for n in names if _has(entries, n)])}
     if not panels:
         return None
     figure, places = _grid(len(panels))
-    for place, (title, names) in zip(places, panels, strict=True):
-        for name, colour in zip(names, _COLOURS, strict=False):
-            _draw(place, entries, name, colour)
+    for place, (title, names) in zip(places, panels.items(), strict=True):
+        _draw_all(place, entries, names)
         for step in changes:
             place.axvline(step, color=_GREY, linestyle=":", linewidth=1)
         _finish(place, title, legend=len(names) > 1)
@@ -63,9 +60,7 @@ def sampling(entries: Sequence[Entry]) -> Figure | None:
     )
     groups.set_ylim(0, 1)
     _finish(groups, "groups, share of those scored", legend=True)
-    for name, colour in zip(("tokens/generated", "tokens/loss", "tokens/wasted"), _COLOURS, strict=False):
-        if _has(entries, name):
-            _draw(tokens, entries, name, colour)
+    _draw_all(tokens, entries, ("tokens/generated", "tokens/loss", "tokens/wasted"))
     _finish(tokens, "tokens of a step", legend=True)
     return figure
 
@@ -80,10 +75,7 @@ def time(entries: Sequence[Entry]) -> Figure | None:
     columns = [_column(entries, steps, name) for name in names]
     seconds.stackplot(steps, *columns, labels=[name.removeprefix("time/") for name in names], colors=_COLOURS)
     _finish(seconds, "seconds of a step", legend=True)
-    rates = ("tokens_per_second/rollout", "tokens_per_second/update", "tokens_per_second/total")
-    for name, colour in zip(rates, _COLOURS, strict=False):
-        if _has(entries, name):
-            _draw(speed, entries, name, colour)
+    _draw_all(speed, entries, [f"tokens_per_second/{of}" for of in ("rollout", "update", "total")])
     _finish(speed, "tokens per second", legend=True)
     return figure
 
@@ -95,21 +87,24 @@ def _grid(count: int) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
 
 
+def _draw_all(place: Axes, entries: Sequence[Entry], names: Sequence[str]) -> None:
+    for name, colour in zip(names, _COLOURS, strict=False):
+        if _has(entries, name):
+            _draw(place, entries, name, colour)
+
+
 def _draw(place: Axes, entries: Sequence[Entry], name: str, colour: str) -> None:
-    """One metric: a line, or points with their intervals if it is from evaluations."""
     found = [e for e in entries if e.get(name) is not None]
     steps, values = [e["step"] for e in found], np.array([float(e[name]) for e in found])
     if name.startswith("eval/"):
         low, high = ([e.get(f"{name}_{end}", e[name]) for e in found] for end in ("low", "high"))
         errors = np.clip(np.array([values - low, high - values]), 0, None)
         place.errorbar(steps, values, yerr=errors, fmt="o-", color=colour, markersize=4, capsize=3, label=name)
-        return
-    if len(values) < _SMOOTH_FROM:
-        marker = "o" if len(values) == 1 else None
-        place.plot(steps, values, color=colour, linewidth=1.5, marker=marker, label=name)
-        return
-    place.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
-    place.plot(steps, _running_mean(values), color=colour, linewidth=1.6, label=name)
+    elif len(values) < _SMOOTH_FROM:
+        place.plot(steps, values, color=colour, linewidth=1.5, marker="o" if len(values) == 1 else None, label=name)
+    else:
+        place.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+        place.plot(steps, _running_mean(values), color=colour, linewidth=1.6, label=name)
 
 
 def _running_mean(values: Any) -> Any:

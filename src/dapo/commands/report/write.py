@@ -12,10 +12,10 @@ import re
 import shutil
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from dapo.commands.report.blocks import Answer, Block, Code, Plot, Rows, Section, Text
 from dapo.errors import UserError
 from dapo.util.files import write_atomic
 from dapo.util.terminal import visible
@@ -23,8 +23,53 @@ from dapo.util.terminal import visible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LONGEST = 4000
-"""Characters of a prompt or response; what is longer is cut in the middle."""
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table. The first column names the rows."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure; ``name`` is its file's, ``caption`` is its text for those who cannot see it."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sample. ``prompt`` and ``response`` are the model's and the data's: they may hold anything."""
+
+    title: str
+    prompt: str
+    response: str
+
+
+Block = Text | Code | Rows | Plot | Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+
+
+LONGEST = 4000  # characters of a prompt or response; what is longer is cut in the middle
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #d8dde3; --soft: #5b6672; --back: #fff; --text: #16202a; --box: #f4f6f8 }
@@ -54,10 +99,12 @@ figure img { width: 100%; min-width: 44rem; background: #fff; border-radius: 6px
 def write_report(title: str, sections: Sequence[Section], output: Path) -> list[Path]:
     """Write both forms into the folder ``output``; an earlier report there is replaced. Returns the HTML file and
     the Markdown file. Raises UserError: the folder cannot be made or written to."""
-    pages = [output / "report.html", output / "report.md"]
-    texts = [_shown(form(title, sections)) for form in (as_html, as_markdown)]
+    files: dict[Path, str | bytes] = {
+        output / name: _shown(form(title, sections))
+        for name, form in (("report.html", as_html), ("report.md", as_markdown))
+    }
+    pages = list(files)
     plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
-    files: dict[Path, str | bytes] = dict(zip(pages, texts, strict=True))
     files |= {output / "plots" / f"{plot.name}.png": _image(plot.figure, "png") for plot in plots}
     new = not output.exists()
     try:
@@ -154,9 +201,8 @@ def _markdown(block: Block) -> str:
         case Plot():
             return f"![{_inline(block.caption)}](plots/{block.name}.png)"
         case Answer():
-            return "\n\n".join(
-                [f"**{_inline(block.title)}**", *(_fenced(_cut(t)) for t in (block.prompt, block.response))]
-            )
+            texts = (_fenced(_cut(text)) for text in (block.prompt, block.response))
+            return "\n\n".join([f"**{_inline(block.title)}**", *texts])
         case _:
             assert_never(block)
 

@@ -1,8 +1,8 @@
 """Two models answer one prompt, side by side, while somebody watches.
 
 Consumes: a question and two models of a run. Produces: events (plain mappings) as the answers are written, and for
-each that is done the verdict of the run's reward. One such thing goes on at a time; once the models are loaded it ends
-within :data:`MOST_SECONDS`, and when nobody watches any more.
+each that is done the verdict of the run's reward. One question is answered at a time; once the models are loaded, it is
+given up after :data:`MOST_SECONDS`, or when nobody watches any more.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dapo.commands.ui.models import Loaded, Models
-from dapo.commands.ui.pieces import Pieces
-from dapo.commands.ui.questions import Question, recipe_of
+from dapo.commands.ui.models import Loaded, Models, Question, recipe_of
+from dapo.commands.ui.runs import Refused
+from dapo.commands.ui.texts import Pieces
 from dapo.config import RewardConfig
 from dapo.errors import UserError
 from dapo.observe.run_view import RunView
@@ -29,17 +29,17 @@ from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
 MOST_SECONDS = 120.0
-PERIOD = 0.05
-"""Seconds between two looks at what is being written."""
-TOP = 5
-"""Most likely tokens told of each place."""
+PERIOD = 0.05  # seconds between two looks at what is being written
+TOP = 5  # most likely tokens told of each place
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
 
-class Busy(Exception):
+class Busy(Refused):
     """Somebody else's answers are being written."""
+
+    status = 409
 
     def __str__(self) -> str:
         return "other answers are being written just now; try again in a moment"
@@ -80,7 +80,6 @@ class Answerer:
         return _watched(task, events)
 
     async def close(self) -> None:
-        """Give up what goes on, and let go of models and reward."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -91,7 +90,6 @@ class Answerer:
             self._scorer = None
 
     async def _run(self, asked: Asked, emit: Emit) -> None:
-        """From the first event to the last, whatever goes wrong."""
         started = time.perf_counter()
         try:
             await self._answer(asked, emit)
@@ -110,10 +108,10 @@ class Answerer:
             loaded.append(await self._models.get(path))
         prompts = [model.encode(asked.question) for model in loaded]  # before any of them begins
         emit({"event": "status", "message": "answering"})
-        judge = _Judge(asked, await self._scorer_of(asked))
+        scorer = await self._scorer_of(asked)
         async with asyncio.timeout(self._seconds), asyncio.TaskGroup() as sides:
             for side, (model, ids) in enumerate(zip(loaded, prompts, strict=True)):
-                sides.create_task(_Side(side, model, asked, judge, emit).answer(ids))
+                sides.create_task(_Side(side, model, asked, scorer, emit).answer(ids))
 
     async def _scorer_of(self, asked: Asked) -> Scorer | str:
         """What scores this run's responses, or why nothing does."""
@@ -144,7 +142,6 @@ async def _watched(task: asyncio.Task[None], events: asyncio.Queue[Event | None]
 
 
 def _reward_of(asked: Asked) -> RewardConfig | str:
-    """What to make the scorer from, or why there is no verdict."""
     if not asked.judged:
         return "nobody asked"
     config = recipe_of(asked.root)
@@ -163,41 +160,30 @@ def _told(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError | EngineError) else f"{type(error).__name__}: {error}"
 
 
-class _Judge:
-    """The run's reward, asked for one question's responses."""
-
-    def __init__(self, asked: Asked, scorer: Scorer | str) -> None:
-        question = asked.question
-        # typed prompts have no row; rewards that count them see one that no row has
-        self._prompt = Prompt(
-            -1 if question.row is None else question.row, question.text, (), question.answer, question.meta
-        )
-        self._scorer = scorer
-
-    async def verdict(self, response: str, finish_reason: FinishReason, prompt_end: str) -> Event:
-        if isinstance(self._scorer, str):
-            return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": self._scorer}
-        try:
-            prompt = replace(self._prompt, end=prompt_end)
-            reward = await self._scorer.score(prompt, response, finish_reason)
-        except UserError as error:
-            return {"correct": None, "reward": None, "extracted": None, "parts": {}, "error": str(error)}
-        value = None if reward.error else reward.value
-        told = {"extracted": reward.extracted, "parts": dict(reward.parts), "error": reward.error}
-        return {"correct": reward.correct, "reward": value, **told}
+async def _verdict(scorer: Scorer | str, prompt: Prompt, response: str, finish_reason: FinishReason) -> Event:
+    none: Event = {"correct": None, "reward": None, "extracted": None, "parts": {}}
+    if isinstance(scorer, str):
+        return none | {"error": scorer}
+    try:
+        reward = await scorer.score(prompt, response, finish_reason)
+    except UserError as error:
+        return none | {"error": str(error)}
+    value = None if reward.error else reward.value
+    told = {"extracted": reward.extracted, "parts": dict(reward.parts), "error": reward.error}
+    return {"correct": reward.correct, "reward": value, **told}
 
 
 class _Side:
-    """One model at work on its answers."""
-
-    def __init__(self, side: int, model: Loaded, asked: Asked, judge: _Judge, emit: Emit) -> None:
-        self._side, self._model, self._asked, self._judge, self._emit = side, model, asked, judge, emit
+    def __init__(self, side: int, model: Loaded, asked: Asked, scorer: Scorer | str, emit: Emit) -> None:
+        self._side, self._model, self._asked, self._scorer, self._emit = side, model, asked, scorer, emit
+        self._template = model.prompting.template
         self._told: dict[int, tuple[Pieces, int]] = {}  # by sample: how far it was told
 
     async def answer(self, ids: tuple[int, ...]) -> None:
-        """Sample, tell what is written meanwhile, and judge what is done."""
-        asked = self._asked
-        self._prompt_end = self._model.prompting.template.end(ids)
+        asked, question = self._asked, self._asked.question
+        # typed prompts have no row; rewards that count them see one that no row has
+        row, end = -1 if question.row is None else question.row, self._template.end(ids)
+        prompt = Prompt(row, question.text, (), question.answer, question.meta, end=end)
         limit = min(asked.max_tokens or self._model.max_tokens, self._model.max_tokens)
         sampling = Sampling(asked.temperature, limit, top_logprobs=TOP)
         seeds = tuple(sample_seed(asked.seed, 0, 0, index) for index in range(asked.samples))  # the same on both sides
@@ -205,7 +191,7 @@ class _Side:
             watching = tasks.create_task(self._watch())
             async for sample in self._model.engine.generate([Request(self._side, ids, seeds, sampling)]):
                 self._told[sample.index] = self._pieces(), sample.length  # no draft comes after the sample
-                tasks.create_task(self._finish(sample))
+                tasks.create_task(self._finish(sample, prompt))
             watching.cancel()
 
     async def _watch(self) -> None:
@@ -218,19 +204,17 @@ class _Side:
     def _tell(self, draft: Draft) -> None:
         """The tokens that came since it was told last."""
         pieces, start = self._told.get(draft.index, (self._pieces(), 0))
-        texts = pieces.add(draft.token_ids[start:])
-        if texts:
-            tokens = [
-                [text, _probability(logprob)] for text, logprob in zip(texts, draft.logprobs[start:], strict=True)
-            ]
-            self._emit({"event": "tokens", "side": self._side, "index": draft.index, "start": start, "tokens": tokens})
+        if texts := pieces.add(draft.token_ids[start:]):
+            told = zip(texts, map(_probability, draft.logprobs[start:]), strict=True)
+            event = {"event": "tokens", "side": self._side, "index": draft.index, "start": start}
+            self._emit(event | {"tokens": list(map(list, told))})
             self._told[draft.index] = pieces, len(draft.token_ids)
 
     def _pieces(self) -> Pieces:
-        return Pieces(self._model.prompting.template.decode)
+        return Pieces(self._template.decode)
 
-    async def _finish(self, sample: Sample) -> None:
-        text = self._model.prompting.template.decode(sample.token_ids.tolist())
+    async def _finish(self, sample: Sample, prompt: Prompt) -> None:
+        text = self._template.decode(sample.token_ids.tolist())
         self._emit(
             {
                 "event": "sample",
@@ -240,18 +224,17 @@ class _Side:
                 "tokens": list(self._tokens(sample)),
                 "length": sample.length,
                 "finish_reason": sample.finish_reason,
-                "verdict": await self._judge.verdict(text, sample.finish_reason, self._prompt_end),
+                "verdict": await _verdict(self._scorer, prompt, text, sample.finish_reason),
             }
         )
 
     def _tokens(self, sample: Sample) -> Iterator[list[Any]]:
         """Text, probability and, as text and probability each, the most likely tokens in its place."""
         assert sample.top_ids is not None and sample.top_logprobs is not None  # they were asked for
-        template = self._model.prompting.template
         texts = self._pieces().add(sample.token_ids.tolist(), last=True)
         tops = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
         for text, logprob, (ids, logprobs) in zip(texts, sample.logprobs.tolist(), tops, strict=True):
-            best = [[template.text([i]), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
+            best = [[self._template.text([i]), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
             yield [text, _probability(logprob), best]
 
 

@@ -44,7 +44,7 @@ def ui(
         require_ui("dapo ui")
         from dapo.commands.ui.runs import check_folders
         from dapo.commands.ui.serving import PORTS, address_of, open_browser, serve, token_for
-        from dapo.util.network import listening_socket
+        from dapo.util.serving import listening_socket
 
         check_folders(folders)
         wanted = token_for(host, token)

@@ -1,4 +1,5 @@
-"""Series of metrics, thinned out for the screen, and tables of several runs side by side. Pure functions."""
+"""What the page tells of metrics and recipes: curves, thinned out for the screen, phases, alarms, what differs. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from dapo.config import flat
+from dapo.config import Config, build_config, flat
 from dapo.config.plan import steps_that_fit
+from dapo.errors import UserError
+from dapo.observe.alarms import RULES, Alarms
 from dapo.observe.changes import Change
 from dapo.observe.metrics import METRICS, PHASES
+from dapo.observe.run_view import HACKING
 
 Entry = Mapping[str, Any]
 Run = Sequence[Entry]
@@ -40,16 +44,15 @@ def curve(entries: Run, name: str, points: int, x: str = "step", others: Sequenc
     curve with the first one, over the steps that all of them have measured.
     """
     measured = [_measured(run, name, x) for run in (entries, *others)]
-    steps = [step for step in measured[0] if all(step in run for run in measured)] if others else list(measured[0])
-    table = np.stack([np.array([run[step] for step in steps], np.float64) for run in measured], axis=1) if steps else ()
-    parts = np.array_split(table, min(points, len(table))) if len(table) else ()  # [steps, runs, (x, value)]
-    return [
-        [_round(sum(part[-1, :, 0].tolist()) / len(measured)), *map(_round, _spread(part[..., 1]))] for part in parts
-    ]
+    steps = [step for step in measured[0] if all(step in run for run in measured)]
+    table = np.array([[run[step] for run in measured] for step in steps], np.float64)  # [steps, runs, (x, value)]
+    parts = np.array_split(table, min(points, len(table))) if len(table) else ()
+    spread = ((part[..., 1].mean(), part[..., 1].min(), part[..., 1].max()) for part in parts)
+    places = (sum(part[-1, :, 0].tolist()) / len(measured) for part in parts)
+    return [[_round(place), *map(_round, values)] for place, values in zip(places, spread, strict=True)]
 
 
 def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]:
-    """Place and value of a metric by step."""
     places = ((e.get("step") or 0, e.get(x) if e.get("step") else 0.0, e.get(name)) for e in entries)
     return {step: (place, v) for step, place, v in places if _is_number(place) and _is_number(v)}
 
@@ -57,7 +60,6 @@ def _measured(entries: Run, name: str, x: str) -> dict[int, tuple[float, float]]
 def curves(
     entries: Run, names: Iterable[str], points: int, x: str = "step", others: Sequence[Run] = ()
 ) -> dict[str, list[list[float]]]:
-    """The curve of each of these metrics."""
     return {name: curve(entries, name, points, x, others) for name in names}
 
 
@@ -90,23 +92,22 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
 
     ``other`` is what no phase has, such as writing samples and checkpoints.
     """
-    steps = [entry for entry in entries if entry.get("step")]
-    table = np.array([_phases_of(entry) for entry in steps], np.float64).reshape(len(steps), len(PHASES) + 1)
-    numbers = np.array([entry["step"] for entry in steps], np.float64)
-    count = min(points, len(steps))
-    parts = zip(*(np.array_split(array, count) for array in (numbers, table)), strict=True) if count else ()
-    rows = [[_round(step[-1]), *map(_round, part.mean(axis=0))] for step, part in parts]
-    names = [*PHASES, "other"]
-    return {"names": names, "rows": rows, "totals": dict(zip(names, map(_round, table.sum(axis=0)), strict=True))}
+    steps, names = [entry for entry in entries if entry.get("step")], [*PHASES, "other"]
+    table = np.array([[entry["step"], *_phases_of(entry)] for entry in steps], np.float64).reshape(-1, len(names) + 1)
+    parts = np.array_split(table, min(points, len(steps))) if steps else ()
+    rows = [[_round(part[-1, 0]), *map(_round, part[:, 1:].mean(axis=0))] for part in parts]
+    return {
+        "names": names,
+        "rows": rows,
+        "totals": dict(zip(names, map(_round, table[:, 1:].sum(axis=0)), strict=True)),
+    }
 
 
-_OF_THE_RUN = ("run.", "monitor.every")
-"""Keys in which runs differ without being different experiments."""
+OF_THE_RUN = ("run.", "monitor.every")  # keys in which runs differ without being different experiments
 
 
-def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that do not have the same value in all these recipes; one that is not there is as good as null."""
-    tables = [dict(flat(config)) for config in configs]
+def differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that do not have the same value in all these recipes (flat); one that is missing is as good as null."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return [key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)]
 
@@ -114,16 +115,11 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def experiment(recipe: Mapping[str, Any], content: Any = None, changes: Sequence[Change] = ()) -> str:
     """What stands for a recipe without its seed, for the ``content`` of what it names and for changes under way: the
     same for runs that repeat an experiment. Empty: no recipe. Longer runs differ where the rate follows the length."""
-    values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(_OF_THE_RUN)}
+    values = {k: v for k, v in flat(recipe) if v is not None and k != "seed" and not k.startswith(OF_THE_RUN)}
     length = () if "training.final_learning_rate" in values else ("training.steps", "training.minutes")
-    changed = [(c.step, c.key, c.old, c.new) for c in changes if not c.key.startswith((*_OF_THE_RUN, *length))]
+    changed = [(c.step, c.key, c.old, c.new) for c in changes if not c.key.startswith((*OF_THE_RUN, *length))]
     text = json.dumps([values, content, sorted(changed, key=str)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest() if values else ""
-
-
-def ablation_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that make these runs different experiments."""
-    return [key for key in differing(configs) if not key.startswith(_OF_THE_RUN)]
 
 
 def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
@@ -135,14 +131,53 @@ def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
     return float(values[-1] if name.startswith(("eval/", "time/elapsed")) else np.mean(values[-over:]))
 
 
+def alarm_history(
+    config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], changes: Sequence[Change] = ()
+) -> list[dict[str, Any]]:
+    """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
+    recipe = readable_recipe(config)
+    found: dict[str, dict[str, Any]] = {
+        rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
+        for rule in RULES
+    }
+    alarms = None if recipe is None else Alarms(recipe, changes)
+    for entry in entries if alarms is not None else ():
+        if alarms is not None and (step := entry.get("step")):
+            alarms.observe(step, entry)
+            alarms.settle()
+            for name, seen in alarms.found.items():
+                found[name]["steps"].append(step)
+                found[name]["seen"] = seen
+    return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
+
+
+def hacking_history(steps: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
+    """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them."""
+    signs = HACKING | {"": "; or ".join(HACKING.values())} if "" in steps else HACKING
+    return [
+        {
+            "name": f"reward hacking: {sign.replace('_', ' ')}" if sign else "reward hacking",
+            "advice": "see reward against length in the view Hacking, and read samples that the check disputes",
+            "reads": [f"monitor/alarms/{sign}" if sign else "monitor/alarms"],
+            "steps": list(steps.get(sign, ())),
+            "seen": seen,
+        }
+        for sign, seen in signs.items()
+    ]
+
+
+def readable_recipe(config: Mapping[str, Any]) -> Config | None:
+    """None: it is of a version with other keys."""
+    try:
+        return build_config(dict(config))
+    except UserError:
+        return None
+
+
 def _phases_of(entry: Entry) -> list[float]:
     seconds = {name: float(entry.get(f"time/{name}") or 0.0) for name in PHASES}
     wall = entry.get("time/wall") or (entry.get("time/step") or 0.0) + seconds["evaluation"]  # older runs have no wall
     return [*seconds.values(), max(float(wall) - sum(seconds.values()), 0.0)]
-
-
-def _spread(values: Any) -> tuple[float, float, float]:
-    return float(values.mean()), float(values.min()), float(values.max())
 
 
 def _round(value: float) -> float:

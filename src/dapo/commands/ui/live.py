@@ -8,26 +8,25 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dapo.commands.ui.runs import Run, Runs, stamp_of
+from dapo.commands.ui.runs import Refused, Run, Runs, stamp_of
 from dapo.errors import UserError
 from dapo.observe.samples import samples_path, steps_with_samples
 
-PERIOD = 0.5
-"""Seconds between two looks."""
-MOST_STREAMS = 50
-"""Pages that are told of what is new."""
-_HEARTBEAT = 15.0
-"""Seconds until a comment tells proxies that the connection lives."""
+PERIOD = 0.5  # seconds between two looks
+MOST_STREAMS = 50  # pages that are told of what is new
+_HEARTBEAT = 15.0  # seconds until a comment tells proxies that the connection lives
 
 
-class Full(Exception):
+class Full(Refused):
     """As many pages listen as may."""
+
+    headers: Mapping[str, str] = {"Retry-After": "30"}
 
     def __str__(self) -> str:
         return f"{MOST_STREAMS} pages follow the runs already; this one shows them, but does not follow them"
@@ -53,7 +52,6 @@ class Live:
         return listener
 
     def leave(self, listener: Listener) -> None:
-        """It hears of nothing more."""
         self._listeners.discard(listener)
 
     async def _look(self) -> None:
@@ -62,15 +60,15 @@ class Live:
         try:
             while self._listeners and not self._closing.is_set():
                 there = await asyncio.to_thread(self._runs.all)
-                if known is not None and [run.name for run in there] != known:
+                names = [run.name for run in there]
+                if known not in (None, names):
                     self._tell("runs", {})
-                known = [run.name for run in there]
+                known = names
                 wanted = set().union(*(listener.names for listener in self._listeners))
                 watched = {name: watched.get(name) or _Watched() for name in wanted}
-                for run in there:
-                    if run.name in watched:
-                        for event, data in await asyncio.to_thread(watched[run.name].look, run):
-                            self._tell(event, {"run": run.name} | data)
+                for run in (run for run in there if run.name in watched):
+                    for event, data in await asyncio.to_thread(watched[run.name].look, run):
+                        self._tell(event, {"run": run.name} | data)
                 await asyncio.sleep(self._period)
         finally:
             self._looking = None
@@ -93,17 +91,14 @@ class Listener:
         self._ended = False
 
     def tell(self, event: str, data: dict[str, Any]) -> None:
-        """It is to hear of this."""
         self._news[event, data.get("run", "")] = _event(event, data)
         self._there.set()
 
     def end(self) -> None:
-        """It is to hear of nothing more."""
         self._ended = True
         self._there.set()
 
     async def events(self) -> AsyncIterator[str]:
-        """What it is told, as it comes."""
         yield _event("hello", {})
         while not self._ended:
             try:
@@ -135,32 +130,24 @@ class _Watched:
     """A run as it was at the last look."""
 
     def __init__(self) -> None:
-        self._files: dict[str, Any] = {}
-        self._state: str | None = None
-        self._folder: Any = None
-        self._last: Any = None
+        self._known: dict[str, Any] = {}
+        self._newest: tuple[Any, Any] = (None, None)
 
     def look(self, run: Run) -> list[tuple[str, dict[str, Any]]]:
-        first = not self._files
-        files = {"metrics": stamp_of(run.folder.metrics), "samples": self._newest(run)}
-        changed = [name for name, stamp in files.items() if self._files.get(name) != stamp]
-        self._files = files
+        folder = run.folder.samples
+        stamp = stamp_of(folder)
+        if stamp != self._newest[0]:  # something in the folder of the samples, such as the index, has changed
+            last = max(steps_with_samples(folder), default=0)
+            self._newest = stamp, (last, stamp_of(samples_path(folder, last)))
+        now: dict[str, Any] = {"metrics": stamp_of(run.folder.metrics), "samples": self._newest[1]}
+        before, self._known = self._known, now | {"state": self._known.get("state")}
         try:
             state, steps = run.view.state, run.view.steps_done
         except UserError:  # it is being replaced by a new one
             return []
-        changed += ["state"] if state != self._state else []
-        self._state = state
-        return [] if first else [(name, {"state": state, "steps": steps}) for name in changed]
-
-    def _newest(self, run: Run) -> Any:
-        """The last step with samples; looked for when something in their folder, such as the index, has changed."""
-        stamp = stamp_of(run.folder.samples)
-        if stamp != self._folder:
-            self._folder = stamp
-            last = max(steps_with_samples(run.folder.samples), default=0)
-            self._last = last, stamp_of(samples_path(run.folder.samples, last))
-        return self._last
+        now = self._known = now | {"state": state}
+        news = [name for name in now if before and before.get(name) != now[name]]
+        return [(name, {"state": state, "steps": steps}) for name in news]
 
 
 def _event(name: str, data: dict[str, Any]) -> str:

@@ -1,33 +1,41 @@
-"""The playground: type or pick a prompt, and see two models of a run answer it.
+"""The page's routes that ask models: the playground, and blind votes between two models of a run.
 
 ``GET /playground?run=NAME`` says which models there are, and how much may be asked for. ``GET /questions?run=NAME``
-lists prompts. ``POST /playground`` answers with server-sent events, those of ``answering.py``.
+lists prompts. ``POST /playground`` has two models answer one, as server-sent events (``answering.py``).
+
+``POST /votes/pair`` has two models answer the next held-out prompt; which model is on which side is drawn anew each
+time and stays here. ``POST /votes`` says what a person thinks of that pair. ``GET /votes?run=NAME`` says what the votes
+come to. They are kept by ``evaluation/votes.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, FastAPI, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from dapo.commands.ui.answering import Answerer, Asked, Busy, Event
-from dapo.commands.ui.models import MOST_SAMPLES, MOST_TOKENS
-from dapo.commands.ui.questions import Question, Questions, models_of, pick_models, recipe_of
-from dapo.errors import DataError
-from dapo.observe.run_view import RunView
+from dapo.commands.ui.answering import Answerer, Asked, Event
+from dapo.commands.ui.models import MOST_SAMPLES, MOST_TOKENS, Question, Questions, models_of, pick_models, recipe_of
+from dapo.commands.ui.runs import Run, RunAsked
+from dapo.errors import DataError, UserError
+from dapo.evaluation.votes import Choice, Shown, Vote, add_vote, read_votes, tallies
 
-LONGEST_PROMPT = 100_000
-"""Characters that may be typed."""
+LONGEST_PROMPT = 100_000  # characters that may be typed
 
-FolderOf = Callable[[str], Path]
-"""The run folder of a name; NotHere: there is none."""
+WAITING = 100  # pairs that are remembered until they are voted on; older ones are forgotten
+DRAWN = 10_000  # rows that prompts are drawn from, at most
+SAME = 8  # prompts in a row with the same answer twice, after which it is said that there is nothing to compare
 
 
 class Ask(BaseModel):
@@ -44,72 +52,192 @@ class Ask(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
 
-def router(folder_of: FolderOf, answerer: Answerer) -> APIRouter:
-    """The routes. The models of ``answerer`` are let go of when the application ends.
+class PairWanted(BaseModel):
+    """``skip``: rows of pairs that the voter has before them."""
 
-    ``UserError`` and ``NotHere`` are the application's to turn into answers.
-    """
-
-    @asynccontextmanager
-    async def until_the_end(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await answerer.close()
-
-    routes = APIRouter(lifespan=until_the_end)
-
-    @routes.get("/playground")
-    def about(run: str) -> dict[str, Any]:
-        root = folder_of(run)
-        config, best = recipe_of(root), RunView.read(root).best.get("step")
-        return {
-            "models": [
-                {"name": name, "best": name == f"step-{best:05d}" if best else False} for name in models_of(root)
-            ],
-            "max_samples": MOST_SAMPLES,
-            "max_tokens": min(config.evaluated_length, MOST_TOKENS),
-            "temperature": config.rollout.temperature,
-            "reward": config.reward.kind,
-        }
-
-    @routes.get("/questions")
-    def questions(
-        run: str, first: Annotated[int, Query(ge=0)] = 0, count: Annotated[int, Query(ge=1, le=200)] = 50
-    ) -> dict[str, Any]:
-        found = Questions(folder_of(run))
-        shown = [question.as_json() for question in found.some(first, count)]
-        return {"held_out": found.held_out, "total": len(found), "questions": shown}
-
-    @routes.post("/playground")
-    async def ask(wanted: Ask) -> Response:
-        asked = await asyncio.to_thread(_asked, folder_of, wanted)  # reads files: others are answered meanwhile
-        try:
-            events = answerer.begin(asked)
-        except Busy as busy:
-            return JSONResponse({"error": str(busy)}, 409)
-        return StreamingResponse(_as_text(events), media_type="text/event-stream")
-
-    return routes
+    run: str
+    models: Annotated[list[str], Field(min_length=2, max_length=2)]
+    who: Annotated[str, Field(max_length=200)] = ""
+    temperature: Annotated[float, Field(ge=0, le=5)] = 1.0
+    skip: Annotated[list[int], Field(max_length=WAITING)] = []
 
 
-def _asked(folder_of: FolderOf, wanted: Ask) -> Asked:
+class VoteRequest(BaseModel):
+    pair: str
+    vote: Choice
+    who: Annotated[str, Field(max_length=200)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    root: Path
+    question: Question
+    left: Shown
+    right: Shown
+    temperature: float
+
+
+@asynccontextmanager
+async def _until_the_end(app: FastAPI) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await app.state.answerer.close()
+
+
+router = APIRouter(prefix="/api", lifespan=_until_the_end)
+
+
+def add_to(app: FastAPI, answerer: Answerer) -> None:
+    """Add the routes to an application, which answers ``UserError`` and ``Refused`` and knows the runs.
+    ``answerer`` is closed with it."""
+    app.state.answerer = answerer
+    app.state.pairs = dict[str, _Pair]()  # that were given out and not voted on
+    app.include_router(router)
+
+
+@router.get("/playground")
+def about(run: RunAsked) -> dict[str, Any]:
+    root = run.folder.root
+    config, best = recipe_of(root), run.view.best.get("step")
+    names = models_of(root)
+    return {
+        "models": [{"name": name, "best": name == f"step-{best:05d}" if best else False} for name in names],
+        "max_samples": MOST_SAMPLES,
+        "max_tokens": min(config.evaluated_length, MOST_TOKENS),
+        "temperature": config.rollout.temperature,
+        "reward": config.reward.kind,
+    }
+
+
+@router.get("/questions")
+def questions(
+    run: RunAsked, first: Annotated[int, Query(ge=0)] = 0, count: Annotated[int, Query(ge=1, le=200)] = 50
+) -> dict[str, Any]:
+    found = Questions(run.folder.root)
+    shown = [question.as_json() for question in found.some(first, count)]
+    return {"held_out": found.held_out, "total": len(found), "questions": shown}
+
+
+@router.post("/playground")
+async def ask(request: Request, wanted: Ask) -> Response:
+    asked = await asyncio.to_thread(_asked, request, wanted)  # reads files: others are answered meanwhile
+    return StreamingResponse(_as_text(request.app.state.answerer.begin(asked)), media_type="text/event-stream")
+
+
+@router.get("/votes")
+def result(run: RunAsked) -> dict[str, Any]:
+    votes = read_votes(run.folder.root)
+    told = [
+        asdict(tally) | {"share": tally.share and asdict(tally.share), "verdict": tally.verdict}
+        for tally in tallies(votes)
+    ]
+    return {"votes": len(votes), "tallies": told}
+
+
+@router.post("/votes", response_model=None)
+def vote(request: Request, verdict: VoteRequest) -> dict[str, Any] | JSONResponse:
+    pairs: dict[str, _Pair] = request.app.state.pairs
+    pair = pairs.pop(verdict.pair, None)
+    if pair is None:
+        raise DataError("this pair was voted on before, or is forgotten; ask for the next one")
+    now, who, question = round(time.time(), 3), _who(verdict), pair.question
+    kept = Vote(question.text, pair.left, pair.right, verdict.vote, who, now, question.row, pair.temperature)
+    try:
+        return {"votes": add_vote(pair.root, kept)}
+    except UserError as error:
+        pairs[verdict.pair] = pair  # it was not voted on after all
+        return JSONResponse({"error": str(error)}, 507)
+
+
+def _who(request: PairWanted | VoteRequest) -> str:
+    return request.who.strip() or "somebody"
+
+
+def _folder(request: Request, name: str) -> Path:
+    """Raises NotHere: there is no such run."""
+    run: Run = request.app.state.runs.get(name)
+    return run.folder.root
+
+
+def _asked(request: Request, wanted: Ask) -> Asked:
     """Raises NotHere if there is no such run, UserError if no such model or row, or nothing was typed."""
-    root = folder_of(wanted.run)
-    models, question = pick_models(root, wanted.models), _question(root, wanted)
-    return Asked(root, models, question, wanted.samples, wanted.temperature, wanted.max_tokens, wanted.seed)
-
-
-def _question(root: Path, wanted: Ask) -> Question:
-    """Raises UserError if there is no such row, or nothing was typed."""
+    root = _folder(request, wanted.run)
+    models = pick_models(root, wanted.models)
     if wanted.row is not None:
-        return Questions(root)[wanted.row]
-    if not (wanted.prompt or "").strip():
+        question = Questions(root)[wanted.row]
+    elif not (wanted.prompt or "").strip():
         raise DataError("the prompt is empty; type one, or pick a row")
-    return Question(str(wanted.prompt), str(wanted.prompt), wanted.answer or None)
+    else:
+        question = Question(str(wanted.prompt), str(wanted.prompt), wanted.answer or None)
+    return Asked(root, models, question, wanted.samples, wanted.temperature, wanted.max_tokens, wanted.seed)
 
 
 async def _as_text(events: AsyncGenerator[Event]) -> AsyncIterator[str]:
     async with aclosing(events) as found:
         async for event in found:
             yield f"data: {json.dumps(event)}\n\n"
+
+
+@router.post("/votes/pair")
+async def next_pair(request: Request, wanted: PairWanted) -> dict[str, Any]:
+    """Files are read in threads: others are answered meanwhile. Raises NotHere: there is no such run; UserError: there
+    is nothing to compare, or nothing more; Busy: other answers are being written."""
+    if len(set(wanted.models)) < 2:
+        raise DataError("two different models are needed to compare them")
+    pairs: dict[str, _Pair] = request.app.state.pairs
+    root, models, questions, rows = await asyncio.to_thread(_to_compare, request, wanted)
+    for same, row in enumerate(rows[: SAME + 1]):
+        try:
+            question = await asyncio.to_thread(questions.__getitem__, row)
+        except DataError:
+            continue
+        asked = Asked(root, models, question, 1, wanted.temperature, seed=secrets.randbits(32), judged=False)
+        responses = await _answers(request.app.state.answerer, asked)
+        if responses[0] == responses[1]:
+            continue
+        shown = [Shown(name, text) for name, text in zip(wanted.models, responses, strict=True)]
+        secrets.SystemRandom().shuffle(shown)
+        left, right = shown
+        while len(pairs) >= WAITING:
+            del pairs[next(iter(pairs))]
+        name = secrets.token_urlsafe(12)
+        pairs[name] = _Pair(root, question, left, right, wanted.temperature)
+        return {
+            "pair": name,
+            "row": row,
+            "prompt": question.text,
+            "left": left.response,
+            "right": right.response,
+            "held_out": questions.held_out,
+            "same": same,
+            "rows_left": len(rows) - same - 1,
+        }
+    if len(rows) > SAME:
+        raise DataError(f"both models gave the same answer to {SAME + 1} prompts in a row: there is nothing to compare")
+    raise DataError("there are no more prompts to compare these models on")
+
+
+def _to_compare(request: Request, wanted: PairWanted) -> tuple[Path, list[Path], Questions, list[int]]:
+    """The run, folders of its models, what they can be asked, and the rows that this person has not seen answered by
+    these two, in an order that is the same every time."""
+    root = _folder(request, wanted.run)
+    models, questions = pick_models(root, wanted.models), Questions(root)
+    rows = random.Random("|".join(sorted(wanted.models))).sample(range(len(questions)), min(len(questions), DRAWN))
+    both = set(wanted.models)
+    votes = (vote for vote in read_votes(root) if {vote.left.model, vote.right.model} == both)
+    seen = {vote.row for vote in votes if vote.who == _who(wanted)} | set(wanted.skip)
+    return root, models, questions, [row for row in rows if row not in seen]
+
+
+async def _answers(answerer: Answerer, asked: Asked) -> list[str]:
+    """One response of each model, in their order. Raises UserError if it went wrong."""
+    found: dict[int, str] = {}
+    async with aclosing(answerer.begin(asked)) as events:
+        async for event in events:
+            match event:
+                case {"event": "sample", "side": side, "text": text}:
+                    found[side] = text
+                case {"event": "error", "message": message}:
+                    raise UserError(message)
+    return [found[side] for side in range(len(asked.models))]

@@ -6,7 +6,9 @@ own (``connection.cursor()`` where threads share one) and returns plain rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,12 +22,11 @@ Row = dict[str, Any]
 Order = Literal["newest", "longest", "hardest", "easiest", "spread", "gap"]
 
 LAST_STEP = 2**31 - 1
-DIFFICULTY_BINS = 10
-"""The first one holds groups that are all wrong, the last one those that are all right."""
+MOST, PIECES = 4 * 2**20, 512  # bytes that are read of a long file of lines, in so many pieces
+DIFFICULTY_BINS = 10  # the first one holds groups that are all wrong, the last one those that are all right
 
 
-Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""As the index stores it."""
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]  # as the index stores it
 
 
 class GroupFilter(BaseModel, frozen=True):
@@ -37,12 +38,10 @@ class GroupFilter(BaseModel, frozen=True):
     correct: bool | None = None
     longer_than: Whole | None = None
     truncated: bool = False
-    disagree: bool = False
-    """The held-out check says otherwise than the reward."""
+    disagree: bool = False  # the held-out check says otherwise than the reward
     failed: bool = False
     row: Whole | None = None
-    order: Order = "newest"
-    """``hardest``: fewest right; ``spread``: of the reward; ``gap``: between engine and trainer."""
+    order: Order = "newest"  # ``hardest``: fewest right; ``spread``: of the reward; ``gap``: between engine and trainer
     limit: int = Field(50, ge=1, le=200)
     offset: int = Field(0, ge=0, le=10**9)
 
@@ -103,8 +102,7 @@ def groups(connection: DuckDBPyConnection, wanted: GroupFilter) -> list[Row]:
 
 
 _GROUP = """
-    SELECT * EXCLUDE (parts), map_keys(parts) AS part_names, map_values(parts) AS part_values
-    FROM (SELECT *, row_number() OVER (ORDER BY text_offset) - 1 AS position FROM samples WHERE step = $step)
+    SELECT * FROM (SELECT *, row_number() OVER (ORDER BY text_offset) - 1 AS position FROM samples WHERE step = $step)
     WHERE draw = $draw
     ORDER BY position
 """
@@ -112,10 +110,7 @@ _GROUP = """
 
 def group(connection: DuckDBPyConnection, step: int, draw: int) -> list[Row]:
     """The samples of a group. ``position``: of the sample among all of its step."""
-    found = _rows(connection, _GROUP, {"step": step, "draw": draw})
-    for row in found:
-        row["parts"] = dict(zip(row.pop("part_names") or [], row.pop("part_values") or [], strict=True))
-    return found
+    return _rows(connection, _GROUP, {"step": step, "draw": draw})
 
 
 _OUTCOMES = """
@@ -168,28 +163,25 @@ def bounds(connection: DuckDBPyConnection) -> Row:
 
 _RANGE = """
     SELECT min(length) AS shortest, max(length) AS longest, min(reward) AS lowest, max(reward) AS highest
-    FROM samples WHERE reward IS NOT NULL AND step BETWEEN $first AND $last
+    FROM samples WHERE reward IS NOT NULL
 """
 _LENGTHS = """
     SELECT least(floor((length - $shortest) / $width), $columns - 1)::INT AS x,
            least(floor((reward - $lowest) / $height), $rows - 1)::INT AS y, count(*) AS samples
-    FROM samples WHERE reward IS NOT NULL AND step BETWEEN $first AND $last
+    FROM samples WHERE reward IS NOT NULL
     GROUP BY ALL
 """
 
 
-def reward_by_length(
-    connection: DuckDBPyConnection, first: int = 0, last: int = LAST_STEP, columns: int = 40, rows: int = 16
-) -> Row:
+def reward_by_length(connection: DuckDBPyConnection, columns: int = 40, rows: int = 16) -> Row:
     """Reward against length as counts on a grid; ``cells`` of [column, row, samples], column 0 the shortest."""
-    steps = {"first": first, "last": last}
-    extent = _rows(connection, _RANGE, steps)[0]
+    extent = _rows(connection, _RANGE, {})[0]
     if extent["shortest"] is None:
         return {**extent, "columns": columns, "rows": rows, "cells": []}
     width = max(extent["longest"] - extent["shortest"] + 1, 1) / columns
     height = ((extent["highest"] - extent["lowest"]) or 1.0) / rows
     grid = {"shortest": extent["shortest"], "lowest": extent["lowest"], "width": width, "height": height}
-    found = _rows(connection, _LENGTHS, steps | grid | {"columns": columns, "rows": rows})
+    found = _rows(connection, _LENGTHS, grid | {"columns": columns, "rows": rows})
     return {**extent, "columns": columns, "rows": rows, "cells": [[r["x"], r["y"], r["samples"]] for r in found]}
 
 
@@ -231,6 +223,24 @@ _RESOURCES = """
 def resources(connection: DuckDBPyConnection, path: Path, points: int = 200) -> list[Row]:
     """What each role of each host used, in at most ``points`` intervals since the first line of the file."""
     return _rows(connection, _RESOURCES, {"path": str(path), "points": points})
+
+
+@contextmanager
+def thinned(path: Path, most: int = MOST, pieces: int = PIECES) -> Iterator[Path]:
+    """The file itself, or, if it is longer than ``most`` bytes, one with whole lines of ``pieces`` pieces of it, the
+    first and the last line among them, for as long as the block lasts."""
+    size, piece = path.stat().st_size, most // pieces
+    if size <= most:
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="dapo-", suffix=path.suffix) as found, path.open("rb") as file:
+        for place in range(pieces):
+            start = (size - piece) * place // (pieces - 1)
+            file.seek(start)
+            text = file.read(piece)
+            found.write(text[text.find(b"\n") + 1 if start else 0 : text.rfind(b"\n") + 1])
+        found.flush()
+        yield Path(found.name)
 
 
 def _rows(connection: DuckDBPyConnection, statement: str, parameters: Mapping[str, Any]) -> list[Row]:

@@ -6,23 +6,33 @@ A run is looked up by name among those found, never by a path that a browser sen
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Depends, Query, Request
 
 from dapo.errors import UserError
+from dapo.observe.index import SampleIndex
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView, is_run, runs_in
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-    from dapo.observe.index import SampleIndex
+
+class Refused(Exception):
+    """What is asked for cannot be had now: ``status`` of HTTP, and headers."""
+
+    status = 503
+    headers: Mapping[str, str] = {}
 
 
-class NotHere(Exception):
+class NotHere(Refused):
     """What a request names is not there."""
+
+    status = 404
 
 
 class Run:
@@ -49,7 +59,7 @@ class Run:
 
     def _view(self, brief: bool) -> RunView:
         folder = self.folder
-        stamp = stamp_of(folder.config, folder.environment, folder.summary, folder.metrics)
+        stamp = stamp_of(folder.config, folder.environment, folder.fingerprint, folder.summary, folder.metrics)
         with self._lock:
             if self._read is None or self._read[0] != stamp or (self._read[1] and not brief):
                 self._read = stamp, brief, RunView.read(folder.root, brief)
@@ -57,8 +67,6 @@ class Run:
 
     def samples(self) -> DuckDBPyConnection:
         """For this thread, with the view ``samples`` of all written steps. Raises UserError if DuckDB is missing."""
-        from dapo.observe.index import SampleIndex
-
         stamp = stamp_of(self.folder.samples)
         with self._index_lock:
             if self._index is None:
@@ -97,27 +105,37 @@ class Runs:
         return run
 
 
+def _run_asked(request: Request, name: Annotated[str, Query(alias="run")]) -> Run:
+    found: Run = request.app.state.runs.get(name)
+    return found
+
+
+RunAsked = Annotated[Run, Depends(_run_asked)]
+"""The run that a request names. Raises NotHere: there is none."""
+Points = Annotated[int, Query(ge=10, le=5000)]
+
+
 def check_folders(folders: Sequence[Path]) -> None:
     """Raises UserError if a folder does not exist, or neither is a run nor holds one."""
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: is not a folder; a run's is named at its start and end, such as runs/cpu-demo")
         if not _found(folder.resolve()):
-            raise UserError(
-                f"{folder}: neither is a run folder nor holds any; give a run, or the folder with your runs"
-            )
+            what = "neither is a run folder nor holds any; give a run, or the folder with your runs"
+            raise UserError(f"{folder}: {what}")
 
 
 def stamp_of(*paths: Path) -> tuple[Any, ...]:
     """What changes when one of these files is written, made or replaced."""
-    found = []
-    for path in paths:
-        try:
-            status = path.stat()
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
-        except OSError:
-            found.append((0, 0, 0))
-    return tuple(found)
+    return tuple(map(_stamp, paths))
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    except OSError:
+        return 0, 0, 0
 
 
 def _found(folder: Path) -> list[Path]:

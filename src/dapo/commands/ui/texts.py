@@ -1,21 +1,53 @@
-"""What one group holds: numbers per token from the step's arrays, and the pieces of text that
-the tokens are. Reads the bytes of the group and no others."""
+"""The texts of samples: the pieces that tokens are, with numbers for each; searching; what of a text can be sent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dapo.commands.ui.pieces import Pieces
+from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
-from dapo.observe.samples import tokens_path
+from dapo.observe.samples import samples_path, steps_with_samples, tokens_path
+from dapo.rollout.native.stopping import NO_TEXT
+from dapo.util.files import lines_of, parse_json
 
 SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", "entropy": "entropy"}
 """Arrays with a number per response token, and what the page calls them."""
+MOST_SECONDS, MOST_FINDS, AROUND = 2.0, 50, 80  # of one answer of a search, and characters before and after each find
+
+
+class Pieces:
+    """What each token adds to the text of a response; put together they are the whole.
+
+    A token is decoded behind the one before it, which it may owe a space. A character that is spread over several
+    tokens comes with the last of them; those before it, and tokens that are not text, add nothing.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._open: list[int] = []  # the last token, and those that are no whole character yet
+        self._before = ""  # the text of what was told of these
+
+    def add(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
+        """One text for each token. ``last``: nothing follows, so what is no character will not become one."""
+        return [self._next(token, last and place == len(token_ids)) for place, token in enumerate(token_ids, start=1)]
+
+    def _next(self, token: int, last: bool) -> str:
+        self._open.append(token)
+        text = self._decode(self._open)
+        if text.endswith(NO_TEXT) and text != self._before and not last:
+            return ""
+        piece = text[len(self._before) :]
+        self._open = self._open[-1:]
+        self._before = self._decode(self._open)
+        return piece
 
 
 def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int | None = None) -> list[dict[str, Any]]:
@@ -90,3 +122,57 @@ def summary_of(line: Mapping[str, Any], characters: int = 110) -> str:
     prompt = str(line.get("prompt") or "")
     end = characters * 2 // 3
     return prompt if len(prompt) <= characters else f"{prompt[: characters - end]} … {prompt[-end:]}"
+
+
+def search(samples: Path, text: str, start: tuple[int, int] | None, seconds: float = MOST_SECONDS) -> dict[str, Any]:
+    """Where ``text`` is in prompts, responses and extracted answers, whatever the case of its letters, the newest step
+    first. The index has no texts, so files are read, until :data:`MOST_FINDS` or ``seconds`` are reached.
+
+    ``samples``: the folder of a run. ``start``: ``next`` of an earlier answer, a step and lines of it to skip.
+
+    Returns:
+        ``finds`` (a prompt once for its group); how many steps were ``searched``, from ``last`` down to ``first``;
+        ``left``, which were not, or not wholly; ``next``: where to go on, None if that was all.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    steps = [step for step in reversed(steps_with_samples(samples)) if start is None or step <= start[0]]
+    finds, told, deadline = list[dict[str, Any]](), set[Any](), time.monotonic() + seconds
+    first, last = min(steps, default=None), max(steps, default=None)
+    pattern = re.compile(re.escape(text), re.IGNORECASE)
+    for place, number, sample in _lines(samples, steps, start):
+        finds += _finds(sample, steps[place], pattern, text.lower(), told)
+        if len(finds) >= MOST_FINDS or time.monotonic() > deadline:
+            here = {"searched": place + 1, "first": steps[place], "left": len(steps) - place}
+            return here | {"finds": finds, "last": last, "next": (steps[place], number)}
+    return {"finds": finds, "searched": len(steps), "first": first, "last": last, "left": 0, "next": None}
+
+
+def _lines(
+    samples: Path, steps: Sequence[int], start: tuple[int, int] | None
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The samples of these steps, each with its step's place among them and the number of its line."""
+    for place, step in enumerate(steps):
+        path, skip = samples_path(samples, step), start[1] if start is not None and step == start[0] else 0
+        try:
+            for number, line in enumerate(islice(lines_of(path), skip, None), skip + 1):
+                yield place, number, dict(parse_json(line))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path}: cannot be searched: {error}") from None
+
+
+def _finds(
+    sample: Mapping[str, Any], step: int, pattern: re.Pattern[str], text: str, told: set[Any]
+) -> Iterator[dict[str, Any]]:
+    names = {"draw": "draw", "sample": "index", "correct": "correct"}  # of a file that somebody may have edited
+    facts = {"step": step} | {k: v if isinstance(v := sample.get(n), int) else None for k, n in names.items()}
+    for where in ("prompt", "extracted", "response"):
+        value, group = str(sample.get(where) or ""), (step, facts["draw"])
+        # a plain search first: it is many times as fast, and nearly always there is nothing
+        if text not in value.lower() or (where == "prompt" and group in told) or not (found := pattern.search(value)):
+            continue
+        if where == "prompt":
+            told.add(group)
+        texts = (value[max(0, found.start() - AROUND) : found.start()], found[0], value[found.end() :][:AROUND])
+        yield facts | {"where": where} | dict(zip(("before", "found", "after"), map(sendable, texts), strict=True))

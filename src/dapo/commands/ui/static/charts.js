@@ -1,7 +1,6 @@
 // Charts as SVG. A chart is made once and given data as often as there is new data; all charts share one cursor.
 
 import { bytes, fill, h, number, percent } from "./dom.js";
-import { marks } from "./marks.js";
 import { toolsOf } from "./tools.js";
 import { watchZoom, zoomBy } from "./zoom.js";
 
@@ -52,6 +51,13 @@ export function smooth(points, weight) {
     return [x, mean / mass];
   });
 }
+
+// Vertical lines where settings of a run were changed, with words as a tooltip; series: each may have marks [[x, text]].
+const marks = (frame, series) => series.flatMap(({ marks = [], name, colour }) => marks
+  .filter(([x]) => frame.inside(x))
+  .map(([x, text]) => h("g", { class: `mark ${colour}`, stroke: "currentColor", "stroke-dasharray": "1 3" },
+    h("title", {}, series.length > 1 ? `${name}, ${text}` : text), frame.line(x),
+    h("rect", { x: frame.X(x) - 5, width: 11, height: frame.height, fill: "transparent", stroke: "none" }))));  // wide enough to point at
 
 class Frame {
   constructor({ title, unit = "", meaning = "", height = 150, format = number, xName = "step" }) {
@@ -135,6 +141,15 @@ class Frame {
     moveCursors(xs[Math.min(xs.length - 1, Math.max(0, now + by))]);
   }
 
+  // The cursor is at x; null: nowhere.
+  point(x) {
+    this.at = x;
+    if (!this.extent || !this.cursor) return;
+    if (x !== null) return this.read(x);
+    fill(this.cursor);
+    this.latest();
+  }
+
   line(x) {
     return h("line", { x1: this.X(x), x2: this.X(x), y1: MARGIN.top, y2: this.height - MARGIN.bottom });
   }
@@ -170,7 +185,7 @@ export class LineChart extends Frame {
     if (!this.width) return;
     const seen = this.series.map((one) => this.#seen(one)), left = seen.reduce((sum, one) => sum + one.left, 0);
     this.shown = seen.filter((one) => one.points.length);
-    this.#latest();
+    this.latest();
     this.say(left > 0 && `Log scale: ${left} point${left > 1 ? "s" : ""} at or below 0 not drawn`);
     if (!this.shown.length) return this.empty(!this.series.length ? this.nothing : left ? "no value above 0" : "no point here");
     const values = this.shown.flatMap((one) => [
@@ -196,18 +211,12 @@ export class LineChart extends Frame {
     ].filter(Boolean);
   }
 
-  #latest() {
+  latest() {
     fill(this.readout, ...this.shown.slice(0, 3).map((one) => h("span", { class: this.series.length > 1 ? `ink ${one.colour}` : "" }, this.format(one.points.at(-1)[1]))));
     fill(this.legend, ...((this.named && this.series.length > 1) || this.series.some((one) => one.about) ? this.series.map((one) => h("span", { class: `ink ${one.colour}`, title: one.about }, one.name)) : []));
   }
 
-  point(x) {
-    this.at = x;
-    if (!this.extent || !this.cursor) return;
-    if (x === null) {
-      fill(this.cursor);
-      return this.#latest();
-    }
+  read(x) {
     const found = this.shown.map(({ drawn }) => drawn[nearest(drawn.map((p) => p[0]), x)]);
     fill(this.cursor, this.line(found[0][0]), ...found.map(([px, py], place) => h("circle", { class: this.shown[place].colour, cx: this.X(px), cy: this.Y(py), r: 3 })));
     fill(this.readout, h("span", { class: "muted" }, `${this.xName} ${number(found[0][0])}`), ...found.slice(0, 4).map(([, y], place) =>
@@ -263,14 +272,9 @@ export class StackChart extends Frame {
     return `${there}${back}Z`;
   }
 
-  point(x) {
-    this.at = x;
-    if (!this.extent || !this.cursor) return;
-    if (x === null) {
-      fill(this.cursor);
-      fill(this.readout);
-      return;
-    }
+  latest() { fill(this.readout); }
+
+  read(x) {
     const place = nearest(this.places(), x), row = this.heights[place];
     fill(this.cursor, this.line(row[0]));
     fill(this.readout, h("span", { class: "muted" }, `${this.xName} ${number(row[0])}`), ...this.parts.map((part, i) => row[i + 1] > 0 && h("span", {}, `${part.name} ${this.format(this.raw[place][i + 1])}`)).filter(Boolean));

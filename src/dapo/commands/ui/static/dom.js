@@ -136,7 +136,14 @@ export const note = (...text) => h("p", { class: "note" }, ...text);
 export const panel = (title, ...children) =>
   h("section", { class: "panel" }, title && h("h2", {}, title), ...children);
 
-// What the playground and the comparison share.
+// What the playground and the comparison share: start(root, signal) fills a view, and what goes wrong is told in it.
+export function asking(element, start) {
+  const ended = new AbortController(), root = h("div", { class: "asking" }, h("p", { class: "dim" }, "looking at the models ..."));
+  element.replaceChildren(root);
+  start(root, ended.signal).catch((error) => ended.signal.aborted || fill(root, h("p", { class: "error", role: "alert" }, error.message)));
+  return { close: () => ended.abort() };
+}
+
 export const labelled = (text, control) => h("label", {}, h("span", {}, text), control);
 
 export const modelChoice = (models, chosen) =>

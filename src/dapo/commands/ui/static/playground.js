@@ -1,17 +1,9 @@
 // Two models of a run answer one prompt, side by side, as they write. mount(element, {run}) returns {close}.
 
-import { fill, h, labelled, modelChoice, percent } from "./dom.js";
+import { asking, fill, h, labelled, modelChoice, percent } from "./dom.js";
 import { address, ask, events } from "./server.js";
 
-export function mount(element, api) {
-  const ended = new AbortController();
-  const root = h("div", { class: "asking" }, h("p", { class: "dim" }, "looking at the models ..."));
-  element.replaceChildren(root);
-  start(root, api.run, ended.signal).catch((error) => {
-    if (!ended.signal.aborted) fill(root, h("p", { class: "error", role: "alert" }, error.message));
-  });
-  return { close: () => ended.abort() };
-}
+export const mount = (element, api) => asking(element, (root, ended) => start(root, api.run, ended));
 
 async function start(root, run, ended) {
   const about = await ask(address("playground", { run }), undefined, ended);

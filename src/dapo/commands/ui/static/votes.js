@@ -1,7 +1,7 @@
 // Blind comparison: which of two answers is better, without knowing whose they are. mount(element, {run}) returns
 // {close}.
 
-import { fill, h, labelled, modelChoice, percent, table } from "./dom.js";
+import { asking, fill, h, labelled, modelChoice, percent, table } from "./dom.js";
 import { address, ask } from "./server.js";
 
 const CHOICES = [
@@ -11,17 +11,8 @@ const CHOICES = [
   ["right", "Right is better", "ArrowRight", "→"],
 ];
 
-export function mount(element, api) {
-  const ended = new AbortController();
-  const root = h("div", { class: "asking" }, h("p", { class: "dim" }, "looking at the models ..."));
-  element.replaceChildren(root);
-  ask(address("playground", { run: api.run }), undefined, ended.signal)
-    .then((about) => new Comparison(root, api.run, about, ended.signal))
-    .catch((error) => {
-      if (!ended.signal.aborted) fill(root, h("p", { class: "error", role: "alert" }, error.message));
-    });
-  return { close: () => ended.abort() };
-}
+export const mount = (element, api) => asking(element, async (root, ended) =>
+  new Comparison(root, api.run, await ask(address("playground", { run: api.run }), undefined, ended), ended));
 
 class Comparison {
   constructor(root, run, about, ended) {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dapo.util.network import is_loopback
+from dapo.util.serving import is_loopback
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
@@ -23,7 +23,7 @@ pytest.importorskip("fastapi")
 from dapo.config import ExactReward
 from dapo.reward.build import make_scorer
 from dapo.reward.server import ServerLimits, Service, create_app
-from dapo.util.bounded_server import Server, _Protocol, limited
+from dapo.util.serving import Server, _Protocol, limited
 
 HALF_HEAD = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nX:"
 HALF_BODY = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
@@ -55,7 +55,7 @@ def asked(port: int, headers: dict[str, str] | None = None, path: str = "/health
 @pytest.mark.parametrize("part", [HALF_HEAD, HALF_BODY, b""])
 def test_half_a_request_is_hung_up_on(part: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"HEAD_S": 0.3, "BODY_S": 0.3, "_LOOK_S": 0.05}.items():
-        monkeypatch.setattr(f"dapo.util.bounded_server.{name}", seconds)
+        monkeypatch.setattr(f"dapo.util.serving.{name}", seconds)
     with serving() as port, socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         client.sendall(part)
         assert client.makefile("rb").read() == b""
@@ -63,7 +63,7 @@ def test_half_a_request_is_hung_up_on(part: bytes, monkeypatch: pytest.MonkeyPat
 
 def test_half_a_second_request_on_the_same_connection_is_hung_up_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"HEAD_S": 0.3, "_LOOK_S": 0.05}.items():
-        monkeypatch.setattr(f"dapo.util.bounded_server.{name}", seconds)
+        monkeypatch.setattr(f"dapo.util.serving.{name}", seconds)
     with serving() as port, socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
@@ -72,7 +72,7 @@ def test_half_a_second_request_on_the_same_connection_is_hung_up_on_too(monkeypa
 
 
 def test_connections_that_ask_for_nothing_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.util.bounded_server.most_connections", lambda: 5)
+    monkeypatch.setattr("dapo.util.serving.most_connections", lambda: 5)
     with serving() as port, ExitStack() as held:
         clients = [held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(40)]
         for client in clients:
@@ -101,7 +101,7 @@ def asking(port: int, head: str = "") -> socket.socket:
 @pytest.mark.parametrize("head", ["", "Connection: close\r\n"])
 def test_a_client_that_does_not_read_is_hung_up_on(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"BODY_S": 0.5, "_LOOK_S": 0.05}.items():
-        monkeypatch.setattr(f"dapo.util.bounded_server.{name}", seconds)
+        monkeypatch.setattr(f"dapo.util.serving.{name}", seconds)
     with serving(app=large) as port, asking(port, head) as client:
         time.sleep(2)
         size = 0
@@ -113,7 +113,7 @@ def test_a_client_that_does_not_read_is_hung_up_on(head: str, monkeypatch: pytes
 
 def test_a_client_that_reads_slowly_is_not_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"BODY_S": 0.8, "_LOOK_S": 0.05}.items():
-        monkeypatch.setattr(f"dapo.util.bounded_server.{name}", seconds)
+        monkeypatch.setattr(f"dapo.util.serving.{name}", seconds)
     with serving(app=large) as port, asking(port) as client:
         for _ in range(40):
             time.sleep(0.05)
@@ -124,8 +124,8 @@ def test_a_client_that_reads_slowly_is_not_hung_up_on(monkeypatch: pytest.Monkey
 
 
 def test_connections_that_do_not_read_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.util.bounded_server.most_connections", lambda: 5)
-    monkeypatch.setattr("dapo.util.bounded_server._LOOK_S", 0.05)
+    monkeypatch.setattr("dapo.util.serving.most_connections", lambda: 5)
+    monkeypatch.setattr("dapo.util.serving._LOOK_S", 0.05)
     with serving(app=large) as port, ExitStack() as held:
         for _ in range(5):
             held.enter_context(asking(port))
@@ -140,7 +140,7 @@ def test_connections_that_do_not_read_make_room(monkeypatch: pytest.MonkeyPatch)
 def test_a_burst_of_connections_stays_within_the_bound_and_those_that_pipeline_make_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dapo.util.bounded_server.most_connections", lambda: 5)
+    monkeypatch.setattr("dapo.util.serving.most_connections", lambda: 5)
     released: list[asyncio.Event] = []
     most = [0]
 
@@ -174,7 +174,7 @@ def test_a_burst_of_connections_stays_within_the_bound_and_those_that_pipeline_m
 
 
 def test_the_most_connections_leave_descriptors_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dapo.util.bounded_server import most_connections
+    from dapo.util.serving import most_connections
 
     for allowed, expected in ((200, 68), (1024, 480), (10**6, 1000), (16, 8)):
         monkeypatch.setattr("resource.getrlimit", lambda _, found=allowed: (found, found))

@@ -1,0 +1,3 @@
+"""The version of dapo."""
+
+VERSION = "0.1.0"
