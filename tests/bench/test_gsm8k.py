@@ -9,11 +9,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from dapo.config.recipes import recipe_path
 
 import gsm8k
 import runner
 from dapo.config import load_config
+from dapo.config.plan import recipe_path
 
 
 def test_the_judged_rows_are_always_the_same_and_are_not_trained_on(tmp_path: Path) -> None:
