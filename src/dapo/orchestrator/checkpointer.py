@@ -242,7 +242,6 @@ class Checkpointer:
                     role.load_state(state[name])
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise UserError(f"{folder}: the state of the run cannot be read: {type(error).__name__}: {error}") from None
-        self._at.step = self._at.step and self._at.step.to(self._trainer.device)
         self._stopping.saved = folder
         self._find_best()
         self.checkpoints.prune()  # it may be fewer that are to be kept now

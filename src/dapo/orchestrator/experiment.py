@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,7 @@ from dapo.observe.resources import make_recorder
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import discard_samples
 from dapo.observe.trackers import check_trackers, make_trackers
-from dapo.orchestrator.batch_builder import BatchBuilder
+from dapo.orchestrator.batch_builder import BatchBuilder, batch_mismatch
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.buffer import ExperienceBuffer, RolloutBatch
 from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, RunState, Stateful
@@ -60,16 +59,17 @@ from dapo.orchestrator.inputs import (
 from dapo.orchestrator.mfu import CardLimits
 from dapo.orchestrator.resume import changes_at, how_to_resume, on_day, on_its_day
 from dapo.orchestrator.step_metrics import step_seconds
-from dapo.orchestrator.step_state import StepState, unless
+from dapo.orchestrator.step_state import StepState
 from dapo.orchestrator.summary import scores_of, summarise
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
 from dapo.training.faults import FaultFolder
+from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter
 from dapo.training.trainer import Trainer
 from dapo.util.files import write_json, writing
-from dapo.util.process import Clock, Shutdown, closed_in_time, give_back_memory, in_thread, peak_memory
+from dapo.util.process import Clock, Shutdown, closed_in_time, in_thread, peak_memory
 from dapo.util.terminal import counted, visible
 
 
@@ -139,10 +139,6 @@ class Experiment:
         Raises UserError: it cannot be loaded or trained, or does not fit into the memory."""
         config, inputs, listener = self.config, self._inputs, self.listener
         listener.phase("loading the model")
-        # one thread for all updates: cuBLAS keeps 32 MiB for each thread that ever multiplied matrices
-        training = ThreadPoolExecutor(1, "dapo-training")
-        self._closing.callback(training.shutdown, wait=False)
-        self._compute = partial(in_thread, pool=training)
         model = policy_model(config, inputs, self.device)
         self.fingerprint = fingerprint(
             config, model, self.tokenizer, self.source.fingerprint, self.source.prompts[0], self.heldout, inputs.reward
@@ -152,7 +148,10 @@ class Experiment:
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
         self._limits = CardLimits.of(model, self.device, dtype)
-        self.preparer = BatchBuilder(config, self.trainer.policy)  # before the engine, which takes what memory is left
+        self.preparer = BatchBuilder(config, inputs.advantage)
+        # before the engine, which takes what memory is left
+        self.learner = LocalLearner(self.trainer, config, self.preparer.kl, inputs.objective, self._out_of_time)
+        self._closing.callback(self.learner.close)
         self._stop_ids = stop_ids = stop_token_ids(model, self.tokenizer, config.rollout.stop_token_ids)
         self.template.ends_with(stop_ids)
         notice_generation_config(model, listener)
@@ -168,9 +167,7 @@ class Experiment:
         clock = Clock(self.at.step.seconds if self.at.step else self.at.laps)
         while self.at.step is not None or not (self.at.budget.used_up or self.best.converged):
             step = self.at.steps_done
-            self.trainer.begin_step(step, self.at.budget.spent)
-            if self.at.step and self.at.step.reports:  # resumed inside of it: a step has one rate
-                self.trainer.set_learning_rate(self.at.step.reports[0].learning_rate)
+            self.learner.begin_step(step, self.at.budget.spent)
             if self.at.step is None:  # otherwise it was resumed inside of this step
                 self._waits_for("the rollout", step, "rollout")
                 clock.lap("rest")
@@ -191,19 +188,17 @@ class Experiment:
             await self.engine.sleep()  # until the next rollout its cache's memory is the trainer's
             if work.batch is None:
                 self._waits_for("the batch to be prepared", step, "prepare")
-                work.batch = await self._compute(self.preparer.batch, work.fill.groups, self.trainer.version)
+                work.version = self.learner.version
+                annotated = await self.learner.annotate(self.preparer.build(work.fill.groups))
+                work.groups, work.batch = self.preparer.finish(work.fill.groups, annotated)
                 clock.lap("prepare")
-            updates = self.preparer.updates(work.batch.packed, done=len(work.reports))
-            count = self.preparer.count(work.batch.packed)
-            objective = unless(self._out_of_time, self.preparer.objective)
-            while update := await self._compute(next, updates, None):
-                done = len(work.reports)
+            count = self.preparer.count(work.batch)
+            for done, mini in self.preparer.minibatches(work.batch, start=len(work.reports)):
                 self._waits_for(f"update {done + 1} of {count}", step, "update", done, count)
-                await self._compute(work.apply, self.trainer, update, objective)
-                give_back_memory()
+                await self.learner.update(step, done, mini, into=work)
                 clock.lap("update")
             self._waits_for("the weights to be handed to the engine", step, "sync")
-            await self.engine.load_weights(*self.trainer.publish())
+            await self.engine.load_weights(*self.learner.publish())
             await self.engine.wake()
             clock.lap("sync")
             budget = self.at.budget.after(step_seconds(clock.laps))
@@ -343,7 +338,7 @@ class Experiment:
     def _use(self, config: Config) -> None:
         """Train with the settings of ``config`` from now on."""
         self.in_force = config
-        self.trainer.use(config.training)
+        self.learner.use(config)
         self.preparer.use(config)
 
     def _keeper(self, folder: RunFolder) -> Checkpointer:
@@ -436,8 +431,9 @@ class Experiment:
     async def _record(self, budget: Budget, work: StepState, evaluation: Mapping[str, float]) -> None:
         step = budget.steps
         self.at.seconds.lap("rl")
-        metrics = work.metrics(self.in_force) | {
-            "lr": self.trainer.learning_rate,
+        assert work.batch is not None
+        metrics = work.metrics(self.in_force, batch_mismatch(work.batch, work.version)) | {
+            "lr": work.reports[0].learning_rate if work.reports else self.trainer.learning_rate,
             "version": self.trainer.version,
             "updates/total": self.trainer.updates,
             "epoch": self.source.epoch,
@@ -451,7 +447,7 @@ class Experiment:
         if self._limits is not None:
             metrics |= self._limits.shares(work.fill, work.reports, work.seconds, work.decode_steps)
         if self.in_force.algorithm.kl.mode in ("loss", "reward"):
-            metrics["kl/coef"] = self.preparer.kl_coef
+            metrics["kl/coef"] = self.preparer.kl.coef
         audit, found = await self.monitor.finish()
         metrics |= audit
         count, alarms = self.alarms.observe(step, metrics)

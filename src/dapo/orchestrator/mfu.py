@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dapo.orchestrator.rollout_batch import RolloutBatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
