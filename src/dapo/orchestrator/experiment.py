@@ -44,7 +44,7 @@ from dapo.observe.resources import make_recorder
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import discard_samples
 from dapo.observe.trackers import check_trackers, make_trackers
-from dapo.orchestrator.batch_builder import BatchBuilder, batch_mismatch
+from dapo.orchestrator.batch_builder import BatchBuilder, batch_mismatch, own_advantage
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.buffer import ExperienceBuffer, RolloutBatch
 from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, RunState, Stateful
@@ -65,7 +65,7 @@ from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
 from dapo.training.faults import FaultFolder
-from dapo.training.learner import LocalLearner
+from dapo.training.learner import LocalLearner, own_objective
 from dapo.training.lora import begin_adapter
 from dapo.training.trainer import Trainer
 from dapo.util.files import write_json, writing
@@ -105,6 +105,7 @@ class Experiment:
         listener.phase(f"a prompt as the model sees it: {self.template.show(self.source.prompts[0])}")
         check_lengths(config, described.config, self.heldout)
         check_vocabulary(described, self.tokenizer, config, listener, rows)
+        own_objective(config, inputs.objective), own_advantage(config, inputs.advantage)  # before the model is loaded
         if inputs.folder is None and inputs.resume is None:
             RunFolder.require_free(config)
         self._inputs = inputs
@@ -141,7 +142,13 @@ class Experiment:
         listener.phase("loading the model")
         model = policy_model(config, inputs, self.device)
         self.fingerprint = fingerprint(
-            config, model, self.tokenizer, self.source.fingerprint, self.source.prompts[0], self.heldout, inputs.reward
+            config,
+            model,
+            self.tokenizer,
+            self.source.fingerprint,
+            self.source.prompts[0],
+            self.heldout,
+            inputs.functions,
         )
         model = begin_adapter(model, config.model, config.seed)
         set_threads(config, model)
