@@ -9,8 +9,8 @@ import torch
 from test_step_metrics import STATS, make_group, make_report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dapo.orchestrator.buffer import RolloutBatch
 from dapo.orchestrator.mfu import CARDS, Card, CardLimits, card_named
+from dapo.orchestrator.rollout_batch import RolloutBatch
 
 
 def make_model(tied: bool = True) -> Qwen2ForCausalLM:

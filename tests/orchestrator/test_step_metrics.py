@@ -12,7 +12,7 @@ import pytest
 
 from dapo.config import Config, build_config, nested
 from dapo.observe.metrics import METRICS, describe
-from dapo.orchestrator.buffer import FillStats, RolloutBatch
+from dapo.orchestrator.rollout_batch import FillStats, RolloutBatch
 from dapo.orchestrator.step_metrics import mismatch_metrics, statistic, step_metrics, step_warnings
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.mismatch import Mismatch

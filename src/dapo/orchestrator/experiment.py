@@ -1,7 +1,7 @@
 """The orchestrator: places the roles and runs the loop. ``Experiment.train`` is the paper's Algorithm 1.
 
 Consumes: a :class:`~dapo.config.Config` (and, from Python, a model, rows and a reward function in place of names).
-Produces: a run folder and its summary. Waits for: the buffer (which waits for engine and scorer), the trainer (in a
+Produces: a run folder and its summary. Waits for: the collector (which waits for engine and scorer), the trainer (in a
 thread), evaluation. Nothing heavy runs on the event loop. Holds no mathematics of the algorithm.
 """
 
@@ -47,8 +47,8 @@ from dapo.observe.samples import discard_samples
 from dapo.observe.trackers import check_trackers, make_trackers
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.budget import Budget
-from dapo.orchestrator.buffer import ExperienceBuffer, RolloutBatch
 from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, RunState, Stateful
+from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.inputs import (
     RunOverrides,
     described_model,
@@ -59,6 +59,7 @@ from dapo.orchestrator.inputs import (
 )
 from dapo.orchestrator.mfu import CardLimits
 from dapo.orchestrator.resume import changes_at, how_to_resume, on_day, on_its_day
+from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.step_metrics import step_seconds
 from dapo.orchestrator.step_state import StepState, unless
 from dapo.orchestrator.summary import scores_of, summarise
@@ -75,7 +76,7 @@ from dapo.util.terminal import counted, visible
 
 class Experiment:
     """One run: its roles, wired together. To be called in this order: :meth:`check`, :meth:`load`, :meth:`run`.
-    ``trainer``, ``engine`` and ``buffer`` exist once the model is loaded, ``folder`` and ``metrics`` in the run."""
+    ``trainer``, ``engine`` and ``collector`` exist once the model is loaded, ``folder`` and ``metrics`` in the run."""
 
     folder: RunFolder
     metrics: MetricsLog
@@ -158,7 +159,8 @@ class Experiment:
         notice_generation_config(model, listener)
         spare = self.trainer.bytes_to_come
         self.engine = inputs.engine or native_engine(config, model, stop_ids, self.template, self.heldout, spare)
-        self.buffer = ExperienceBuffer(self.source, self.engine, self.scorer, self.template.decode, config)
+        progress = partial(listener.working, "rollout")
+        self.collector = Collector(self.source, self.engine, self.scorer, self.template.decode, config, progress)
         self._closing.push_async_callback(self._stop, "the engine", self.engine.close)
 
     # -- Algorithm 1 -----------------------------------------------------------------------------------------------
@@ -177,11 +179,11 @@ class Experiment:
                 decoded = self._decode_steps
                 self.at.laps = clock.laps
                 try:
-                    fill = await self.buffer.fill(step, progress=partial(self.listener.working, "rollout"))
+                    fill = await self.collector.take(step, self.config.rollout.prompts_per_step, self.trainer.version)
                 except StarvedError as error:
-                    assert isinstance(error.fill, RolloutBatch)
+                    assert isinstance(error.rollout_batch, RolloutBatch)
                     with contextlib.suppress(UserError):  # which must not stand before what went wrong first
-                        await self._write_samples(step + 1, StepState(error.fill, {}))
+                        await self._write_samples(step + 1, StepState(error.rollout_batch, {}))
                     raise
                 finally:  # one that is broken off has taken its time too
                     clock.lap("rollout")
@@ -216,6 +218,7 @@ class Experiment:
             self.monitor.settle()
             self.alarms.settle()
             self._use(self.config)
+            self.collector.release(work.fill)
             self.at.budget, self.at.step, self.at.laps = budget, None, {}
             await self.keeper.maybe_save(last=budget.used_up or self.best.converged)
 
@@ -236,7 +239,8 @@ class Experiment:
         self.at.seconds.lap("start")
         try:
             with shortage_explained(self.config, self.trainer.policy.model):
-                await self.train()
+                async with self.collector.running():
+                    await self.train()
         except BaseException as error:
             note = await self._rescue(error)
             if isinstance(error, UserError):
@@ -335,7 +339,7 @@ class Experiment:
                 "the best one is looked for anew"
             )
             self.best.evaluations_since = 0
-        if dropped := self.buffer.drop_longer():
+        if dropped := self.collector.drop_longer():
             self.listener.warning(f"rollout.max_response_length: dropped {counted(dropped, 'longer carried group')}")
         if self.at.step is None:  # otherwise they are published once its updates are done
             await self.engine.load_weights(*self.trainer.publish())
@@ -347,7 +351,7 @@ class Experiment:
         self.preparer.use(config)
 
     def _keeper(self, folder: RunFolder) -> Checkpointer:
-        roles: dict[str, Stateful] = {"buffer": self.buffer, "prepare": self.preparer}
+        roles: dict[str, Stateful] = {"buffer": self.collector, "prepare": self.preparer}
         roles |= {"monitor": self.monitor, "alarms": self.alarms}
         return Checkpointer(
             folder,
@@ -398,7 +402,7 @@ class Experiment:
         with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
             await self.keeper.settle()
         try:
-            await self.keeper.save_checkpoint(self.buffer.unsettled, wait=True)
+            await self.keeper.save_checkpoint(self.collector.unsettled, wait=True)
             with contextlib.suppress(UserError):  # a summary is not what is rescued
                 self._summarise(reason)
         except Exception as fault:

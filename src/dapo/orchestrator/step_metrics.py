@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
-from dapo.orchestrator.buffer import RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group, Sample
 from dapo.training.mismatch import Mismatch
 from dapo.training.trainer import UpdateReport

@@ -19,7 +19,7 @@ from dapo.algorithm.objective import TokenInputs
 from dapo.config import Config
 from dapo.observe.samples import Key, write_samples
 from dapo.orchestrator.batch_builder import Batch, Update
-from dapo.orchestrator.buffer import RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.step_metrics import step_metrics, step_warnings
 from dapo.records import Reward
 from dapo.training.mismatch import Mismatch
