@@ -75,6 +75,7 @@ class Collector:
         self._before: dict[str, Any] | None = None
         self.unsettled = False
         """Whether the last round did not come to its end, so that there is more here than between two steps."""
+        self._untaken: RolloutBatch | None = None
         self._asked: Channel[tuple[int, int, int]] = Channel()
         self._ready: Channel[RolloutBatch] = Channel()
 
@@ -87,7 +88,11 @@ class Collector:
             yield
         finally:
             producer.cancel()
-            await until_done(producer)
+            try:
+                await until_done(producer)
+            finally:
+                for batch in self._ready.drain():  # whoever waited for it was cancelled in the same moment
+                    self._untaken, self.unsettled = batch, True
 
     async def take(self, step: int, count: int, version: int) -> RolloutBatch:
         """The groups of a rollout step: sampled until ``count`` hold something to learn from (Eq. 11).
@@ -110,8 +115,11 @@ class Collector:
             RewardError: too many scores failed, or the reward leaves `correct` open under metric ``acc``.
             EngineError: the engine failed, or did not give back each requested sample exactly once.
         """
-        self._asked.put((step, count, version))
-        return await self._ready.get()
+        if self._untaken is None:
+            self._asked.put((step, count, version))
+            return await self._ready.get()
+        batch, self._untaken, self.unsettled = self._untaken, None, False
+        return batch
 
     def release(self, batch: RolloutBatch) -> None:
         """The step of ``batch`` is done: the source hears what became of its prompts."""
@@ -140,6 +148,7 @@ class Collector:
             "carried": at.carried,
             "under_way": at.under_way,
             "rounds": at.rounds,
+            "untaken": self._untaken,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -147,6 +156,7 @@ class Collector:
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
         self._position = _Position(state["draws"], rate, state["carried"], state["under_way"], state["rounds"])
         self._source.load_state(state["source"])
+        self._untaken = state.get("untaken")
 
     def drop_longer(self) -> int:
         """Drop carried groups with a response over ``rollout.max_response_length``, once larger; returns how many."""
@@ -195,6 +205,7 @@ class Collector:
     async def _sample(self, sampling: DynamicSampling) -> None:
         """Draw, sample and score until no draw can change the outcome, or the budget is spent."""
         early = self._config.rollout.max_staleness == 0 and not self._config.runtime.deterministic
+        decoded = self._decode_steps
         async with task_group() as tasks:
             sampler = GroupSampler(self.engine, self._scorer, self._decode, self._config, sampling, tasks)
             sampler.resume(sampling.resumed)
@@ -209,6 +220,12 @@ class Collector:
             sampler.cancel()  # all that is left serves draws after the last admitted one
         sampling.scores.check(final=True)
         sampling.reward_wait_s = sampler.seconds_since_last
+        sampling.decode_steps = self._decode_steps - decoded
+
+    @property
+    def _decode_steps(self) -> int:
+        """Of the engine so far; 0 of one that does not count them."""
+        return int(getattr(self.engine, "decode_steps", 0))
 
     def _draw(self) -> PendingGroup:
         prompt = self._source.next()

@@ -21,7 +21,8 @@ class DynamicSampling:
         wanted: groups to find.
         rounds: times that prompts were drawn for this step.
         scores: of this step.
-        reward_wait_s: seconds from the last sample's arrival to the end of the round; for the counts.
+        reward_wait_s: seconds from the last sample's arrival to the end of the round; for the counts, as is
+        decode_steps: of the engine in the round.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class DynamicSampling:
         self.wanted = wanted
         self.rounds = rounds
         self.scores = Scores(config.reward, config.algorithm.filter_groups.metric, step)
-        self.reward_wait_s = 0.0
+        self.reward_wait_s, self.decode_steps = 0.0, 0
         self._draws = [PendingGroup.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
         filters = config.algorithm.filter_groups
         self._budget = wanted * filters.max_num_gen_batches if filters.enable else self._missing
@@ -209,6 +210,7 @@ class DynamicSampling:
             staleness_mean=sum(ages) / len(ages) if ages else 0.0,
             staleness_max=max(ages, default=0),
             reward_wait_s=self.reward_wait_s,
+            decode_steps=self.decode_steps,
         )
 
 

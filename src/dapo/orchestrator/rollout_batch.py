@@ -9,7 +9,7 @@ from dapo.records import Group
 
 @dataclass(frozen=True, slots=True)
 class FillStats:
-    """What it took to fill one step. Counts are of this step's own draws, unless they say otherwise."""
+    """What it took to sample one step. Counts are of this step's own draws, unless they say otherwise."""
 
     drawn: int
     """Prompts drawn."""
@@ -45,7 +45,9 @@ class FillStats:
     """Versions between the oldest token of a group handed out and the policy it will train; 0 if there is none."""
     staleness_max: int
     reward_wait_s: float
-    """Seconds from the last sample's arrival to the end of the fill."""
+    """Seconds from the last sample's arrival to the end of the round."""
+    decode_steps: int = 0
+    """Of the engine in the round, where it counts them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,12 @@ class Channel(Generic[T]):
         self._end = reason
         self._changed.set()
 
+    def drain(self) -> list[T]:
+        """The items that nobody has taken."""
+        items = list(self._items)
+        self._items.clear()
+        return items
+
     async def get(self) -> T:
         """The next item; waits for it."""
         while not self._items:
