@@ -55,9 +55,9 @@ def ours(job: dict[str, Any], report: Report) -> None:
     model = load(job["model"], True, job["device"], "float32").requires_grad_(True)
     dtype = torch.bfloat16 if job["device"] == "cuda" else torch.float32
     trainer = Trainer(model, TrainingConfig(**settings), 1.0, dtype)
-    batch = packed(sequences, job["device"], job["shared"])
-    batch = replace(batch, behaviour_logprobs=trainer.logprobs(batch))  # ratios near 1, as in training
-    inputs, objective = token_inputs(batch), DapoObjective()
+    batch = packed(sequences, job["shared"])
+    batch = replace(batch, behaviour_logprobs=trainer.logprobs(batch).cpu().numpy())  # ratios near 1, as in training
+    inputs, objective = token_inputs(batch, job["device"]), DapoObjective()
     for number in range(job["warmup"] + job["repeats"]):
         _wait()
         start = time.perf_counter()
@@ -107,12 +107,12 @@ def described(sequences: Sequences) -> dict[str, int]:
     }
 
 
-def packed(sequences: Sequences, device: str, shared: bool) -> Any:
+def packed(sequences: Sequences, shared: bool) -> Any:
     """The groups as a batch; not ``shared``: every sample is a group of its own, with a prompt of its own."""
     import numpy as np
 
     from dapo.records import Group, Prompt, Reward, Sample
-    from dapo.training.packing import pack
+    from dapo.training.packing import advantage_column, pack
 
     groups = []
     for draw, (prompt, responses) in enumerate(sequences.groups):
@@ -125,29 +125,16 @@ def packed(sequences: Sequences, device: str, shared: bool) -> Any:
             versions = zeros.astype(np.int32)
             samples.append(Sample(draw, i, ids, zeros, versions, "stop", reward=verdict, advantage=advantage))
         groups.append(Group(draw, Prompt(draw, "", tuple(prompt)), tuple(samples)))
-    batch = pack(groups, device)
+    batch = pack(groups).with_columns(advantages=advantage_column(groups))
     return batch if shared else replace(batch, draws=np.arange(batch.num_samples))
 
 
-def token_inputs(batch: Any) -> Any:
+def token_inputs(batch: Any, device: str) -> Any:
     """What the objective needs, as the loop makes it: token-level loss, the proximal policy is the engine's."""
-    from dapo.algorithm.objective import TokenInputs, token_weights
+    from dapo.config import AlgorithmConfig
+    from dapo.training.learner import objective_inputs
 
-    weights = token_weights(
-        "token-mean",
-        mask=batch.mask,
-        sample_ids=batch.sample_ids,
-        group_ids=batch.group_ids,
-        num_samples=batch.num_samples,
-    )
-    return TokenInputs(
-        behaviour_logprobs=batch.behaviour_logprobs,
-        proximal_logprobs=batch.behaviour_logprobs,
-        advantages=batch.advantages,
-        importance=torch.ones_like(weights),
-        mask=batch.mask,
-        weights=weights,
-    )
+    return objective_inputs(batch, AlgorithmConfig(), 1, torch.device(device))
 
 
 def computed_tokens(model: Any, action: Callable[[], Any]) -> int:

@@ -34,6 +34,7 @@ from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import Doubt
 from dapo.training.lora import trainable_shape
+from dapo.training.micro_batch import micro_batch
 from dapo.training.policy import Policy
 from helpers import random_model
 
@@ -188,10 +189,11 @@ def teach(case: Path, updates: int, text_of: Callable[[dict[str, Any]], tuple[st
     texts = [tuple(tokenizer(text)["input_ids"] for text in text_of(row)) for row in rows(0, 6)]
     policy = Policy(taught, 1.0, 4096, torch.float32)
     optimizer = torch.optim.Adam(taught.parameters(), lr=0.01)
-    batch = as_batch([(given, read) for given, read in texts], policy.device)
+    batch = as_batch([(given, read) for given, read in texts])
+    whole = micro_batch(batch, np.arange(batch.num_samples), policy.device)
     for _ in range(updates):
         optimizer.zero_grad()
-        (-policy.evaluate(batch)[0].mean()).backward()
+        (-policy.evaluate(whole)[0].mean()).backward()
         optimizer.step()
     taught.save_pretrained(case / "model")
 

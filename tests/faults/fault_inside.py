@@ -23,7 +23,7 @@ from typing import Any
 POINTS = {
     "metrics": "dapo.observe.metrics:MetricsLog.append",
     "rollout": "dapo.rollout.native.decoder:Decoder.step",
-    "prepare": "dapo.orchestrator.batch_builder:BatchBuilder.batch",
+    "prepare": "dapo.training.learner:LocalLearner.annotated",
     "update": "dapo.training.trainer:Trainer.update",
     "evaluation": "dapo.orchestrator.experiment:evaluate",
     "metrics file": "dapo.observe.metrics:json_line",

@@ -573,7 +573,7 @@ def test_a_run_folder_in_place_of_a_model_is_told_where_its_model_is(tmp_path: P
     ],
 )
 @pytest.mark.parametrize(
-    "where", ["dapo.training.trainer.Trainer.update", "dapo.orchestrator.batch_builder.BatchBuilder.batch"]
+    "where", ["dapo.training.trainer.Trainer.update", "dapo.training.learner.LocalLearner.annotated"]
 )
 def test_memory_that_runs_out_is_explained_and_the_run_goes_on_with_less(
     where: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,10 +26,9 @@ from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.experiment import Experiment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_to_end
-from dapo.records import Group, Prompt, Reward, Sample
+from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
 from dapo.rollout.engine import Request
 from dapo.rollout.native.engine import NativeEngine
-from dapo.training.packing import PackedBatch
 from data.tokenizers_for_tests import CHAT_WITH_BOS, char_tokenizer
 from run_cases import (
     PROMPTS,
@@ -270,8 +269,8 @@ def test_trainer_and_engine_see_the_same_ids_with_one_bos_failures_37_38(
     engine decodes from and the trainer trains on. And the responses are the engine's, token by token."""
     requests: dict[int, Request] = {}
     sampled: dict[tuple[int, int], list[int]] = {}
-    packed: list[PackedBatch] = []
-    generate, updates = NativeEngine.generate, BatchBuilder.updates
+    packed: list[TokenBatch] = []
+    generate, updates = NativeEngine.generate, BatchBuilder.minibatches
 
     async def watched(self: NativeEngine, wanted: Sequence[Request]) -> AsyncIterator[Sample]:
         requests.update({r.id: r for r in wanted})
@@ -279,12 +278,12 @@ def test_trainer_and_engine_see_the_same_ids_with_one_bos_failures_37_38(
             sampled[sample.request_id, sample.index] = sample.token_ids.tolist()
             yield sample
 
-    def seen(self: BatchBuilder, batch: PackedBatch, done: int = 0) -> Any:
+    def seen(self: BatchBuilder, batch: TokenBatch, start: int = 0) -> Any:
         packed.append(batch)
-        return updates(self, batch, done)
+        return updates(self, batch, start)
 
     monkeypatch.setattr(NativeEngine, "generate", watched)
-    monkeypatch.setattr(BatchBuilder, "updates", seen)
+    monkeypatch.setattr(BatchBuilder, "minibatches", seen)
     tokenizer = char_tokenizer(adds_bos=adds_bos, chat_template=CHAT_WITH_BOS)
     changes = {"data.template": "chat", "data.max_prompt_length": 40, "training.tokens_per_micro_batch": 128}
     run(tmp_path / "run", changes, model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)

@@ -51,7 +51,7 @@ def check_agreement(patient: CheckContext) -> Iterator[Finding]:
     tokens = min(_TOKENS, config.rollout.max_response_length)
     groups = asyncio.run(_sample(patient, prompts, _SAMPLES, tokens))
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
-    batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)], patient.device)
+    batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)])
     dtype = getattr(torch, config.model.compute_dtype)
     policy = Policy(model, config.rollout.temperature, config.training.tokens_per_micro_batch, dtype)
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)

@@ -24,6 +24,7 @@ from dapo.config.reward import (
 )
 from dapo.config.section import _section_types
 from dapo.config.sections import (
+    AlgorithmConfig,
     DataConfig,
     EvaluationConfig,
     TrainingConfig,
@@ -31,6 +32,7 @@ from dapo.config.sections import (
 from dapo.config.tree import Config
 
 __all__ = [
+    "AlgorithmConfig",
     "CodeReward",
     "ComposeReward",
     "Config",

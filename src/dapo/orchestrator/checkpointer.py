@@ -70,7 +70,7 @@ class Checkpointer:
         """
         self._folder, self._config, self._state, self._early_stopping = folder, config, state, early_stopping
         self._roles = {**roles, "best": early_stopping}
-        self._models, self._shutdown = models, shutdown
+        self.models, self._shutdown = models, shutdown
         self.checkpoints = Checkpoints(folder.checkpoints, config.keep_last, config.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, models.tell)
         self._lock = contextlib.ExitStack()
@@ -127,10 +127,10 @@ class Checkpointer:
             return Snapshot(place, lambda folder: None, 0, best)
         roles = {name: role.state() for name, role in self._roles.items()}
         state = EncodedState({"format": FORMAT, **self._state.state(), **roles})
-        trainer = await in_thread(snapshot, self._models.trainer)
+        trainer = await in_thread(snapshot, self.models.trainer)
 
         def write(folder: Path) -> None:
-            self._models.write(trainer, folder / "model")  # masters, from which training goes on
+            self.models.write(trainer, folder / "model")  # masters, from which training goes on
             trainer.save_state(folder / "optimizer")
             state.write(folder)
             if self._folder.metrics.exists():  # the lines up to here are as safe as what goes on after them
@@ -147,8 +147,8 @@ class Checkpointer:
                 f"{folder}: is of format {state['format']}, and this version of dapo reads up to {FORMAT}; go on with "
                 "the version that wrote it (environment.json)"
             )
-        await in_thread(self._models.trainer.load, folder / "model")
-        await in_thread(self._models.trainer.load_state, folder / "optimizer")
+        await in_thread(self.models.trainer.load, folder / "model")
+        await in_thread(self.models.trainer.load_state, folder / "optimizer")
         try:
             self._state.load_state(state)
             for name, role in self._roles.items():
@@ -169,8 +169,8 @@ class Checkpointer:
     def best_at(self, place: CheckpointId) -> dict[str, Any]:
         """For ``best.json``: the best step, which is that of ``place``."""
         saved = self._folder.checkpoints / place.name if place.steps else self._folder.model_before
-        best = {"step": self._early_stopping.step, "metric": self._early_stopping.metric, "value": self._early_stopping.value}
-        return {**best, "path": str(saved.relative_to(self._folder.root))}
+        best, path = self._early_stopping, str(saved.relative_to(self._folder.root))
+        return {"step": best.step, "metric": best.metric, "value": best.value, "path": path}
 
     def note_best(self) -> None:
         """Record the weights before training as the best ones, if they are to be kept as such."""
@@ -182,7 +182,7 @@ class Checkpointer:
         recorded = (self.checkpoints.best or {}).get("step")
         ahead = isinstance(recorded, int) and recorded > self._state.steps_done  # its checkpoint was damaged
         lost = recorded is None or ahead or (self._state.step is None and self.is_best())
-        if self._config.keep_best and self._early_stopping.step >= 0 and lost:  # without it the best one would be pruned
+        if self._config.keep_best and self._early_stopping.step >= 0 and lost:  # or the best one would be pruned
             self.checkpoints.set_best(self.best_at(CheckpointId(self._early_stopping.step)))
 
     # -- time ------------------------------------------------------------------------------------------------------
@@ -193,5 +193,5 @@ class Checkpointer:
 
         That is what the longest one took, or, as long as there was none, what its size lets expect.
         """
-        takes = self._writer.longest_s or expected_bytes(self._models.trainer) / EXPECTED_RATE
+        takes = self._writer.longest_s or expected_bytes(self.models.trainer) / EXPECTED_RATE
         return min(float(self._config.stop_within_s) / 2, 3 * takes + _AT_LEAST_S)

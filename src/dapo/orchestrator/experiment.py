@@ -37,7 +37,7 @@ from dapo.observe.samples import discard_samples
 from dapo.observe.trackers import make_trackers
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.build import Rewards, Roles, Setup, examine, load_roles
-from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer
+from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, Stateful
 from dapo.orchestrator.evaluator import Evaluator
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.loop import train
@@ -57,7 +57,7 @@ from dapo.util.terminal import counted
 
 class Experiment:
     """One run. To be called in this order: :meth:`check`, :meth:`load`, :meth:`run`, :meth:`close`.
-    ``roles`` exist once the model is loaded; ``folder``, ``checkpointer``, ``evaluator`` and ``recorder`` in the run."""
+    ``roles`` exist once the model is loaded, ``folder`` and what works in it in the run."""
 
     roles: Roles
     folder: RunFolder
@@ -184,7 +184,7 @@ class Experiment:
         dtype = export_dtype(roles.model, self.config.model.export_dtype)
         trainer, tell = roles.learner.trainer, self.listener.warning
         models = ModelWriter(folder, trainer, setup.tokenizer, tell, roles.stop_ids, dtype)
-        remember = {"buffer": roles.collector, "prepare": roles.builder}
+        remember: dict[str, Stateful] = {"buffer": roles.collector, "prepare": roles.builder}
         remember |= {"monitor": self.rewards.monitor, "alarms": alarms}
         self.checkpointer = Checkpointer(
             folder, self.config.run, self.state, self.early_stopping, remember, models, self.shutdown
@@ -211,8 +211,8 @@ class Experiment:
         looks = resources.latest if resources else list
         trackers = make_trackers(config, folder, kept, self.listener.warning, looks)
         metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
-        monitor = self.rewards.monitor
-        return Recorder(config, folder, metrics, index, resources, self.listener, monitor, alarms, self.state, self.roles)
+        heard, seen = self.listener, self.rewards.monitor
+        return Recorder(config, folder, metrics, index, resources, heard, seen, alarms, self.state, self.roles)
 
     async def _go_on(self, checkpoint: Path, changes: list[Change]) -> None:
         """Go on from a checkpoint. Up to the next step it has the settings that it was taken under."""

@@ -40,6 +40,7 @@ from dapo.training.lora import load_trainable, trainable_shape
 class RunOverrides:
     """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
 
+    ``objective`` and ``advantage``: as ``algorithm.objective`` and ``algorithm.advantage.kind`` name them.
     ``engine``: holds the weights that the run starts from; give ``algorithm.proximal=recompute`` with it.
     ``folder``: a run folder that has been made already; ``lock``: holds its lock, until the run takes that over.
     ``resume``: that of a run to go on with.
@@ -50,6 +51,8 @@ class RunOverrides:
     rows: Sequence[Mapping[str, Any]] | Table | None = None
     heldout: Sequence[Mapping[str, Any]] | Table | None = None
     reward: Callable[..., Any] | None = None
+    objective: Callable[..., Any] | None = None
+    advantage: Callable[..., Any] | None = None
     engine: Engine | None = None
     folder: RunFolder | None = None
     lock: ExitStack | None = None
@@ -59,7 +62,8 @@ class RunOverrides:
     def in_memory(self) -> list[str]:
         """Arguments of ``dapo.train`` that the run folder does not hold."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
-        return [name for name, value in (given | {"reward": self.reward}).items() if value is not None]
+        given |= {name: getattr(self, name) for name in ("reward", "objective", "advantage")}
+        return [name for name, value in given.items() if value is not None]
 
 
 def policy_model(config: Config, inputs: RunOverrides, device: torch.device) -> Any:

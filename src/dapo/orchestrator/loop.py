@@ -7,11 +7,15 @@ to the same end.
 
 from __future__ import annotations
 
-from dapo.orchestrator.batch_builder import BatchBuilder
-from dapo.orchestrator.collector import Collector
-from dapo.orchestrator.roles import Checkpoints, Evaluator, Learner, Recorder, WeightSync
+from typing import TYPE_CHECKING
+
+from dapo.orchestrator.roles import Checkpointer, Evaluator, Learner, Recorder, WeightSync
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
+
+if TYPE_CHECKING:
+    from dapo.orchestrator.batch_builder import BatchBuilder  # loads torch
+    from dapo.orchestrator.collector import Collector
 
 
 async def train(
@@ -23,7 +27,7 @@ async def train(
     sync: WeightSync,
     evaluator: Evaluator,
     recorder: Recorder,
-    checkpointer: Checkpoints,
+    checkpointer: Checkpointer,
 ) -> None:
     """Every rollout step until the plan is finished; the first one goes on where ``state`` stands inside of it."""
     async with collector.running():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dapo.orchestrator.rollout_batch import RolloutBatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ class CardLimits:
             found["share/matmul"] = done / seconds["update"] / self.card.operations
         generating = seconds.get("rollout", 0.0) - rollout.stats.reward_wait_s
         if rollout.stats.decode_steps and generating > 0:
-            context = sum(s.length * (len(g.prompt.token_ids) + s.length / 2) for g in rollout.sampled for s in g.samples)
+            groups = rollout.sampled
+            context = sum(s.length * (len(g.prompt.token_ids) + s.length / 2) for g in groups for s in g.samples)
             read = rollout.stats.decode_steps * self.weight_bytes + context * self.cache_bytes
             found["share/bandwidth"] = read / generating / self.card.bytes
         return found

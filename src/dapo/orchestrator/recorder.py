@@ -19,6 +19,7 @@ from dapo.observe.metrics import MetricsLog
 from dapo.observe.progress import Listener
 from dapo.observe.resources import ResourceRecorder
 from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.batch_builder import batch_mismatch
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.build import Roles
 from dapo.orchestrator.evaluator import when
@@ -50,9 +51,9 @@ class Recorder:
 
     async def write(self, step: StepState, after: Budget, evaluation: Mapping[str, float]) -> None:
         """Metrics, samples and warnings of a step. ``after``: the budget with it."""
-        number = after.steps
+        number, mismatch = after.steps, batch_mismatch(step.batch, step.version) if step.batch else None
         metrics: dict[str, Any] = {
-            **step.metrics(self.roles.builder.config),  # those of the present step
+            **step.metrics(self.roles.builder.config, mismatch),  # the settings of this step
             **self.roles.facts(step),
             "time/training": after.seconds,
             "time/elapsed": self.state.seconds.total,

@@ -1,11 +1,16 @@
-"""The roles that the loop knows, as protocols: what they do is elsewhere, in this process or in others."""
+"""The doors between the loop and those that work for it, in this process or in others: numpy, paths and numbers pass,
+no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from dapo.records import Group, Prompt
+from dapo.orchestrator.budget import Budget
+from dapo.orchestrator.step_state import StepState
+from dapo.records import Group, Prompt, TokenBatch
+from dapo.rollout.engine import Engine
 
 
 class PromptSource(Protocol):
@@ -25,4 +30,72 @@ class PromptSource(Protocol):
 
     def load_state(self, state: dict[str, Any], /) -> None:
         """Go on from a position."""
+        ...
+
+
+class Learner(Protocol):
+    """Trains the policy: in this process, or N ranks behind one door."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights last handed out."""
+        ...
+
+    def begin_step(self, step: int, spent: float) -> None:
+        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
+        ...
+
+    async def annotate(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the columns that advantages may need: ``proximal``, ``reference``, ``values``."""
+        ...
+
+    async def update(self, step: int, index: int, mini: TokenBatch, into: StepState) -> None:
+        """Make update ``index`` of a step and append its report to ``into.reports``, unless it is there already.
+
+        An update whose caller is cancelled is made to its end, and its report is recorded with it.
+        """
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write weights and optimizer as they are now into ``folder``."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Go on from :meth:`save`."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Hands new weights over."""
+
+    async def push(self, learner: Any, engine: Engine) -> None:
+        """The engine has the learner's weights; their version is one up if an update was applied."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Steers the run: its metrics may stop it."""
+
+    async def maybe(self, after: Budget) -> Mapping[str, float]:
+        """Evaluation metrics, if they are due. ``after``: the budget with the present step."""
+        ...
+
+
+class Recorder(Protocol):
+    """Writes down what comes of a run."""
+
+    def begin(self, step: StepState) -> None:
+        """Its samples are there."""
+        ...
+
+    async def write(self, step: StepState, after: Budget, evaluation: Mapping[str, float]) -> None:
+        """Its metrics and samples, once it is done but for this."""
+        ...
+
+
+class Checkpointer(Protocol):
+    """Keeps where the run stands."""
+
+    async def maybe_save(self, last: bool) -> None:
+        """Between two steps, if it is due. ``last``: there is no further step."""
         ...

@@ -14,8 +14,7 @@ from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group, Sample
-from dapo.training.mismatch import Mismatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import Mismatch, UpdateReport
 
 _OBJECTIVE_NAMES = {
     "entropy": "entropy",

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.algorithm.objective import token_weights
 from dapo.algorithm.shaping import overlong_penalty
@@ -115,16 +117,17 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
     packed = pack([_with_prompt(group) for group in groups])
     found: list[dict[str, Any]] = []
     for _ in range(config.training.epochs_per_rollout):
-        for batch in packed.updates(config.training.groups_per_update):
+        for batch in packed.minibatches(config.training.groups_per_update):
+            mask, sample_ids, group_ids = map(torch.from_numpy, (batch.mask, batch.sample_ids, batch.group_ids))
             weights = token_weights(
                 config.algorithm.loss_agg_mode,
-                mask=batch.mask,
-                sample_ids=batch.sample_ids,
-                group_ids=batch.group_ids,
+                mask=mask,
+                sample_ids=sample_ids,
+                group_ids=group_ids,
                 num_samples=batch.num_samples,
                 constant=config.algorithm.loss_constant or config.rollout.max_response_length,
             )
-            used = weights[batch.mask]
+            used = weights[mask]
             found.append(
                 {
                     "update": len(found),

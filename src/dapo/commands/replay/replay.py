@@ -28,7 +28,7 @@ from dapo.commands.replay.recompute import (
     sample_as_json,
 )
 from dapo.commands.replay.stored import StoredStep, differing_texts, read_step
-from dapo.commands.replay.tokens import gradient_norms, place_in, stored_tokens, traced_tokens
+from dapo.commands.replay.tokens import Update, gradient_norms, place_in, stored_tokens, traced_tokens
 from dapo.commands.replay.weights import Rerun, find_start, flat_report
 from dapo.commands.reward.rescore import StepChange, StoredRows, rescore
 from dapo.config import Config, load_config
@@ -38,11 +38,10 @@ from dapo.model.loading import load_tokenizer, read_config, stop_token_ids, with
 from dapo.model.placement import determinism
 from dapo.observe.changes import config_of_step
 from dapo.observe.run_view import RunView
-from dapo.orchestrator.batch_builder import Update, shape
+from dapo.orchestrator.batch_builder import shape
 from dapo.orchestrator.step_metrics import statistic
 from dapo.records import Group, Sample
-from dapo.training.mismatch import Mismatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import Mismatch, UpdateReport
 
 _TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
 """Relative difference of loss and gradient norm that other hardware or another order of additions may make."""

@@ -6,6 +6,7 @@ Each sample is computed by itself, so its log-probabilities may differ from thos
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,17 @@ import torch
 from dapo.algorithm.kl import kl_estimate
 from dapo.algorithm.objective import DapoObjective, TokenInputs, clipped_loss, policy_ratio
 from dapo.commands.replay.recompute import plain_number
-from dapo.orchestrator.batch_builder import Update
-from dapo.records import Sample
-from dapo.training.packing import PackedBatch, select_tokens
+from dapo.records import Sample, TokenBatch
+from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
 from dapo.training.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """One optimizer step: the mini-batch and the objective's inputs for its R response tokens."""
+
+    batch: TokenBatch
+    inputs: TokenInputs
 
 
 def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, count: int) -> list[dict[str, Any]]:
@@ -30,7 +38,7 @@ def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, cou
     batch, inputs = update.batch, update.inputs
     stakes = (inputs.weights * inputs.advantages.abs().nan_to_num()).double()
     by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=stakes.device)
-    by_sample = by_sample.index_add(0, batch.sample_ids, stakes)
+    by_sample = by_sample.index_add(0, torch.from_numpy(batch.sample_ids).to(stakes.device), stakes)
     order = torch.argsort(by_sample, descending=True, stable=True).tolist()
     found = []
     for number in order[:count]:
@@ -41,8 +49,8 @@ def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, cou
 
 
 def _gradient_norm(policy: Policy, update: Update, objective: DapoObjective, number: int) -> tuple[float, float]:
-    part, inputs = _alone(update, number)
-    if not part.num_response_tokens:
+    part, inputs = _alone(policy, update, number)
+    if not len(part.targets):
         return 0.0, 0.0
     with torch.enable_grad():
         logprobs, entropy = policy.evaluate(part)
@@ -53,9 +61,9 @@ def _gradient_norm(policy: Policy, update: Update, objective: DapoObjective, num
     return float(loss.detach()), float(norm)
 
 
-def _alone(update: Update, number: int) -> tuple[PackedBatch, TokenInputs]:
-    part = update.batch.select(np.array([number]))
-    return part.batch, select_tokens(update.inputs, part.index)
+def _alone(policy: Policy, update: Update, number: int) -> tuple[MicroBatch, TokenInputs]:
+    part = micro_batch(update.batch, np.array([number]), policy.device)
+    return part, select_tokens(update.inputs, part.index)
 
 
 def place_in(update: Update, draw: int, index: int) -> int | None:
@@ -82,8 +90,8 @@ def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, numb
         policy: with the weights before the update.
         number: of the sample in the update's batch.
     """
-    part, inputs = _alone(update, number)
-    if not part.num_response_tokens:
+    part, inputs = _alone(policy, update, number)
+    if not len(part.targets):
         return []
     logprobs, entropy = policy.evaluate(part)
     known = inputs.selected()
