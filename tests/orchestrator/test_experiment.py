@@ -721,7 +721,7 @@ def test_what_needs_no_weights_is_refused_before_they_are_loaded(
     changes: dict[str, Any], reward: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("dapo.orchestrator.experiment.policy_model", lambda *_: loaded.append("the model"))
+    monkeypatch.setattr("dapo.orchestrator.build.policy_model", lambda *_: loaded.append("the model"))
     monkeypatch.setattr("dapo.training.lora.load_model", lambda *_, **__: loaded.append("the weights"))
     monkeypatch.chdir(tmp_path)
     settings = {"model.path": saved_model(tmp_path / "model"), "model.compute_dtype": "float32"} | changes
@@ -1025,7 +1025,7 @@ def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: 
             asyncio.run(notebook())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert experiment.at.steps_done < 1000
+    assert experiment.state.steps_done < 1000
     assert (last_checkpoint(tmp_path / "run") / "model").is_dir()
 
 
