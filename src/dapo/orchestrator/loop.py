@@ -36,12 +36,13 @@ async def train(
             if state.step is None:
                 with state.doing("rollout", "the rollout"):
                     rollout = await collector.take(state.steps_done, plan.groups, learner.version)
-                state.step = StepState(rollout, version=learner.version)
+                state.step = StepState(rollout)
             step = state.step
             recorder.begin(step)
             async with collector.parked(plan.colocated):
                 if step.batch is None:  # stored, so a resumed step keeps its proximal log-probabilities
                     with state.doing("prepare", "the batch to be prepared"):
+                        step.version = learner.version
                         annotated = await learner.annotate(builder.build(step.rollout.groups))
                         step.groups, step.batch = builder.finish(step.rollout.groups, annotated)
                 count = builder.count(step.batch)
