@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 import dapo.orchestrator.loop
+from dapo.observe.run_folder import RunFolder
 from loop_fakes import Cancelled, World
+from run_cases import PROMPTS, run, steps_of, weights_hash, without_times
 
 
 def whole() -> tuple[World, int]:
@@ -61,6 +64,53 @@ def test_a_run_that_is_cancelled_at_any_of_its_waits_and_resumed_is_the_run_that
         assert cancelled_and_resumed(folder, at, late).result() == wanted, f"cancelled at wait {at} of {waits}"
         equal += 1
     assert equal == waits
+
+
+REAL = {
+    "training.steps": 2,
+    "algorithm.proximal": "recompute",
+    "algorithm.kl.mode": "reward",
+    "algorithm.kl.target": 0.01,
+    "evaluation.every": 1,
+    "evaluation.samples_per_prompt": 1,
+    "run.save_every": 1,
+    "run.save_samples": True,
+}
+
+
+def real_run(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int = 0, late: bool = False, **inputs: Any) -> int:
+    """A run of a tiny model whose loop is cancelled; at how many places it waited."""
+    plain, made = dapo.orchestrator.loop.train, list[Cancelled]()
+
+    async def train(*roles: Any) -> None:
+        made.append(Cancelled(plain(*roles), at, late))
+        await made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dapo.orchestrator.experiment.train", train)
+        run(folder, REAL, heldout=PROMPTS[:3], **inputs)
+    return made[-1].waits
+
+
+def outcome(folder: Path) -> Any:
+    samples = {path.name: path.read_bytes() for path in (folder / "samples").glob("step-*.jsonl")}
+    return weights_hash(folder / "model-after"), samples, [without_times(entry) for entry in steps_of(folder)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("late", [False, True])
+def test_a_real_run_that_is_cancelled_at_any_of_its_waits_and_resumed_is_the_run_that_was_not(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = real_run(tmp_path / "whole", monkeypatch)
+    wanted = outcome(tmp_path / "whole")
+    for at in range(1, waits + 1):
+        folder = tmp_path / f"{at}"
+        with pytest.raises(asyncio.CancelledError):
+            real_run(folder, monkeypatch, at, late)
+        run(folder, REAL, heldout=PROMPTS[:3], resume=RunFolder(folder))
+        assert outcome(folder) == wanted, f"cancelled at wait {at} of {waits}"
+        shutil.rmtree(folder)
 
 
 def test_the_loop_is_short_and_needs_no_tensor_library() -> None:
