@@ -95,8 +95,14 @@ class FakeEngine:
         tokens = np.array([request.id, seeds.index(request.seeds[index]), 9], np.int32)
         return Sample(request.id, index, tokens, np.full(3, -0.1, np.float32), tokens * 0 + self.version, "stop")
 
-    async def load_weights(self, version, tensors):
+    async def begin(self, version):
         self.version = version
+
+    async def put(self, bucket):
+        pass
+
+    async def commit(self):
+        pass
 
     async def sleep(self):
         self.asleep = True

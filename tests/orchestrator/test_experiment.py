@@ -923,13 +923,13 @@ def test_nan_that_comes_up_in_a_run_ends_it_with_a_message(tmp_path: Path) -> No
 def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry 36: weights that never arrive are noticed in the next step."""
 
-    def keep_old(self: Any, version: int, tensors: Any) -> None:
-        self._decoder.version = version
+    def keep_old(self: Any, bucket: Any) -> None:
+        self._missing.clear()
 
     changes = {"training.steps": 2, "training.learning_rate": 1e-2, "training.mismatch_alarm": 0.01}
     good, bad = Recorder(), Recorder()
     run(tmp_path / "good", changes, good)
-    monkeypatch.setattr(NativeEngine, "_copy_weights", keep_old)
+    monkeypatch.setattr(NativeEngine, "_put", keep_old)
     run(tmp_path / "bad", changes, bad)
     assert not [w for w in good.warnings if "differ" in w]
     assert [w for w in bad.warnings if w.startswith("step 2: mismatch: log-probabilities of engine and trainer differ")]
@@ -1142,12 +1142,12 @@ def test_the_engine_sleeps_from_the_rollout_to_the_new_weights_once_a_step(
 
         monkeypatch.setattr(owner, name, call)
 
-    for name in ("generate", "sleep", "load_weights", "wake"):
+    for name in ("generate", "sleep", "commit", "wake"):
         noted(NativeEngine, name)
     noted(Trainer, "update")
     run(tmp_path, {"training.steps": 2, "evaluation.every": 2}, heldout=PROMPTS[:2])
     first = [what for what, _ in groupby(happened)]  # one rollout may ask the engine more than once
-    step = ["generate", "sleep", "update", "load_weights", "wake"]
+    step = ["generate", "sleep", "update", "commit", "wake"]
     assert first == [*step, *step, "generate"]
 
 

@@ -19,6 +19,7 @@ from dapo.orchestrator.loop import train
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.state import read_state, write_state
 from dapo.records import Prompt, Reward, Sample, TokenBatch
+from dapo.rollout.engine import hand_over
 from dapo.training.report import Mismatch, UpdateReport
 from dapo.util.process import in_thread
 
@@ -69,9 +70,17 @@ class FakeEngine:
                 logprobs = np.full(2, -0.5, np.float32)
                 yield Sample(request.id, index, tokens, logprobs, tokens * 0 + self.version, "stop")
 
-    async def load_weights(self, version: int, tensors: Any) -> None:
+    async def begin(self, version: int) -> None:
         await asyncio.sleep(0)
-        self.version, self.weights = version, float(tensors)
+        self.coming = version
+
+    async def put(self, bucket: Any) -> None:
+        await asyncio.sleep(0)
+        self.weights = float(dict(bucket).get("weights", self.weights))
+
+    async def commit(self) -> None:
+        await asyncio.sleep(0)
+        self.version = self.coming
 
     async def sleep(self) -> None:
         await asyncio.sleep(0)
@@ -145,10 +154,10 @@ class FakeLearner:
         self.unpublished = True
         into.reports.append(UpdateReport(loss, 1.0, self.rate, None, 4, 2, 2, 1, {}, Mismatch(), 0.0, 0.0, 0.0))
 
-    def publish(self) -> tuple[int, float]:
+    def publish(self) -> tuple[int, Any]:
         self.version += self.unpublished
         self.unpublished = False
-        return self.version, self.weights
+        return self.version, {"weights": np.float64(self.weights)}.items()
 
     async def save(self, folder: Path) -> None: ...
     async def load(self, folder: Path) -> None: ...
@@ -174,7 +183,7 @@ class World:
     # -- weight sync, evaluator, recorder and checkpointer -----------------------------------------------------------
 
     async def push(self, learner: Any, engine: Any) -> None:
-        await engine.load_weights(*learner.publish())
+        await hand_over(engine, *learner.publish())
 
     async def maybe(self, after: Budget) -> Mapping[str, float]:
         await asyncio.sleep(0)
@@ -206,7 +215,7 @@ class World:
         vars(self.learner).update(state["learner"])
         self.early_stopping.load_state(state["best"])
         if self.state.step is None:
-            self.engine.version, self.engine.weights = self.learner.publish()
+            self.engine.version, self.engine.weights = self.learner.version, self.learner.weights
         self.written = {step: entry for step, entry in written.items() if step <= self.state.steps_done}
 
     def result(self) -> Any:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-from dapo.rollout.engine import Engine
+from dapo.rollout.engine import Engine, hand_over
 
-
-class Publisher(Protocol):
-    """A learner of this process."""
-
-    def publish(self) -> tuple[int, Any]:
-        """The version, one up if an update was applied since the last call, and the tensors by name."""
-        ...
+if TYPE_CHECKING:
+    from dapo.training.learner import LocalLearner
 
 
 class CopySync:
     """In one process: the engine copies the learner's tensors into its own."""
 
-    async def push(self, learner: Publisher, engine: Engine) -> None:
+    async def push(self, learner: LocalLearner, engine: Engine) -> None:
         """Hand over the weights. After a cancellation the same version is handed over again."""
-        await engine.load_weights(*learner.publish())
+        await hand_over(engine, *learner.publish())
