@@ -85,6 +85,8 @@ def train(
     *,
     tokenizer: Any = None,
     heldout: Data | None = None,
+    objective: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,
 ) -> Result:
@@ -105,6 +107,8 @@ def train(
             differs from a recipe's defaults.
         tokenizer: of a loaded model.
         heldout: rows or files to evaluate on before and after, as for ``prompts``; None: as ``settings`` say.
+        objective: what each update minimises, and ``advantage``: ``def f(rewards, epsilon)`` of one group, in place of
+            those that ``algorithm.objective`` and ``algorithm.advantage.kind`` name (extending.md).
         listener: hears what happens; by default progress is printed.
         resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run,
             and ``settings`` only what is to change.
@@ -133,10 +137,9 @@ def train(
 
         scorer = named(reward) if isinstance(reward, str) else reward
         attention = None if by_name else getattr(model.config, "_attn_implementation", None)
+        given = (None if by_name else model, tokenizer, rows, held, scorer, objective, advantage)
         try:
-            return _run(
-                config, listener, RunOverrides(None if by_name else model, tokenizer, rows, held, scorer, resume=folder)
-            )
+            return _run(config, listener, RunOverrides(*given, resume=folder))
         finally:
             if attention is not None:  # so that the caller's model can be used as before
                 model.set_attn_implementation(attention)

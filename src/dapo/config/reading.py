@@ -132,8 +132,14 @@ def _beside(config: Config, folder: Path) -> Config:
     def resolve_items(items: list[DataItem]) -> list[DataItem]:
         return [item.model_copy(update={"path": resolve(item.path)}) for item in items]
 
+    def own(name: str) -> str:
+        return _named_beside(name, folder) if ":" in name else name
+
+    algorithm = config.algorithm
+    advantage = algorithm.advantage.model_copy(update={"kind": own(algorithm.advantage.kind)})
     return config.model_copy(
         update={
+            "algorithm": algorithm.model_copy(update={"advantage": advantage, "objective": own(algorithm.objective)}),
             "data": config.data.model_copy(
                 update={
                     "train": resolve_items(config.data.train),
@@ -157,15 +163,17 @@ def _reward_beside(reward: Any, folder: Path) -> Any:
         }
         return reward.model_copy(update={"parts": parts})
 
-    def resolve(value: str) -> str:
-        """A file, or something that is called by its name in a file: ``file.py:name``."""
-        if ".py:" not in value:
-            return value if _MODULE.fullmatch(value) else _file_beside(value, folder)
-        file, _, name = value.rpartition(":")
-        return f"{_file_beside(file, folder)}:{name}"
-
     named = {key: getattr(reward, key) for key in reward.FILES}
-    return reward.model_copy(update={key: resolve(value) for key, value in named.items() if value is not None})
+    beside = {key: _named_beside(value, folder) for key, value in named.items() if value is not None}
+    return reward.model_copy(update=beside)
+
+
+def _named_beside(value: str, folder: Path) -> str:
+    """A file, or something that is called by its name in a file: ``file.py:name``."""
+    if ".py:" not in value:
+        return value if _MODULE.fullmatch(value) else _file_beside(value, folder)
+    file, _, name = value.rpartition(":")
+    return f"{_file_beside(file, folder)}:{name}"
 
 
 def _file_beside(name: str, folder: Path) -> str:

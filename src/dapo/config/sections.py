@@ -6,6 +6,7 @@ from datetime import date
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     SerializerFunctionWrapHandler,
@@ -14,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from dapo.config.section import PathText, Section, not_json
+from dapo.config.section import OneOf, PathText, Section, not_json
 
 
 class DataItem(Section):
@@ -249,7 +250,7 @@ class OverlongBufferConfig(Section):
 
 
 class AdvantageConfig(Section):
-    kind: Literal["group-norm", "group-mean", "leave-one-out"] = "group-norm"
+    kind: Annotated[PathText, AfterValidator(OneOf(("group-norm", "group-mean", "leave-one-out")))] = "group-norm"
     """`group-norm`: (R - mean) / (std + epsilon) (Eq. 9). `group-mean`: R - mean (Dr. GRPO). `leave-one-out`: R - mean
     of the others (RLOO)."""
     epsilon: float = Field(1e-6, ge=0)
@@ -283,6 +284,9 @@ class KLConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    objective: Annotated[PathText, AfterValidator(OneOf(("dapo",)))] = "dapo"
+    """What each update minimises. `dapo`: the clipped loss (Eq. 8, 10, 12). One of
+    yours knows neither the keys clip_ratio_* nor a KL in the loss."""
     clip_ratio_low: float = Field(0.2, ge=0, lt=1)
     """epsilon_low (Eq. 10)."""
     clip_ratio_high: float = Field(0.28, ge=0)

@@ -66,6 +66,7 @@ clip/high                  | share        | loss tokens clipped at 1 + clip_rati
 clip/dual                  | share        | loss tokens capped by the dual clip
 clip/high_probability      | probability  | mean probability of the up-clipped tokens (Fig. 3a)
 ratio/mean                 | ratio        | mean of pi_theta / pi_prox over loss tokens
+objective/{}               | its own      | mean of a statistic of a user's objective, by its name
 loss                       | loss         | mean over the updates; near 0 by construction, see grad_norm
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
 tokens/loss                | tokens       | loss tokens of the step, over all its updates

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from typing import cast
 
 import torch
 
-from dapo.algorithm.advantage import Estimator, with_advantages
+from dapo.algorithm.advantage import ESTIMATORS, Estimator, with_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
@@ -21,30 +22,16 @@ from dapo.records import Group, TokenBatch
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import advantage_column, pack
 from dapo.training.report import Mismatch, UpdateReport
+from dapo.util.named import load_named
 
 
-def shape(group: Group, config: Config) -> Group:
-    """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
-    return _with_advantages(_shaped(group, config), config, None)
-
-
-def _shaped(group: Group, config: Config) -> Group:
-    algorithm = config.algorithm
-    buffer = algorithm.overlong_buffer
-    return shape_rewards(
-        group,
-        max_response_length=config.rollout.max_response_length,
-        soft=buffer.enable,
-        buffer_len=buffer.len,
-        penalty_factor=buffer.penalty_factor,
-        hard=algorithm.overlong_hard_punishment,
-        filter_truncated=algorithm.overlong_filtering,
-    )
-
-
-def _with_advantages(group: Group, config: Config, given: Estimator | None) -> Group:
-    advantage = config.algorithm.advantage
-    return with_advantages(group, kind=given or advantage.kind, epsilon=advantage.epsilon)
+def own_advantage(config: Config, given: Estimator | None = None) -> Estimator | None:
+    """The user's advantage: ``given``, or the function that the recipe names; None: it is one of ours.
+    Raises ConfigError: there is no function of this name."""
+    kind = config.algorithm.advantage.kind
+    if given is not None or kind in ESTIMATORS:
+        return given
+    return cast(Estimator, load_named(kind, "algorithm.advantage.kind"))
 
 
 class BatchBuilder:
@@ -57,13 +44,15 @@ class BatchBuilder:
 
     def __init__(self, config: Config, advantage: Estimator | None = None) -> None:
         """``advantage``: in place of the recipe's."""
-        self.config, self._advantage = config, advantage
+        self.config, self._given, self._own = config, advantage, own_advantage(config, advantage)
         kl = config.algorithm.kl
         self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon)
 
     def use(self, config: Config) -> None:
         """Go on with other settings. An adaptive KL coefficient stays where it is, unless ``kl.coef`` is another."""
         was, kl = self.config.algorithm.kl, config.algorithm.kl
+        if config.algorithm.advantage.kind != self.config.algorithm.advantage.kind:
+            self._own = own_advantage(config, self._given)
         self.config = config
         if kl.coef != was.coef or was.target is None or kl.target is None:
             self.kl.coef = kl.coef
@@ -71,7 +60,11 @@ class BatchBuilder:
 
     def build(self, groups: Sequence[Group]) -> TokenBatch:
         """The scored samples, flattened, with the mask that shaping leaves; no advantages yet."""
-        return pack(_shaped(group, self.config) for group in groups)
+        return pack(map(self._shaped, groups))
+
+    def shape(self, group: Group) -> Group:
+        """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
+        return self._with_advantages(self._shaped(group))
 
     def finish(self, groups: Sequence[Group], batch: TokenBatch) -> tuple[list[Group], TokenBatch]:
         """The groups with shaped rewards and advantages, and the batch with ``advantages``.
@@ -80,10 +73,10 @@ class BatchBuilder:
             groups: those that were given to :meth:`build`.
             batch: what it made of them, with the learner's columns.
         """
-        shaped = [_shaped(group, self.config) for group in groups]
+        shaped = list(map(self._shaped, groups))
         if self.config.algorithm.kl.mode == "reward":
             shaped = list(self._take_kl_off(shaped, batch))
-        shaped = [_with_advantages(group, self.config, self._advantage) for group in shaped]
+        shaped = list(map(self._with_advantages, shaped))
         return shaped, batch.with_columns(advantages=advantage_column(shaped))
 
     def minibatches(self, batch: TokenBatch, start: int = 0) -> Iterator[tuple[int, TokenBatch]]:
@@ -115,6 +108,23 @@ class BatchBuilder:
 
     def load_state(self, state: Mapping[str, float]) -> None:
         self.kl.load_state(state)
+
+    def _shaped(self, group: Group) -> Group:
+        algorithm = self.config.algorithm
+        buffer = algorithm.overlong_buffer
+        return shape_rewards(
+            group,
+            max_response_length=self.config.rollout.max_response_length,
+            soft=buffer.enable,
+            buffer_len=buffer.len,
+            penalty_factor=buffer.penalty_factor,
+            hard=algorithm.overlong_hard_punishment,
+            filter_truncated=algorithm.overlong_filtering,
+        )
+
+    def _with_advantages(self, group: Group) -> Group:
+        advantage = self.config.algorithm.advantage
+        return with_advantages(group, kind=self._own or advantage.kind, epsilon=advantage.epsilon)
 
     def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""

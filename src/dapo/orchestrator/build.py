@@ -21,7 +21,7 @@ from dapo.observe.fingerprint import fingerprint
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.trackers import check_trackers
-from dapo.orchestrator.batch_builder import BatchBuilder
+from dapo.orchestrator.batch_builder import BatchBuilder, own_advantage
 from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.inputs import (
     RunOverrides,
@@ -39,7 +39,7 @@ from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
 from dapo.rollout.engine import Engine
-from dapo.training.learner import LocalLearner
+from dapo.training.learner import LocalLearner, own_objective
 from dapo.training.lora import begin_adapter
 from dapo.training.trainer import Trainer
 from dapo.util.terminal import visible
@@ -80,6 +80,7 @@ class Setup:
         listener.phase(f"a prompt as the model sees it: {template.show(source.prompts[0])}")
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
+        own_objective(config, overrides.objective), own_advantage(config, overrides.advantage)  # before weights load
         if overrides.folder is None and overrides.resume is None:
             RunFolder.require_free(config)
         return cls(config, overrides, device, tokenizer, template, source, heldout)
@@ -164,16 +165,16 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     listener.phase("loading the model")
     model = policy_model(config, overrides, setup.device)
     found = fingerprint(
-        config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, overrides.reward
+        config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, overrides.functions
     )
     model = begin_adapter(model, config.model, config.seed)
     set_threads(config, model)
     dtype = getattr(torch, config.model.compute_dtype)
     trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
     limits = CardLimits.of(model, setup.device, dtype)
-    builder = BatchBuilder(config)
+    builder = BatchBuilder(config, overrides.advantage)
     # before the engine, which takes what memory is left
-    learner = LocalLearner(trainer, config, builder.kl, out_of_time=out_of_time)
+    learner = LocalLearner(trainer, config, builder.kl, overrides.objective, out_of_time)
     stop_ids = stop_token_ids(model, setup.tokenizer, config.rollout.stop_token_ids)
     template.ends_with(stop_ids)
     notice_generation_config(model, listener)

@@ -62,8 +62,12 @@ class RunOverrides:
     def in_memory(self) -> list[str]:
         """Arguments of ``dapo.train`` that the run folder does not hold."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
-        given |= {name: getattr(self, name) for name in ("reward", "objective", "advantage")}
-        return [name for name, value in given.items() if value is not None]
+        return [name for name, value in (given | self.functions).items() if value is not None]
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any] | None]:
+        """Those that stand in for what the recipe names."""
+        return {"reward": self.reward, "objective": self.objective, "advantage": self.advantage}
 
 
 def policy_model(config: Config, inputs: RunOverrides, device: torch.device) -> Any:

@@ -202,7 +202,9 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
             "grad_norm": fmean(r.grad_norm for r in done),
             "grad_norm/max": max(r.grad_norm for r in done),
         }
-    return found | {name: statistic(done, key) for key, name in _OBJECTIVE_NAMES.items() if _has(done, key)}
+    keys = dict.fromkeys([*_OBJECTIVE_NAMES, *(key for report in done for key in report.statistics)])
+    names = {key: _OBJECTIVE_NAMES.get(key, f"objective/{_path_element(key)}") for key in keys}
+    return found | {name: statistic(done, key) for key, name in names.items() if _has(done, key)}
 
 
 def _has(reports: Sequence[UpdateReport], key: str) -> bool:

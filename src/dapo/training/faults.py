@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import dapo
 from dapo.records import IntArray, TokenBatch
 from dapo.training.micro_batch import micro_batches, select_tokens
-from dapo.training.objective import Objective
+from dapo.training.objective import Objective, unit_of
 from dapo.training.policy import Policy
 from dapo.util.files import new_folder, write_json
 
@@ -137,7 +137,8 @@ def diagnose(
     watch = _Watch()
     bad = torch.zeros(batch.num_response_tokens, dtype=torch.bool)
     first: BadToken | None = None
-    for part in micro_batches(batch, policy.tokens_per_micro_batch, policy.device):
+    whole_groups = unit_of(objective) == "pair"
+    for part in micro_batches(batch, policy.tokens_per_micro_batch, policy.device, whole_groups):
         if not part.batch.num_response_tokens:
             continue
         with torch.no_grad(), watch.over(policy.model):
@@ -174,17 +175,19 @@ def _bad_tokens(
     if _loss_is_finite(logprobs, entropy, inputs, objective):
         slopes = _slopes(logprobs, entropy, inputs, objective)
         return "derivative of the loss", (~slopes.isfinite()).nonzero()[:, 0].cpu()
-    # a loss is a sum over tokens, so it can be asked for each sample; the tokens then only for the samples found
-    places = torch.arange(len(logprobs), device=logprobs.device)
-    parts = torch.split(places, batch.response_lengths.tolist())
+    # a loss is a sum over its units, so it can be asked for each sample or pair; of one found each token, or all of it
+    unit = unit_of(objective)
+    ids = torch.from_numpy(batch.group_ids if unit == "pair" else batch.sample_ids)
+    parts = [(ids == one).nonzero()[:, 0].to(logprobs.device) for one in range(batch.num_samples)]
     found = [
         token
         for part in parts
         if not _loss_is_finite(logprobs[part], entropy[part], select_tokens(inputs, part), objective)
         for token in (part[i : i + 1] for i in range(len(part)))
-        if not _loss_is_finite(logprobs[token], entropy[token], select_tokens(inputs, token), objective)
+        if unit != "token"
+        or not _loss_is_finite(logprobs[token], entropy[token], select_tokens(inputs, token), objective)
     ]
-    return "loss", torch.cat(found).cpu() if found else places[:0].cpu()
+    return "loss", torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.long)
 
 
 def _loss_is_finite(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective[Any]) -> bool:

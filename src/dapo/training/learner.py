@@ -10,21 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
-from dapo.algorithm.kl import AdaptiveKL
-from dapo.algorithm.objective import DapoObjective, TokenInputs, importance_weights, token_weights
+from dapo.algorithm.kl import AdaptiveKL, KLEstimator
+from dapo.algorithm.objective import (
+    DapoObjective,
+    Stats,
+    TokenInputs,
+    importance_weights,
+    token_statistics,
+    token_weights,
+)
 from dapo.config import AlgorithmConfig, Config
+from dapo.errors import ConfigError
 from dapo.records import TokenBatch
 from dapo.training.micro_batch import upload
-from dapo.training.objective import Objective
+from dapo.training.objective import Objective, Unit, unit_of
 from dapo.training.report import UpdateReport
 from dapo.training.snapshot import snapshot
 from dapo.training.trainer import Trainer
+from dapo.util.named import load_named
 from dapo.util.process import Stopped, give_back_memory, in_thread
 
 
@@ -59,13 +69,16 @@ class LocalLearner:
                 two chunks of tokens. Weights and optimizer are those before it then.
         """
         self.trainer = trainer
-        self._config, self._kl, self._given, self._out_of_time = config, kl, objective, out_of_time
+        self._kl, self._given, self._out_of_time = kl, objective, out_of_time
+        self._config, self._own = config, own_objective(config, objective)
         self._reference = trainer.policy.frozen_copy() if config.algorithm.kl.mode != "off" else None
         self._pool = ThreadPoolExecutor(1, "dapo-training")
         self._compute = partial(in_thread, pool=self._pool)
 
     def use(self, config: Config) -> None:
         """Go on with other settings."""
+        if config.algorithm.objective != self._config.algorithm.objective:
+            self._own = own_objective(config, self._given)
         self._config = config
         self.trainer.use(config.training)
 
@@ -133,14 +146,8 @@ class LocalLearner:
             raise ValueError(f"update {index} of a step of which {made} were made")
         if into.reports:  # a step that was resumed inside of it has one rate
             self.trainer.set_learning_rate(into.reports[0].learning_rate)
-        objective = self.objective
-
-        def within_time(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs) -> Any:
-            if self._out_of_time():
-                raise Stopped("there is no time left for this update")
-            return objective(logprobs, entropy, inputs)
-
-        into.reports.append(self.trainer.update(mini, self.inputs(mini), within_time))
+        objective = _WithinTime(self.objective, self._out_of_time)
+        into.reports.append(self.trainer.update(mini, self.inputs(mini), objective))
         give_back_memory()
 
     # --- from a mini-batch to its loss ----------------------------------------------------------------------------
@@ -148,9 +155,9 @@ class LocalLearner:
     @property
     def objective(self) -> Objective[TokenInputs]:
         """As the recipe configures it now."""
-        if self._given is not None:
-            return self._given
         algorithm = self._config.algorithm
+        if self._own is not None:
+            return _Watched(self._own, algorithm.kl.estimator)
         return DapoObjective(
             clip_ratio_low=algorithm.clip_ratio_low,
             clip_ratio_high=algorithm.clip_ratio_high,
@@ -164,6 +171,58 @@ class LocalLearner:
         """What the objective gets to know of an optimizer mini-batch."""
         longest = self._config.rollout.max_response_length
         return objective_inputs(mini, self._config.algorithm, longest, self.trainer.device)
+
+
+def own_objective(config: Config, given: Objective[TokenInputs] | None = None) -> Objective[TokenInputs] | None:
+    """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
+    Raises ConfigError: there is none of this name, or its unit is unknown."""
+    name = config.algorithm.objective
+    if given is None and name == "dapo":
+        return None
+    own: Any = load_named(name, "algorithm.objective") if given is None else given
+    try:
+        own = own() if isinstance(own, type) else own
+        unit_of(own)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm.objective: {name if given is None else own}: {error}") from None
+    return cast(Objective[TokenInputs], own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A user's objective with the statistics that there are of any. ``own``: it."""
+
+    own: Objective[TokenInputs]
+    estimator: KLEstimator
+
+    @property
+    def unit(self) -> Unit:
+        return unit_of(self.own)
+
+    def __call__(
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs
+    ) -> tuple[torch.Tensor, Stats]:
+        loss, statistics = self.own(logprobs, entropy, inputs)
+        return loss, token_statistics(logprobs, entropy, inputs, self.estimator) | statistics
+
+
+@dataclass(frozen=True, slots=True)
+class _WithinTime:
+    """An objective that ends an update which there is no time left for, between two chunks of tokens."""
+
+    objective: Objective[TokenInputs]
+    out_of_time: Callable[[], bool]
+
+    @property
+    def unit(self) -> Unit:
+        return unit_of(self.objective)
+
+    def __call__(
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs
+    ) -> tuple[torch.Tensor, Stats]:
+        if self.out_of_time():
+            raise Stopped("there is no time left for this update")
+        return self.objective(logprobs, entropy, inputs)
 
 
 def objective_inputs(
@@ -187,11 +246,12 @@ def objective_inputs(
         sample_ids=sample_ids,
         mask=upload(mini.mask, device),
     )
+    group_ids = upload(mini.group_ids, device)
     weights = token_weights(
         algorithm.loss_agg_mode,
         mask=mask,
         sample_ids=sample_ids,
-        group_ids=upload(mini.group_ids, device),
+        group_ids=group_ids,
         num_samples=mini.num_samples,
         constant=algorithm.loss_constant or max_response_length,
     )
@@ -202,5 +262,7 @@ def objective_inputs(
         importance=importance,
         mask=mask,
         weights=weights,
+        sample_ids=sample_ids,
+        group_ids=group_ids,
         reference_logprobs=columns.get("reference"),
     )

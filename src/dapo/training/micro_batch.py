@@ -76,10 +76,12 @@ def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) ->
     )
 
 
-def micro_batches(batch: TokenBatch, token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
+def micro_batches(
+    batch: TokenBatch, token_budget: int, device: torch.device, whole_groups: bool = False
+) -> Iterator[MicroBatch]:
     """Parts of whole sequences with at most ``token_budget`` computed tokens each, see :func:`cut`.
-    Raises ConfigError: one sequence alone is longer than the budget."""
-    for sequences in cut(batch, token_budget):
+    Raises ConfigError: one that is not to be divided is longer than the budget."""
+    for sequences in cut(batch, token_budget, whole_groups):
         yield micro_batch(batch, sequences, device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -20,11 +20,26 @@ Inputs = TypeVar("Inputs", bound=TokenRecord)
 InputsIn = TypeVar("InputsIn", bound=TokenRecord, contravariant=True)
 
 
+Unit = Literal["token", "sequence", "pair"]
+
+
 class Objective(Protocol[InputsIn]):
-    """What a mini-batch is trained on."""
+    """What a mini-batch is trained on.
+
+    Its attribute ``unit`` says what it needs to see together: a ``token`` (where it has none), a ``sequence``, or a
+    ``pair``: all samples of a draw. Parts of a mini-batch that it is called with never split one.
+    """
 
     def __call__(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: InputsIn, /
     ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
         """``(loss, statistics)`` of some tokens: a scalar that adds up over parts, and name -> (sum, count)."""
         ...
+
+
+def unit_of(objective: Any) -> Unit:
+    """What an objective needs to see together. Raises ValueError: none of the units there are."""
+    unit: Unit = getattr(objective, "unit", "token")
+    if unit not in get_args(Unit):
+        raise ValueError(f"the unit of an objective is one of {', '.join(get_args(Unit))}, not {unit!r}")
+    return unit

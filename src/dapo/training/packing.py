@@ -102,14 +102,14 @@ def _ints(values: Iterable[int]) -> IntArray:
 # --- cutting one --------------------------------------------------------------------------------------------------
 
 
-def cut(batch: TokenBatch, token_budget: int) -> list[IntArray]:
+def cut(batch: TokenBatch, token_budget: int, whole_groups: bool = False) -> list[IntArray]:
     """The sequences of each micro-batch: whole ones, at most ``token_budget`` tokens to compute, few and of like size.
 
     Every sequence is in exactly one of them, and a group in as few as can be, for its prompt is computed in each of
-    them. The cut depends on lengths and groups only.
+    them. The cut depends on lengths and groups only. ``whole_groups``: none is divided.
 
     Raises:
-        ConfigError: one sequence alone is longer than the budget.
+        ConfigError: one sequence alone is longer than the budget, or a group that is not to be divided.
     """
     if batch.num_samples and batch.lengths.max() > token_budget:
         longest = int(batch.lengths.argmax())
@@ -121,8 +121,20 @@ def cut(batch: TokenBatch, token_budget: int) -> list[IntArray]:
         )
     pieces = list(_pieces(batch, token_budget))
     sizes = [int(batch.prompt_lengths[rows[0]] + batch.response_lengths[rows].sum()) for rows in pieces]
+    if whole_groups and len(pieces) > batch.num_groups:
+        raise ConfigError(
+            f"training.tokens_per_micro_batch: is {token_budget}, which not every group fits in, and the objective has "
+            f"to see a group as a whole; use at least {_largest_group(batch)}"
+        )
     plan = plan_micro_batches(sizes, token_budget)
     return [np.sort(np.concatenate([pieces[i] for i in chosen])) for chosen in plan]
+
+
+def _largest_group(batch: TokenBatch) -> int:
+    return max(
+        int(batch.prompt_lengths[rows[0]] + batch.response_lengths[rows].sum())
+        for rows in (np.flatnonzero(batch.draws == draw) for draw in np.unique(batch.draws))
+    )
 
 
 def _pieces(batch: TokenBatch, token_budget: int) -> Iterator[IntArray]:

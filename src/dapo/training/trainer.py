@@ -23,13 +23,13 @@ from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, changing_parameters, has_adapter
 from dapo.model.compiling import compile_layers
-from dapo.model.head import chunks
 from dapo.records import TokenBatch
 from dapo.training.checkpoint import load_optimizer, load_weights, save_model, save_optimizer
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
-from dapo.training.micro_batch import micro_batches, select_tokens
+from dapo.training.head_passes import as_a_whole, by_chunks
+from dapo.training.micro_batch import micro_batches
 from dapo.training.mismatch import measure_mismatch
-from dapo.training.objective import Inputs, Objective
+from dapo.training.objective import Inputs, Objective, unit_of
 from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.policy import Policy
 from dapo.training.report import UpdateReport
@@ -289,34 +289,21 @@ class Trainer:
         self, batch: TokenBatch, inputs: Inputs, objective: Objective[Inputs], totals: Totals, clock: PhaseClock
     ) -> None:
         """Add up gradient, loss and statistics over micro-batches."""
-        for part in micro_batches(batch, self.policy.tokens_per_micro_batch, self.device):
+        unit = unit_of(objective)
+        backward = by_chunks if unit == "token" else as_a_whole
+        for part in micro_batches(batch, self.policy.tokens_per_micro_batch, self.device, unit == "pair"):
             if not part.batch.num_response_tokens:
                 continue
             totals.micro_batches += 1
             totals.computed_tokens += part.num_computed_tokens
             with clock("forward"):
-                states, targets = self.policy.predicting_states(part), part.targets
-            found, entropies, slopes = [], [], []
-            # the loss is a sum over tokens: each chunk is done with while its logits are there
-            for rows in chunks(len(targets), self.policy.rows_at_once):
-                with clock("forward"):
-                    leaf = states.detach()[rows].requires_grad_()
-                    logprobs, entropy = self.policy.read(leaf, targets[rows])
-                    cut = select_tokens(inputs, part.index[rows])
-                    loss, statistics = objective(logprobs, entropy, cut)
-                with clock("backward"):
-                    torch.autograd.backward(loss)
-                found.append(logprobs.detach())
-                entropies.append(entropy.detach())
-                assert leaf.grad is not None
-                slopes.append(leaf.grad)
-                # a loss may be finite without them: a ratio is clipped, be its logarithm minus infinity
-                totals.add(loss.detach(), statistics, ((cut.weights != 0) & ~found[-1].isfinite()).sum())
+                states = self.policy.predicting_states(part)
+            logprobs, entropy, slopes = backward(self.policy, part, states.detach(), inputs, objective, totals, clock)
             with clock("backward"):
-                torch.autograd.backward(states, torch.cat(slopes))
-            totals.seen.append((part.index, torch.cat(found), torch.cat(entropies)))
+                torch.autograd.backward(states, slopes)
+            totals.seen.append((part.index, logprobs, entropy))
             if not self._unpublished:  # later a difference is what was learned, and no mismatch
-                totals.mismatch += measure_mismatch(part.batch, totals.seen[-1][1], self.version)
+                totals.mismatch += measure_mismatch(part.batch, logprobs, self.version)
 
     def _apply(self, totals: Totals) -> tuple[float, bool]:
         """Clip and step, unless something is not finite: ``(norm before clipping, whether the step was made)``."""

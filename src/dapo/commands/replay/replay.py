@@ -38,7 +38,7 @@ from dapo.model.loading import load_tokenizer, read_config, stop_token_ids, with
 from dapo.model.placement import determinism
 from dapo.observe.changes import config_of_step
 from dapo.observe.run_view import RunView
-from dapo.orchestrator.batch_builder import shape
+from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.step_metrics import statistic
 from dapo.records import Group, Sample
 from dapo.training.report import Mismatch, UpdateReport
@@ -106,7 +106,8 @@ def replay(
     _require_step(view, step)
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
-    again = [shape(group, config) for group in stored.trained]
+    in_memory = view.algorithm_from_python
+    again = stored.trained if in_memory else list(map(BatchBuilder(config).shape, stored.trained))
     planned = planned_updates(stored.trained, config)
     if update is not None and not 0 <= update < len(planned):
         there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
@@ -315,6 +316,8 @@ def _make_updates(
         return give_up(stored.no_tokens)
     if not stored.trained:
         return give_up("there was nothing to train on")
+    if in_memory := view.algorithm_from_python:
+        return give_up(f"trained with {' and '.join(in_memory)} from Python, which the folder does not hold")
     start = find_start(view.folder, config, found.step, trace.update or 0)
     if isinstance(start, str) and trace.update is None:  # those after a checkpoint from inside of the step, if any
         inside = find_start(view.folder, config, found.step, len(found.updates) - 1)

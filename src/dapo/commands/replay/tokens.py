@@ -17,6 +17,7 @@ from dapo.algorithm.objective import DapoObjective, TokenInputs, clipped_loss, p
 from dapo.commands.replay.recompute import plain_number
 from dapo.records import Sample, TokenBatch
 from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
+from dapo.training.objective import Objective, unit_of
 from dapo.training.policy import Policy
 
 
@@ -28,7 +29,9 @@ class Update:
     inputs: TokenInputs
 
 
-def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, count: int) -> list[dict[str, Any]]:
+def gradient_norms(
+    policy: Policy, update: Update, objective: Objective[TokenInputs], count: int
+) -> list[dict[str, Any]]:
     """Loss and gradient norm of single samples: their parts of the sums that the update adds up.
 
     Args:
@@ -36,6 +39,8 @@ def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, cou
         count: look at so many, those first whose tokens weigh most (weight times advantage); one backward pass each.
     """
     batch, inputs = update.batch, update.inputs
+    if unit_of(objective) == "pair":  # a sample alone has no loss
+        return []
     stakes = (inputs.weights * inputs.advantages.abs().nan_to_num()).double()
     by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=stakes.device)
     by_sample = by_sample.index_add(0, torch.from_numpy(batch.sample_ids).to(stakes.device), stakes)
@@ -48,7 +53,9 @@ def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, cou
     return found
 
 
-def _gradient_norm(policy: Policy, update: Update, objective: DapoObjective, number: int) -> tuple[float, float]:
+def _gradient_norm(
+    policy: Policy, update: Update, objective: Objective[TokenInputs], number: int
+) -> tuple[float, float]:
     part, inputs = _alone(policy, update, number)
     if not len(part.targets):
         return 0.0, 0.0
@@ -81,10 +88,13 @@ def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str
 
 
 @torch.no_grad()
-def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, number: int) -> list[dict[str, Any]]:
+def traced_tokens(
+    policy: Policy, update: Update, objective: Objective[TokenInputs], number: int
+) -> list[dict[str, Any]]:
     """What the objective makes of each token of a sample: ``trainer_logprob``, ``ratio`` (to the proximal policy),
     ``advantage``, ``importance``, ``in_loss``, ``clip`` (``low``, ``high``, ``dual`` or None), ``entropy`` in nats and
-    ``loss``, its contribution to the loss of the update.
+    ``loss``, its contribution to the loss of the update. Of an objective of the user's there is neither ``clip`` nor
+    ``loss``.
 
     Args:
         policy: with the weights before the update.
@@ -94,8 +104,24 @@ def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, numb
     if not len(part.targets):
         return []
     logprobs, entropy = policy.evaluate(part)
+    columns = {
+        "trainer_logprob": logprobs,
+        "ratio": policy_ratio(logprobs, inputs.proximal_logprobs),
+        "advantage": inputs.advantages,
+        "importance": inputs.importance,
+        "in_loss": inputs.mask,
+        "entropy": entropy,
+    }
+    if isinstance(objective, DapoObjective):
+        columns["loss"] = _losses(logprobs, inputs, objective)
+    lists = {name: [plain_number(value) for value in column.tolist()] for name, column in columns.items()}
+    rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [{**row, "clip": _clip(row, objective)} if isinstance(objective, DapoObjective) else row for row in rows]
+
+
+def _losses(logprobs: torch.Tensor, inputs: TokenInputs, objective: DapoObjective) -> torch.Tensor:
+    """Of each token, with its weight."""
     known = inputs.selected()
-    ratio = policy_ratio(logprobs, inputs.proximal_logprobs)
     safe = torch.where(inputs.mask, logprobs, 0)
     loss = clipped_loss(
         safe,
@@ -108,18 +134,7 @@ def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, numb
     )
     if objective.kl_in_loss and known.reference_logprobs is not None:
         loss = loss + objective.kl_coef * kl_estimate(safe, known.reference_logprobs, objective.kl_estimator)
-    columns = {
-        "trainer_logprob": logprobs,
-        "ratio": ratio,
-        "advantage": inputs.advantages,
-        "importance": inputs.importance,
-        "in_loss": inputs.mask,
-        "entropy": entropy,
-        "loss": known.weights * loss,
-    }
-    lists = {name: [plain_number(value) for value in column.tolist()] for name, column in columns.items()}
-    rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-    return [{**row, "clip": _clip(row, objective)} for row in rows]
+    return known.weights * loss
 
 
 def _clip(row: dict[str, Any], objective: DapoObjective) -> str | None:
