@@ -83,7 +83,7 @@ def ours(job: dict[str, Any], report: Report) -> None:
 
 def hand_overs(trainer: Any, repeats: int, report: Report) -> None:
     """What happens when the engine gets new weights: they are found finite, then cast and copied into its own model,
-    as ``NativeEngine.load_weights`` does it. The first one does not count."""
+    as ``NativeEngine.put`` does it. The first one does not count."""
     from dapo.model.loading import copy_model
 
     theirs = dict(copy_model(trainer.policy.model, torch.bfloat16).named_parameters())

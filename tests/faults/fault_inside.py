@@ -25,7 +25,7 @@ POINTS = {
     "rollout": "dapo.rollout.native.decoder:Decoder.step",
     "prepare": "dapo.training.learner:LocalLearner.annotated",
     "update": "dapo.training.trainer:Trainer.update",
-    "evaluation": "dapo.orchestrator.experiment:evaluate",
+    "evaluation": "dapo.orchestrator.evaluator:evaluate",
     "metrics file": "dapo.observe.metrics:json_line",
     "samples": "dapo.observe.samples:write_atomic",
     "model": "dapo.training.trainer:save_model",

@@ -33,7 +33,7 @@ from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.orchestrator.batch_builder import BatchBuilder
-from dapo.orchestrator.buffer import ExperienceBuffer
+from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.orchestrator.resume import resume_config
@@ -247,7 +247,7 @@ def test_a_change_that_is_taken_back_before_any_step_had_it_leaves_no_trace(tmp_
     folder = tmp_path / "run"
     before = run(folder, TWO | {"evaluation.every": 1}, heldout=PROMPTS[:4])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        fails(patch, *((ExperienceBuffer, "fill") if place == "step-00002" else (LocalLearner, "annotated")))
+        fails(patch, *((Collector, "take") if place == "step-00002" else (LocalLearner, "annotated")))
         go_on(folder, "training.steps=3", "training.learning_rate=1e-3", "evaluation.top_k=3", heldout=PROMPTS[4:9])
     assert last_checkpoint(folder).name == place and len(changes_of(folder)) == 5
     listener = Recorder()

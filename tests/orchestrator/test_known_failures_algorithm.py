@@ -220,7 +220,7 @@ def test_a_fixed_response_has_one_reward_on_every_path_failures_32(
             penalty = overlong_penalty(s["length"], max_response_length=12, buffer_len=4, penalty_factor=1.0)
             assert s["shaped_reward"] == pytest.approx(s["reward"] + penalty)
             by_response.setdefault((s["response"], s["length"]), set()).add((s["reward"], s["shaped_reward"]))
-        for evaluation in (made.before, made.after):
+        for evaluation in (made.evaluator.before, made.evaluator.after):
             assert isinstance(evaluation, Evaluation) and len(evaluation.samples) == 4
             assert all(s.verdict == text_sum("", s.text) for s in evaluation.samples)
     assert all(len(found) == 1 for found in by_response.values())
@@ -255,9 +255,9 @@ def test_after_a_large_update_engine_and_trainer_agree_again_failures_36(tmp_pat
     for step in (1, 2, 3):
         samples = read_samples(RunFolder(tmp_path / "run").samples / f"step-{step:05d}.jsonl")
         assert len(samples) >= 16 and all(s["versions"] == [step - 1, step - 1] for s in samples)
-    assert made.engine.version == made.trainer.version == 3
-    engine = dict(made.engine._decoder.model.named_parameters())  # type: ignore[attr-defined]
-    for name, parameter in made.trainer.policy.model.named_parameters():
+    assert made.roles.engine.version == made.roles.learner.trainer.version == 3
+    engine = dict(made.roles.engine._decoder.model.named_parameters())  # type: ignore[attr-defined]
+    for name, parameter in made.roles.learner.trainer.policy.model.named_parameters():
         assert torch.equal(engine[name], parameter.to(engine[name].dtype))
 
 

@@ -194,7 +194,7 @@ def _result(summary: Mapping[str, Any]) -> Result:
 
 def _interrupted(experiment: Experiment) -> Result | None:
     """What an interrupted run came to; None: there is no checkpoint yet."""
-    if not hasattr(experiment, "metrics"):  # it has not begun to train
+    if not hasattr(experiment, "recorder"):  # it has not begun to train
         return None
     try:
         folder = experiment.folder

@@ -114,7 +114,7 @@ def check_probe(patient: CheckContext) -> Iterator[Finding]:
     patient.need(patient.reward_works or None, "reward")
     config = patient.config
     set_threads(config, model)
-    prompts = [source.draw() for _ in range(patient.probe)]
+    prompts = [source.next() for _ in range(patient.probe)]
     try:
         groups = asyncio.run(asyncio.wait_for(_scored(patient, prompts), PROBE_SECONDS))
     except TimeoutError:

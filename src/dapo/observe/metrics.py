@@ -118,7 +118,7 @@ time/sync                  | seconds      | handing the new weights to the engin
 time/evaluation            | seconds      | evaluation
 time/rest                  | seconds      | all else, such as samples and checkpoints of the step before
 time/update                | seconds      | the updates: forward, backward, optimizer and what lies between them
-time/step                  | seconds      | rollout, reward_wait, prepare, update and sync: what training.minutes counts
+time/step                  | seconds      | time/wall less evaluation and writing: what training.minutes counts
 time/training              | seconds      | of all rollout steps so far, without evaluation and writing files
 time/elapsed               | seconds      | since the run started
 tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout

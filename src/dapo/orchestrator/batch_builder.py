@@ -38,21 +38,22 @@ class BatchBuilder:
     """The algorithm as one recipe configures it.
 
     Attributes:
+        config: as it is in force.
         kl: the coefficient of a KL in the reward or in the loss, which adapts itself if the recipe has a target.
     """
 
     def __init__(self, config: Config, advantage: Estimator | None = None) -> None:
         """``advantage``: in place of the recipe's."""
-        self._config, self._given, self._own = config, advantage, own_advantage(config, advantage)
+        self.config, self._given, self._own = config, advantage, own_advantage(config, advantage)
         kl = config.algorithm.kl
         self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon)
 
     def use(self, config: Config) -> None:
         """Go on with other settings. An adaptive KL coefficient stays where it is, unless ``kl.coef`` is another."""
-        was, kl = self._config.algorithm.kl, config.algorithm.kl
-        if config.algorithm.advantage.kind != self._config.algorithm.advantage.kind:
+        was, kl = self.config.algorithm.kl, config.algorithm.kl
+        if config.algorithm.advantage.kind != self.config.algorithm.advantage.kind:
             self._own = own_advantage(config, self._given)
-        self._config = config
+        self.config = config
         if kl.coef != was.coef or was.target is None or kl.target is None:
             self.kl.coef = kl.coef
         self.kl.target, self.kl.horizon = kl.target, kl.horizon
@@ -73,7 +74,7 @@ class BatchBuilder:
             batch: what it made of them, with the learner's columns.
         """
         shaped = list(map(self._shaped, groups))
-        if self._config.algorithm.kl.mode == "reward":
+        if self.config.algorithm.kl.mode == "reward":
             shaped = list(self._take_kl_off(shaped, batch))
         shaped = list(map(self._with_advantages, shaped))
         return shaped, batch.with_columns(advantages=advantage_column(shaped))
@@ -81,13 +82,13 @@ class BatchBuilder:
     def minibatches(self, batch: TokenBatch, start: int = 0) -> Iterator[tuple[int, TokenBatch]]:
         """The optimizer steps of one rollout with their numbers: mini-batches of whole groups, for the configured
         number of epochs. ``start``: leave out the first so many."""
-        every = self._config.training.groups_per_update
-        batches = (mini for _ in range(self._config.training.epochs_per_rollout) for mini in batch.minibatches(every))
+        every = self.config.training.groups_per_update
+        batches = (mini for _ in range(self.config.training.epochs_per_rollout) for mini in batch.minibatches(every))
         return islice(enumerate(batches), start, None)
 
     def count(self, batch: TokenBatch) -> int:
         """How many optimizer steps :meth:`minibatches` makes of a whole rollout."""
-        training = self._config.training
+        training = self.config.training
         return training.epochs_per_rollout * math.ceil(batch.num_groups / training.groups_per_update)
 
     def observe(self, reports: Sequence[UpdateReport], batch: TokenBatch) -> None:
@@ -109,11 +110,11 @@ class BatchBuilder:
         self.kl.load_state(state)
 
     def _shaped(self, group: Group) -> Group:
-        algorithm = self._config.algorithm
+        algorithm = self.config.algorithm
         buffer = algorithm.overlong_buffer
         return shape_rewards(
             group,
-            max_response_length=self._config.rollout.max_response_length,
+            max_response_length=self.config.rollout.max_response_length,
             soft=buffer.enable,
             buffer_len=buffer.len,
             penalty_factor=buffer.penalty_factor,
@@ -122,7 +123,7 @@ class BatchBuilder:
         )
 
     def _with_advantages(self, group: Group) -> Group:
-        advantage = self._config.algorithm.advantage
+        advantage = self.config.algorithm.advantage
         return with_advantages(group, kind=self._own or advantage.kind, epsilon=advantage.epsilon)
 
     def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
@@ -130,7 +131,7 @@ class BatchBuilder:
         kl = sample_kl(
             torch.from_numpy(batch.proximal),
             torch.from_numpy(batch.columns["reference"]),
-            self._config.algorithm.kl.estimator,
+            self.config.algorithm.kl.estimator,
             mask=torch.ones(batch.num_response_tokens, dtype=torch.bool),
             sample_ids=torch.from_numpy(batch.sample_ids),
             num_samples=batch.num_samples,

@@ -1,12 +1,36 @@
-"""The doors between the loop and those that work for it: numpy, paths and numbers pass, no tensors."""
+"""The doors between the loop and those that work for it, in this process or in others: numpy, paths and numbers pass,
+no tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.step_state import StepState
-from dapo.records import TokenBatch
+from dapo.records import Group, Prompt, TokenBatch
+from dapo.rollout.engine import Engine
+
+
+class PromptSource(Protocol):
+    """Where prompts come from, with a position that can be saved."""
+
+    def next(self) -> Prompt | None:
+        """The next prompt; None: there are no more."""
+        ...
+
+    def feedback(self, groups: Sequence[Group]) -> None:
+        """Hear what became of prompts, in the order they were drawn, once the step that they were drawn for is done."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The position, in JSON types."""
+        ...
+
+    def load_state(self, state: dict[str, Any], /) -> None:
+        """Go on from a position."""
+        ...
 
 
 class Learner(Protocol):
@@ -38,4 +62,40 @@ class Learner(Protocol):
 
     async def load(self, folder: Path) -> None:
         """Go on from :meth:`save`."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Hands new weights over."""
+
+    async def push(self, learner: Any, engine: Engine) -> None:
+        """The engine has the learner's weights; their version is one up if an update was applied."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Steers the run: its metrics may stop it."""
+
+    async def maybe(self, after: Budget) -> Mapping[str, float]:
+        """Evaluation metrics, if they are due. ``after``: the budget with the present step."""
+        ...
+
+
+class Recorder(Protocol):
+    """Writes down what comes of a run."""
+
+    def begin(self, step: StepState) -> None:
+        """Its samples are there."""
+        ...
+
+    async def write(self, step: StepState, after: Budget, evaluation: Mapping[str, float]) -> None:
+        """Its metrics and samples, once it is done but for this."""
+        ...
+
+
+class Checkpointer(Protocol):
+    """Keeps where the run stands."""
+
+    async def maybe_save(self, last: bool) -> None:
+        """Between two steps, if it is due. ``last``: there is no further step."""
         ...

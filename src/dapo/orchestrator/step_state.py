@@ -1,6 +1,6 @@
 """A rollout step between its rollout and its end, and what is reported of it.
 
-Consumes: what the buffer filled, the prepared batch, the reports of the optimizer updates. Produces: metrics, warnings
+Consumes: what the collector sampled, the batch, the reports of the optimizer updates. Produces: metrics, warnings
 and the step's files of samples. Waits for nothing; a checkpoint keeps it as it is.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from dapo.config import Config
 from dapo.observe.samples import Key, write_samples
-from dapo.orchestrator.buffer import RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.step_metrics import step_metrics, step_warnings
 from dapo.records import Group, Reward, TokenBatch
 from dapo.training.report import Mismatch, UpdateReport
@@ -27,29 +27,27 @@ from dapo.util.files import writing
 class StepState:
     """What has been done of a rollout step."""
 
-    fill: RolloutBatch
-    seconds: dict[str, float]
-    """By phase, so far."""
+    rollout: RolloutBatch
     groups: Sequence[Group] = ()
-    """Those of ``fill`` with shaped rewards and advantages, once there is a batch."""
+    """Those of ``rollout`` with shaped rewards and advantages, once there is a batch."""
     batch: TokenBatch | None = None
     """None: it is still to be built."""
     version: int = 0
     """Of the weights that its batch was annotated with."""
     reports: list[UpdateReport] = field(default_factory=list)
     """Of the optimizer updates so far."""
-    decode_steps: int = 0
-    """Of the engine in its rollout, where that counts them."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By role, once it is evaluated."""
 
     def metrics(self, config: Config, mismatch: Mismatch | None = None) -> dict[str, float | None]:
         """By the names of ``observe/metrics.py``, once its batch is finished and its updates are made.
         ``mismatch``: over the whole batch; None: what the updates measured."""
         mismatch = mismatch or sum((r.mismatch for r in self.reports), Mismatch())
-        return step_metrics(self.fill, self.groups, self.reports, mismatch, self.seconds, config)
+        return step_metrics(self.rollout, self.groups, self.reports, mismatch, self.seconds, config)
 
     def warnings(self) -> Iterator[str]:
         """What a person should know of it."""
-        return step_warnings(self.fill, self.reports)
+        return step_warnings(self.rollout, self.reports)
 
     def write_samples(
         self, folder: Path, step: int, share: float, seed: int, checks: Mapping[Key, Reward] | None = None
@@ -57,8 +55,8 @@ class StepState:
         """The samples that were drawn, those that were filtered out too, and of a step that starved before its batch.
         ``share``: of the groups; ``seed`` decides which, the same ones if the step is made again. ``checks``: verdicts
         of the held-out check. Raises UserError: they cannot be written."""
-        kept = self.fill.groups if self.batch is None else self.groups
-        groups = [*((group, "kept" if self.batch else "carried") for group in kept), *self.fill.rejected]
+        kept = self.rollout.groups if self.batch is None else self.groups
+        groups = [*((group, "kept" if self.batch else "carried") for group in kept), *self.rollout.rejected]
         if share < 1:
             groups = [pair for pair in groups if Random(f"{seed}/samples/{pair[0].draw}").random() < share]
         with writing(folder):

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, TypeVarTuple
 
+from dapo.util.tasks import until_done
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -62,11 +64,8 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolEx
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):  # a second Ctrl-C stops no thread either
-                await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()  # taken note of: the cancellation matters more
+        with contextlib.suppress(asyncio.CancelledError):  # a second Ctrl-C stops no thread either
+            await until_done(work)
         raise
 
 

@@ -58,12 +58,13 @@ def run_word_problems(
 
     experiment = Experiment(config, listener, RunOverrides())
     summary = run_to_end(experiment, stopping)
-    assert experiment.before is not None and experiment.after is not None  # there are held-out rows
-    for name, evaluation in (("before", experiment.before), ("after", experiment.after)):
+    before, after = experiment.evaluator.before, experiment.evaluator.after
+    assert before is not None and after is not None  # there are held-out rows
+    for name, evaluation in (("before", before), ("after", after)):
         summary |= {f"{share}_{name}": value for share, value in shares(evaluation).items()}
     experiment.folder.write_summary(summary)
     if console is not None:
-        show(console, summary, experiment.before, experiment.after)
+        show(console, summary, before, after)
     return summary
 
 

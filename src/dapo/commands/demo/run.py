@@ -65,9 +65,9 @@ def run_demo(
     }
     folder.write_summary(summary)
     if console is not None:
-        assert experiment.before is not None and experiment.after is not None  # the demo has held-out rows
-        shuffled = config.data.shuffle_answers
-        show(console, summary, experiment.before.groups, experiment.after.groups, shuffled)
+        before, after = experiment.evaluator.before, experiment.evaluator.after
+        assert before is not None and after is not None  # the demo has held-out rows
+        show(console, summary, before.groups, after.groups, config.data.shuffle_answers)
     return summary
 
 
