@@ -63,9 +63,10 @@ class RunOverrides:
 
     @property
     def in_memory(self) -> list[str]:
-        """Arguments of ``dapo.train`` that the run folder does not hold."""
+        """What the run folder does not hold of what was passed."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
-        return [name for name, value in (given | self.functions).items() if value is not None]
+        given |= self.functions | {"source": self.source}
+        return [name for name, value in given.items() if value is not None]
 
     @property
     def functions(self) -> dict[str, Callable[..., Any] | None]:
