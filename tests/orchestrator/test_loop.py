@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import dapo.orchestrator.loop
 from dapo.observe.run_folder import RunFolder
+from dapo.records import Group, Prompt
 from loop_fakes import Cancelled, World
 from run_cases import PROMPTS, run, steps_of, weights_hash, without_times
 
@@ -111,6 +113,52 @@ def test_a_real_run_that_is_cancelled_at_any_of_its_waits_and_resumed_is_the_run
         run(folder, REAL, heldout=PROMPTS[:3], resume=RunFolder(folder))
         assert outcome(folder) == wanted, f"cancelled at wait {at} of {waits}"
         shutil.rmtree(folder)
+
+
+class Curriculum:
+    """A source that leaves out, for the next 20 draws, each prompt whose samples were all right."""
+
+    def __init__(self, prompts: Any) -> None:
+        self.prompts, self.draws = prompts, 0
+        self.solved: dict[str, int] = {}
+        """Rows, and the draw until which they are left out."""
+
+    def next(self) -> Prompt:
+        self.draws += 1
+        prompt: Prompt = self.prompts.next()
+        while self.solved.get(str(prompt.row), 0) > self.draws:
+            prompt = self.prompts.next()
+        return prompt
+
+    def feedback(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if all(sample.verdict.correct for sample in group.scored):
+                self.solved[str(group.prompt.row)] = self.draws + 20
+
+    def state(self) -> dict[str, Any]:
+        return {"prompts": self.prompts.state(), "draws": self.draws, "solved": dict(self.solved)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state(state["prompts"])
+        self.draws, self.solved = state["draws"], dict(state["solved"])
+
+
+def test_a_source_that_hears_what_became_of_its_prompts_goes_on_where_it_was(tmp_path: Path) -> None:
+    made: list[Curriculum] = []
+
+    def curriculum(prompts: Any) -> Curriculum:
+        made.append(Curriculum(prompts))
+        return made[-1]
+
+    def easy(prompt: str, response: str) -> bool:
+        return prompt.startswith(("1", "2")) or sum(map(ord, response)) % 2 == 0
+
+    changes = {"training.steps": 4, "run.save_every": 1, "run.save_samples": True}
+    run(tmp_path / "whole", changes, source=curriculum, reward=easy)
+    run(tmp_path / "two", changes | {"training.steps": 2}, source=curriculum, reward=easy)
+    run(tmp_path / "two", changes, source=curriculum, reward=easy, resume=RunFolder(tmp_path / "two"))
+    assert outcome(tmp_path / "two") == outcome(tmp_path / "whole")
+    assert made[0].state() == made[2].state() and made[0].solved
 
 
 def test_the_loop_is_short_and_needs_no_tensor_library() -> None:

@@ -1,6 +1,6 @@
 """From admitted groups to mini-batches: the algorithm's pure functions, wired as the recipe says.
 
-Consumes: groups with raw rewards, as the buffer admitted them. Produces: a :class:`~dapo.records.TokenBatch` for the
+Consumes: groups with raw rewards, as the collector admitted them. Produces: a :class:`~dapo.records.TokenBatch` for the
 learner to annotate (``build``), the same with advantages (``finish``), and one mini-batch for each optimizer step.
 Advantages come last because a KL in the reward needs the log-probabilities of the reference policy. Waits for nothing.
 """

@@ -180,7 +180,8 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     notice_generation_config(model, listener)
     spare = trainer.bytes_to_come
     engine = overrides.engine or native_engine(config, model, stop_ids, template, setup.heldout, spare)
-    collector = Collector(source, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
+    drawn = source if overrides.source is None else overrides.source(source)
+    collector = Collector(drawn, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
     return Roles(learner, builder, engine, collector, source, stop_ids, found, limits)
 
 

@@ -121,7 +121,8 @@ class Checkpointer:
         self._shutdown.saved = saved or self._shutdown.saved
 
     async def _snapshot(self, place: CheckpointId) -> Snapshot:
-        """The state of all roles, encoded in one go, and a copy of the weights."""
+        """The state of all roles, encoded in one go, and a copy of the weights. Raises NumericalError: of no use."""
+        await in_thread(self.models.trainer.check_finite)
         best = self.best_at(place) if self.is_best() and place.between_steps else None
         if self.checkpoints.holds(place):  # the only state that there can be: nothing to write
             return Snapshot(place, lambda folder: None, 0, best)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dapo.orchestrator.roles import Checkpointer, Evaluator, Learner, Recorder, WeightSync
+from dapo.orchestrator.roles import Learner, WeightSync
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
 
 if TYPE_CHECKING:
-    from dapo.orchestrator.batch_builder import BatchBuilder  # loads torch
+    from dapo.orchestrator.batch_builder import BatchBuilder
+    from dapo.orchestrator.checkpointer import Checkpointer
     from dapo.orchestrator.collector import Collector
+    from dapo.orchestrator.evaluator import Evaluator
+    from dapo.orchestrator.recorder import Recorder
 
 
 async def train(

@@ -3,11 +3,10 @@ no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.step_state import StepState
 from dapo.records import Group, Prompt, TokenBatch
 from dapo.rollout.engine import Engine
@@ -70,32 +69,4 @@ class WeightSync(Protocol):
 
     async def push(self, learner: Any, engine: Engine) -> None:
         """The engine has the learner's weights; their version is one up if an update was applied."""
-        ...
-
-
-class Evaluator(Protocol):
-    """Steers the run: its metrics may stop it."""
-
-    async def maybe(self, after: Budget) -> Mapping[str, float]:
-        """Evaluation metrics, if they are due. ``after``: the budget with the present step."""
-        ...
-
-
-class Recorder(Protocol):
-    """Writes down what comes of a run."""
-
-    def begin(self, step: StepState) -> None:
-        """Its samples are there."""
-        ...
-
-    async def write(self, step: StepState, after: Budget, evaluation: Mapping[str, float]) -> None:
-        """Its metrics and samples, once it is done but for this."""
-        ...
-
-
-class Checkpointer(Protocol):
-    """Keeps where the run stands."""
-
-    async def maybe_save(self, last: bool) -> None:
-        """Between two steps, if it is due. ``last``: there is no further step."""
         ...

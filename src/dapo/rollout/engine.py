@@ -112,11 +112,13 @@ async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, t
     """Give an engine new weights, so many bytes at a time that no second model has to be in memory."""
     await engine.begin(version)
     bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
     for name, tensor in tensors:
         bucket.append((name, tensor))
-        if sum(part.nbytes for _, part in bucket) >= BUCKET_BYTES:
+        size += tensor.nbytes
+        if size >= BUCKET_BYTES:
             await engine.put(bucket)
-            bucket = []
+            bucket, size = [], 0
     await engine.put(bucket)
     await engine.commit()
 

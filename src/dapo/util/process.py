@@ -28,30 +28,6 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class Clock:
-    """Seconds by phase. A phase may have several laps; they add up."""
-
-    def __init__(self, laps: dict[str, float] | None = None) -> None:
-        """``laps``: what has been counted already, to be added to."""
-        self._last = time.perf_counter()
-        self.laps = {} if laps is None else laps
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap went into ``phase``."""
-        now = time.perf_counter()
-        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Count time that another process took."""
-        self.laps[phase] = self.laps.get(phase, 0.0) + seconds
-
-    @property
-    def total(self) -> float:
-        """All laps, and the time since the last one."""
-        return sum(self.laps.values()) + time.perf_counter() - self._last
-
-
 async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolExecutor | None = None) -> T:
     """Run ``function`` in a thread. Nothing can stop a thread, so a cancellation takes effect only once it has ended.
 
