@@ -129,8 +129,8 @@ def mismatch(work: Rollout, samples: list[Any]) -> dict[str, float]:
     groups = [Group(i, Prompt(i, "", tuple(work.prompts[i]), ""), tuple(found)) for i, found in by_prompt.items()]
     model = load_model(work.model, torch.float32, device=work.device).requires_grad_(False)
     policy = Policy(model, work.temperature, max(32768, work.longest), torch.bfloat16)
-    batch = pack(groups, work.device)
-    difference = (policy.logprobs(batch) - batch.behaviour_logprobs).abs().double()
+    batch = pack(groups)
+    difference = (policy.logprobs(batch).cpu() - torch.from_numpy(batch.behaviour_logprobs)).abs().double()
     return {
         "mean": float(difference.mean()),
         "largest": float(difference.max()),

@@ -35,7 +35,8 @@ PHASES = ("rollout", "prepare", "update", "sync")
 def update(job: dict[str, Any], report: Report) -> None:
     """Updates on the same mini-batch, again and again; the first ones, which compile, are reported but do not count."""
     from dapo.algorithm.objective import DapoObjective
-    from dapo.config import TrainingConfig
+    from dapo.config import AlgorithmConfig, TrainingConfig
+    from dapo.training.learner import objective_inputs
     from dapo.training.trainer import Trainer
 
     say_limits(job, report)
@@ -44,9 +45,10 @@ def update(job: dict[str, Any], report: Report) -> None:
     model = load(job["model"], True, job["device"], "float32").requires_grad_(True)
     dtype = torch.bfloat16 if job["device"] == "cuda" else torch.float32
     trainer = Trainer(model, TrainingConfig(**settings), 1.0, dtype)
-    batch = packed(groups, job["device"], job["shared"])
-    batch = replace(batch, behaviour_logprobs=trainer.logprobs(batch))  # ratios near 1, as in training
-    inputs, objective = token_inputs(batch), DapoObjective()
+    batch = packed(groups, job["shared"])
+    batch = replace(batch, behaviour_logprobs=trainer.logprobs(batch).cpu().numpy())  # ratios near 1, as in training
+    # as the loop makes them: token-level loss, the proximal policy is the engine's
+    inputs, objective = objective_inputs(batch, AlgorithmConfig(), 1, torch.device(job["device"])), DapoObjective()
     for number in range(job["warmup"] + job["repeats"]):
         start = mark(wait=True)
         done = trainer.update(batch, inputs, objective)
@@ -65,7 +67,7 @@ def update(job: dict[str, Any], report: Report) -> None:
 
 def hand_overs(trainer: Any, repeats: int, report: Report) -> None:
     """What happens when the engine gets new weights: they are found finite, then cast and copied into its own model,
-    as ``NativeEngine.load_weights`` does it. The first one does not count."""
+    as ``NativeEngine.put`` does it. The first one does not count."""
     from dapo.model.loading import copy_model
 
     theirs = dict(copy_model(trainer.policy.model, torch.bfloat16).named_parameters())
@@ -77,12 +79,12 @@ def hand_overs(trainer: Any, repeats: int, report: Report) -> None:
         report.say("hand_over", counts=number > 0, seconds=mark(wait=True).since(start)["seconds"])
 
 
-def packed(made: Groups, device: str, shared: bool) -> Any:
+def packed(made: Groups, shared: bool) -> Any:
     """The groups as a batch; not ``shared``: every sample is a group of its own, with a prompt of its own."""
     import numpy as np
 
     from dapo.records import Group, Prompt, Reward, Sample
-    from dapo.training.packing import pack
+    from dapo.training.packing import advantage_column, pack
 
     groups = []
     for draw, (prompt, responses) in enumerate(made):
@@ -93,24 +95,8 @@ def packed(made: Groups, device: str, shared: bool) -> Any:
             scored = {"reward": Reward(right, 1.0 if right else -1.0), "advantage": 1.0 if right else -1.0}
             samples.append(Sample(draw, i, ids, zeros, zeros.astype(np.int32), "stop", **scored))
         groups.append(Group(draw, Prompt(draw, "", tuple(prompt)), tuple(samples)))
-    batch = pack(groups, device)
+    batch = pack(groups).with_columns(advantages=advantage_column(groups))
     return batch if shared else replace(batch, draws=np.arange(batch.num_samples))
-
-
-def token_inputs(batch: Any) -> Any:
-    """What the objective needs, as the loop makes it: token-level loss, the proximal policy is the engine's."""
-    from dapo.algorithm.objective import TokenInputs, token_weights
-
-    ids = {"sample_ids": batch.sample_ids, "group_ids": batch.group_ids, "num_samples": batch.num_samples}
-    weights = token_weights("token-mean", mask=batch.mask, **ids)
-    return TokenInputs(
-        behaviour_logprobs=batch.behaviour_logprobs,
-        proximal_logprobs=batch.behaviour_logprobs,
-        advantages=batch.advantages,
-        importance=torch.ones_like(weights),
-        mask=batch.mask,
-        weights=weights,
-    )
 
 
 def computed_tokens(model: Any, action: Callable[[], Any]) -> int:

@@ -48,7 +48,9 @@ def configuration() -> str:
 
 def _rows(section: type[BaseModel]) -> Iterator[str]:
     for key in keys_of(section):
-        choices = f" One of {', '.join(f'`{c}`' for c in key.choices)}." if len(key.choices) > 1 else ""
+        own = ["a function of yours (extending.md)"] if "file.py:name" in key.type else []
+        values = [*(f"`{c}`" for c in key.choices), *own]
+        choices = f" One of {', '.join(values)}." if len(values) > 1 else ""
         if key.choices == (True, False):
             choices = ""
         yield f"| `{key.name}` | {_default(key)} | {_cell(key.text)}{choices} |"

@@ -24,11 +24,11 @@ class ModelError(UserError):
 
 
 class StarvedError(UserError):
-    """Dynamic sampling found too few groups with something to learn from. ``fill``: what it found instead."""
+    """Dynamic sampling found too few groups with something to learn from. ``rollout_batch``: what it found."""
 
-    def __init__(self, message: str, fill: object = None) -> None:
+    def __init__(self, message: str, rollout_batch: object = None) -> None:
         super().__init__(message)
-        self.fill = fill
+        self.rollout_batch = rollout_batch
 
 
 class NumericalError(UserError):

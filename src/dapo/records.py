@@ -1,8 +1,8 @@
-"""The records that flow through a run, in one direction: ``Prompt -> Sample -> Group -> PackedBatch``.
+"""The records that flow through a run, in one direction: ``Prompt -> Sample -> Group -> TokenBatch``.
 
 All are frozen; a later stage makes a new record with :func:`dataclasses.replace` and never edits one in place. A
 :class:`Group` (a prompt and its samples) is the only unit until admission. It is flattened once, in
-``training/packing.py``, whose ``PackedBatch`` is the last record of the chain.
+``training/packing.py``; the trainer cuts a :class:`TokenBatch` into micro-batches on its device.
 
 This module needs numpy only, so that clients can use the records without loading a tensor library.
 """
@@ -10,8 +10,8 @@ This module needs numpy only, so that clients can use the records without loadin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
 FinishReason = Literal["stop", "length"]
 
 LONGEST_TEXT = 10_000
@@ -148,3 +149,117 @@ class Group:
     def oldest_version(self) -> int:
         """The policy version of the oldest token: what staleness is counted from."""
         return min(int(s.versions.min()) for s in self.samples if s.length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """S sequences (prompt + response) of G groups, end to end: T tokens, R of them in responses. On the host.
+
+    Per sequence, ``[S]`` int64: ``lengths`` and ``prompt_lengths`` (tokens), ``draws`` (identity of the group) and
+    ``indices`` (of the sample in its group). ``token_ids`` ``[T]`` int64. Per response token, ``[R]``, in sequence
+    order: ``mask`` (bool: in the loss), ``behaviour_logprobs`` (float32, nats, as sampled) and ``versions`` (int64,
+    policy version sampled under). ``columns``: further numbers of each response token, ``[R]`` float32, by name, such
+    as ``advantages``, ``proximal`` and ``reference`` (log-probabilities of these policies). All are cut together.
+    """
+
+    lengths: IntArray
+    prompt_lengths: IntArray
+    draws: IntArray
+    indices: IntArray
+    token_ids: IntArray
+    mask: npt.NDArray[np.bool_]
+    behaviour_logprobs: FloatArray
+    versions: IntArray
+    columns: Mapping[str, FloatArray] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """S, samples with an empty response included."""
+        return len(self.lengths)
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return len(np.unique(self.draws))
+
+    @property
+    def num_tokens(self) -> int:
+        """T: prompts and responses."""
+        return len(self.token_ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """R."""
+        return len(self.mask)
+
+    @property
+    def response_lengths(self) -> IntArray:
+        """``[S]``, tokens."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def sample_ids(self) -> IntArray:
+        """``[R]``: number of each response token's sequence in this batch, 0 .. S - 1."""
+        return np.repeat(np.arange(self.num_samples), self.response_lengths)
+
+    @property
+    def group_ids(self) -> IntArray:
+        """``[R]``: number of each response token's group in this batch, 0 .. G - 1 by first appearance."""
+        return np.repeat(self.group_numbers, self.response_lengths)
+
+    @property
+    def group_numbers(self) -> IntArray:
+        """``[S]``: groups numbered by first appearance. By draw and never by position: a group may be scattered."""
+        _, first, inverse = np.unique(self.draws, return_index=True, return_inverse=True)
+        rank: IntArray = np.argsort(np.argsort(first))
+        return rank[inverse]
+
+    @property
+    def proximal(self) -> FloatArray:
+        """``[R]``, log pi_prox: recomputed where that was asked for, else the engine's."""
+        return self.columns.get("proximal", self.behaviour_logprobs)
+
+    def with_columns(self, **columns: FloatArray) -> TokenBatch:
+        """The same batch with more columns, or with others of the same names."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def response_index(self, sequences: IntArray) -> IntArray:
+        """Where the response tokens of some sequences stand among the R of the batch, one sequence after the other."""
+        return joined_ranges(starts_of(self.response_lengths)[sequences], self.response_lengths[sequences])
+
+    def select(self, sequences: IntArray) -> TokenBatch:
+        """Some of the sequences as a batch of their own.
+        ``sequences``: numbers of the wanted ones, none twice, in the order wanted."""
+        tokens = joined_ranges(starts_of(self.lengths)[sequences], self.lengths[sequences])
+        index = self.response_index(sequences)
+        return TokenBatch(
+            lengths=self.lengths[sequences],
+            prompt_lengths=self.prompt_lengths[sequences],
+            draws=self.draws[sequences],
+            indices=self.indices[sequences],
+            token_ids=self.token_ids[tokens],
+            mask=self.mask[index],
+            behaviour_logprobs=self.behaviour_logprobs[index],
+            versions=self.versions[index],
+            columns={name: values[index] for name, values in self.columns.items()},
+        )
+
+    def minibatches(self, groups_per_update: int) -> Iterator[TokenBatch]:
+        """Mini-batches of whole groups, in admission order: ceil(G / groups_per_update), the last may be smaller."""
+        if groups_per_update < 1:
+            raise ValueError(f"groups_per_update must be at least 1, got {groups_per_update}")
+        numbers = self.group_numbers
+        for first in range(0, self.num_groups, groups_per_update):
+            yield self.select(np.flatnonzero((numbers >= first) & (numbers < first + groups_per_update)))
+
+
+def starts_of(lengths: IntArray) -> IntArray:
+    """Where each of several parts that stand end to end begins."""
+    starts: IntArray = np.cumsum(lengths) - lengths
+    return starts
+
+
+def joined_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """``starts[i], starts[i] + 1, ...``, ``lengths[i]`` of them, for each i, joined."""
+    ranges: IntArray = np.repeat(starts - starts_of(lengths), lengths) + np.arange(lengths.sum())
+    return ranges

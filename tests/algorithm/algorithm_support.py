@@ -136,6 +136,8 @@ def inputs_of(algo: SimpleNamespace, tokens: list[Token], weights: torch.Tensor)
         importance=column(tokens, "importance"),
         mask=column(tokens, "in_loss"),
         weights=weights,
+        sample_ids=column(tokens, "sample"),
+        group_ids=column(tokens, "group"),
         reference_logprobs=column(tokens, "reference"),
     )
 

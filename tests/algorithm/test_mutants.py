@@ -74,7 +74,7 @@ MUTANTS = [
     ("objective.py", "            known.proximal_logprobs,\n", "            known.behaviour_logprobs,\n"),
     # objective: masks and divisors
     ("objective.py", "return torch.where(mask, values, torch.zeros_like(values))", "return values * mask"),
-    ("objective.py", "weights=_select(mask, self.weights)", "weights=self.weights"),
+    ("objective.py", "value.is_floating_point()}", "value.is_floating_point() and name != 'weights'}"),
     ("objective.py", "logprobs = _select(inputs.mask, logprobs)", "logprobs = logprobs"),
     ("objective.py", "(known.weights * loss).sum()", "(known.weights * loss).mean()"),
     ("objective.py", "(known.weights * loss).sum()", "(known.weights * loss).sum().detach()"),
@@ -100,7 +100,7 @@ MUTANTS = [
     ("objective.py", "(advantages > 0) & (ratio > 1 + self.clip_ratio_high)", "(ratio > 1 + self.clip_ratio_high)"),
     ("objective.py", "> 1 + self.clip_ratio_high", "> 1 + self.clip_ratio_low"),
     ("objective.py", "(ratio < 1 - self.clip_ratio_low)", "(ratio < 1 - self.clip_ratio_high)"),
-    ("objective.py", "_mean(probability, clipped_up)", "_mean(probability * clipped_up, mask)"),
+    ("objective.py", "average(probability, clipped_up)", "average(probability * clipped_up, mask)"),
     ("objective.py", "known.proximal_logprobs, logprobs, ", "logprobs, known.proximal_logprobs, "),
     ("objective.py", "where.sum().double()", "torch.tensor(float(len(where)))"),
     # kl

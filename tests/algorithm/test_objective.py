@@ -180,7 +180,7 @@ def test_no_tokens_at_all(algo):
         weights = algo.objective.token_weights(
             mode, mask=empty.bool(), sample_ids=empty, group_ids=empty, num_samples=1, constant=1
         )
-        inputs = algo.objective.TokenInputs(nothing, nothing, nothing, nothing, empty.bool(), weights)
+        inputs = algo.objective.TokenInputs(nothing, nothing, nothing, nothing, empty.bool(), weights, empty, empty)
         loss, _ = algo.objective.DapoObjective()(none, nothing, inputs)
         loss.backward()
         assert loss.item() == 0
@@ -312,7 +312,9 @@ def test_padding_values_do_not_matter(algo):
     for mode in ("token-mean", "prompt-mean", "seq-mean-token-mean"):
         weights = algo.objective.token_weights(mode, mask=mask, sample_ids=ids, group_ids=ids, num_samples=1)
         zeros = torch.zeros(4)
-        inputs = algo.objective.TokenInputs(zeros, zeros, torch.tensor([1.0, 1, 10, 10]), torch.ones(4), mask, weights)
+        ids = torch.arange(4)
+        advantages = torch.tensor([1.0, 1, 10, 10])
+        inputs = algo.objective.TokenInputs(zeros, zeros, advantages, torch.ones(4), mask, weights, ids, ids)
         loss, _ = algo.objective.DapoObjective()(zeros.clone().requires_grad_(), zeros, inputs)
         assert loss.item() == pytest.approx(-1)
 
@@ -321,7 +323,10 @@ def test_bfloat16_is_computed_in_float32(algo):
     mask = torch.ones(2, dtype=torch.bool)
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
     half = logprobs.detach()
-    inputs = algo.objective.TokenInputs(half, half, torch.tensor([1.0, -1.0]), torch.ones(2), mask, torch.ones(2) / 3)
+    ids = torch.arange(2)
+    inputs = algo.objective.TokenInputs(
+        half, half, torch.tensor([1.0, -1.0]), torch.ones(2), mask, torch.ones(2) / 3, ids, ids
+    )
     loss, _ = algo.objective.DapoObjective()(logprobs, half, inputs)
     loss.backward()
     assert loss.dtype == torch.float32 and loss.item() == 0
@@ -354,8 +359,9 @@ def test_statistics_by_hand(algo):
     importance = torch.tensor([1.0, 0.5, 0.5, 1, 1, 1, 2, 50])
     entropy = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 99])
     reference = logprobs.detach() - 0.1
+    ids = torch.arange(8)
     inputs = algo.objective.TokenInputs(
-        proximal, proximal, advantages, importance, mask, mask / 7, reference_logprobs=reference
+        proximal, proximal, advantages, importance, mask, mask / 7, ids, ids, reference_logprobs=reference
     )
     _, stats = algo.objective.DapoObjective()(logprobs, entropy, inputs)
     assert all(not total.requires_grad and total.dtype == torch.float64 for total, _ in stats.values())

@@ -21,7 +21,6 @@ from dapo.checks import memory, model, rewards, sampling, settings
 from dapo.checks import rows as prompt_rows
 from dapo.checks.context import CheckContext, Finding, NotAtHand, exit_code
 from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
-from dapo.checks.sampling import as_batch
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config
@@ -33,6 +32,8 @@ from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import Doubt
 from dapo.training.lora import trainable_shape
+from dapo.training.micro_batch import micro_batch
+from dapo.training.packing import pack_demonstrations
 from dapo.training.policy import Policy
 from helpers import random_model
 
@@ -187,10 +188,11 @@ def teach(case: Path, updates: int, text_of: Callable[[dict[str, Any]], tuple[st
     texts = [tuple(tokenizer(text)["input_ids"] for text in text_of(row)) for row in rows(0, 6)]
     policy = Policy(taught, 1.0, 4096, torch.float32)
     optimizer = torch.optim.Adam(taught.parameters(), lr=0.01)
-    batch = as_batch([(given, read) for given, read in texts], policy.device)
+    batch = pack_demonstrations((given, read) for given, read in texts)
+    whole = micro_batch(batch, np.arange(batch.num_samples), policy.device)
     for _ in range(updates):
         optimizer.zero_grad()
-        (-policy.evaluate(batch)[0].mean()).backward()
+        (-policy.evaluate(whole)[0].mean()).backward()
         optimizer.step()
     taught.save_pretrained(case / "model")
 
@@ -245,7 +247,7 @@ def test_a_probe_of_a_reward_that_leaves_right_and_wrong_open_is_no_fault_of_dap
 
     monkeypatch.setattr(sampling, "_scored", scored)
     monkeypatch.setattr(sampling, "set_threads", lambda *_: None)
-    source = SimpleNamespace(draw=lambda: Prompt(0, "1+1=", (1,), "2"))
+    source = SimpleNamespace(next=lambda: Prompt(0, "1+1=", (1,), "2"))
     config = load_config("recipe.yaml", ["model.path=./model"])
     context = CheckContext(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
     with pytest.raises(NotAtHand, match="right or wrong"):

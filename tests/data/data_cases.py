@@ -52,4 +52,4 @@ def source(*files: Any, seed: int = 1, warn: Any = lambda text: None, **options:
 
 
 def draws(prompts: PromptSource, count: int) -> list[int]:
-    return [prompts.draw().row for _ in range(count)]
+    return [prompts.next().row for _ in range(count)]

@@ -158,7 +158,7 @@ def test_a_state_taken_anywhere_gives_the_same_continuation(tmp_path, case, stop
         return source(*named, seed=seed, max_prompt_length=8, **options)
 
     def drawn(prompts, count):
-        return [(p.row, p.text, p.answer) for p in (prompts.draw() for _ in range(count))]
+        return [(p.row, p.text, p.answer) for p in (prompts.next() for _ in range(count))]
 
     whole = fresh()
     expected = drawn(whole, stop + 40)
@@ -220,7 +220,7 @@ def test_a_mixture_draws_in_proportion_to_the_weights(tmp_path):
     assert len(set(of_large)) == len(of_large) < 900  # none comes back before its epoch is over
     assert found.epoch == pytest.approx(2000 / 910)
     assert "weight" in str(found.fingerprint)
-    assert source({"path": str(large), "weight": 5}).draw().row < 900
+    assert source({"path": str(large), "weight": 5}).next().row < 900
 
 
 def test_items_have_their_own_keys(tmp_path):
@@ -275,7 +275,7 @@ def test_rows_beyond_the_first_are_looked_at_when_they_are_drawn(tmp_path, short
     assert (found.report.checked, found.report.rows, found.report.whole) == (20, 60, False)
     assert draws(found, 33) == list(range(33))
     with pytest.raises(DataError, match=r"rows.jsonl:34: 'prompt' is empty.*\n.*on_bad_row=skip"):
-        found.draw()
+        found.next()
     heard = []
     skipping = source(path, shuffle=False, on_bad_row="skip", max_bad_rows=0.1, warn=heard.append)
     assert draws(skipping, 116) == [k for k in range(60) if k not in (33, 41)] * 2

@@ -252,7 +252,7 @@ def test_a_file_that_changes_in_use_is_noticed(tmp_path, large):
     with path.open("ab") as file:
         file.write(b"\n{}")
     with pytest.raises(DataError, match="was changed while it was in use"):
-        prompts.draw()
+        prompts.next()
 
 
 # --- anything at all ----------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from typing import Any
 POINTS = {
     "metrics": "dapo.observe.metrics:MetricsLog.append",
     "rollout": "dapo.rollout.native.decoder:Decoder.step",
-    "prepare": "dapo.orchestrator.batch_builder:BatchBuilder.batch",
+    "prepare": "dapo.training.learner:LocalLearner.annotated",
     "update": "dapo.training.trainer:Trainer.update",
-    "evaluation": "dapo.orchestrator.experiment:evaluate",
+    "evaluation": "dapo.orchestrator.evaluator:evaluate",
     "metrics file": "dapo.observe.metrics:json_line",
     "samples": "dapo.observe.samples:write_atomic",
     "model": "dapo.training.trainer:save_model",

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,10 +33,14 @@ from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.orchestrator import checkpointer as keeping
 from dapo.orchestrator.budget import Budget
-from dapo.orchestrator.checkpointer import Checkpointer, RunState
+from dapo.orchestrator.checkpointer import Checkpointer
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
+from dapo.orchestrator.model_writer import ModelWriter
+from dapo.orchestrator.rollout_batch import RolloutBatch
+from dapo.orchestrator.run_state import RunState
 from dapo.orchestrator.state import read_state, write_state
+from dapo.orchestrator.step_state import StepState
 from dapo.training import checkpoint
 from dapo.training.checkpoint import load_tensors, save_tensors
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
@@ -449,8 +454,8 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
     assert expected_bytes(trainer) == 12 * count  # before the first update too
     folder, best = RunFolder(tmp_path), EarlyStopping(EvaluationConfig())
     config = config_for(tmp_path, {"run.stop_within_s": 100})
-    at = RunState(Budget(config.training))
-    checkpointer = Checkpointer(folder, config.run, at, best, {}, trainer, TOKENIZER, Shutdown(), print)
+    models = ModelWriter(folder, trainer, TOKENIZER, print)
+    checkpointer = Checkpointer(folder, config.run, RunState(Budget(config.training)), best, {}, models, Shutdown())
     assert checkpointer.seconds_to_save == pytest.approx(3 * 12 * count / 100e6 + 2)
     checkpointer._writer.longest_s = 7.0
     assert checkpointer.seconds_to_save == 23
@@ -460,14 +465,14 @@ def test_before_a_checkpoint_was_timed_its_size_says_what_to_set_aside(tmp_path:
 
 def test_arrays_of_one_type_and_numbers_that_are_none_come_back_from_their_places(tmp_path: Path) -> None:
     state = {
-        "one": torch.arange(6).reshape(2, 3),
-        "other": torch.arange(10, 14).reshape(4, 1),
-        "last": torch.tensor([7]),
+        "one": np.arange(6).reshape(2, 3),
+        "other": np.arange(10, 14).reshape(4, 1),
+        "last": np.array([7]),
         "numbers": [math.inf, -math.inf, math.nan, 0.1],
     }
     write_state(tmp_path, state)
     found = read_state(tmp_path)
-    assert all(torch.equal(found[name], state[name]) for name in ("one", "other", "last"))
+    assert all(np.array_equal(found[name], state[name]) for name in ("one", "other", "last"))
     assert found["numbers"][:2] == [math.inf, -math.inf] and math.isnan(found["numbers"][2])
     assert found["numbers"][3] == 0.1
 
@@ -482,9 +487,19 @@ def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:
         "scores": {"before": {"accuracy": 0.5, "response_length": 7.0}},
         "seconds": {"rollout": 7.0, "update": 2.0},
     }
-    at = RunState(Budget(config))
-    at.load_state(state)
-    assert at.state() == state and at.steps_done == 3
+    where = RunState(Budget(config))
+    where.load_state(state)
+    found = where.state()
+    assert all(0 < found[name].pop("rest") < 1 for name in ("laps", "seconds"))  # of this process
+    assert found == state and where.steps_done == 3
+
+
+def test_a_rollout_that_an_earlier_version_kept_with_its_seconds_goes_on(tmp_path: Path) -> None:
+    rollout = RolloutBatch(0, 0, (), (), cast("Any", None))
+    step = {"fill": rollout, "seconds": {"rollout": 1.5}, "batch": None, "reports": [], "decode_steps": 3}
+    where = RunState(Budget(config_for(tmp_path).training))
+    where.load_state({"steps_done": 0, "step": step, "laps": {}, "scores": {}, "seconds": {"start": 1.0, "rl": 2.0}})
+    assert where.step == StepState(rollout) and where.spans.seconds["rollout"] == 1.5 and where.seconds.total > 3
 
 
 def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,9 +508,10 @@ def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(keeping, "CheckpointWriter", fail)
     folder, config = RunFolder(tmp_path), config_for(tmp_path)
-    at, best, trainer = RunState(Budget(config.training)), EarlyStopping(EvaluationConfig()), cast("Any", None)
+    state, best = RunState(Budget(config.training)), EarlyStopping(EvaluationConfig())
+    models = ModelWriter(folder, cast("Any", None), TOKENIZER, print)
     with pytest.raises(OSError, match="no thread") as caught:
-        Checkpointer(folder, config.run, at, best, {}, trainer, TOKENIZER, Shutdown(), print)
+        Checkpointer(folder, config.run, state, best, {}, models, Shutdown())
     with folder.lock():
         assert caught.tb  # keeps what failed alive, and the lock with it, if it had taken one
 

@@ -171,7 +171,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_file_is_whole(tmp_path: Path)
 
 def test_a_tracker_that_cannot_be_made_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dapo.observe.trackers.check_trackers", lambda config: None)
-    monkeypatch.setattr("dapo.orchestrator.experiment.check_trackers", lambda config: None)
+    monkeypatch.setattr("dapo.orchestrator.build.check_trackers", lambda config: None)
     heard = Recorder()
     monkeypatch.setitem(services.TRACKERS, "wandb", lambda folder, key, recipe: 1 / 0)
     summary = run(tmp_path / "other", {"training.steps": 2, "run.trackers": ["wandb"]}, heard)

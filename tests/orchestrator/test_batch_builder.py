@@ -6,23 +6,27 @@ order. The number of an entry is that of shared/cases/failures.md.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from dapo.algorithm.advantage import advantages
+from dapo.algorithm.objective import DapoObjective, TokenInputs
 from dapo.config import Config, build_config, nested
 from dapo.model.loading import load_model
-from dapo.orchestrator.batch_builder import BatchBuilder, Update
-from dapo.records import Group, Prompt, Reward, Sample
-from dapo.training.packing import PackedBatch
-from dapo.training.policy import Policy
+from dapo.orchestrator.batch_builder import BatchBuilder, batch_mismatch
+from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
+from dapo.training.learner import LocalLearner
+from dapo.training.report import UpdateReport
+from dapo.training.trainer import Trainer
 from helpers import random_model
 
 L_MAX = 10
@@ -37,13 +41,13 @@ def make_config(**changes: Any) -> Config:
         "rollout.max_response_length": L_MAX,
         "algorithm.overlong_buffer.len": 4,
         "training.groups_per_update": 1,
+        "training.tokens_per_micro_batch": 200,
     }
     return build_config(nested(tree | {key.replace("__", "."): value for key, value in changes.items()}))
 
 
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy(load_model(random_model("qwen2")), 1.0, 200)
+def trainer() -> Trainer:
+    return Trainer(load_model(random_model("qwen2")), make_config().training, 1.0)
 
 
 def make_group(
@@ -71,17 +75,29 @@ def make_group(
 GROUPS = [make_group([1, -1, -1, -1], [3, 2, 4, 1]), make_group([1, 1, -1, -1], [5, 1, 2, 2], draw=1)]
 
 
-def prepare(
-    policy: Policy, groups: Sequence[Group], **changes: Any
-) -> tuple[BatchBuilder, list[Group], PackedBatch, list[Update]]:
-    preparer = BatchBuilder(make_config(**changes), policy)
-    batch = preparer.batch(groups, version=0)
-    return preparer, list(batch.groups), batch.packed, list(preparer.updates(batch.packed))
+@dataclass
+class Prepared:
+    """What a recipe makes of some groups."""
+
+    builder: BatchBuilder
+    learner: LocalLearner
+    groups: list[Group]
+    batch: TokenBatch
+    updates: list[tuple[TokenBatch, TokenInputs]]
 
 
-def per_sample(update: Update, values: torch.Tensor) -> list[float]:
+def prepare(groups: Sequence[Group], made: Trainer | None = None, **changes: Any) -> Prepared:
+    config = make_config(**changes)
+    builder = BatchBuilder(config)
+    learner = LocalLearner(made or trainer(), config, builder.kl)
+    shaped, batch = builder.finish(groups, learner.annotated(builder.build(groups)))
+    updates = [(mini, learner.inputs(mini)) for _, mini in builder.minibatches(batch)]
+    return Prepared(builder, learner, shaped, batch, updates)
+
+
+def per_sample(batch: TokenBatch, values: torch.Tensor) -> list[float]:
     """The value of each sample's first token."""
-    firsts = np.cumsum(update.batch.response_lengths) - update.batch.response_lengths
+    firsts = np.cumsum(batch.response_lengths) - batch.response_lengths
     return values[torch.from_numpy(firsts)].tolist()
 
 
@@ -91,194 +107,200 @@ def only(values: torch.Tensor) -> float:
     return float(value)
 
 
-def test_defaults_are_the_worked_values_token_by_token(policy: Policy) -> None:
+def test_defaults_are_the_worked_values_token_by_token() -> None:
     """Rewards [1, -1, -1, -1] give [1.5, -0.5, -0.5, -0.5] at each token; the divisor is the mini-batch's tokens."""
-    _, shaped, _, updates = prepare(policy, GROUPS)
-    first, second = updates
-    assert per_sample(first, first.inputs.advantages) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
-    assert first.inputs.advantages.tolist() == pytest.approx([1.5] * 3 + [-0.5] * 7, abs=1e-5)
-    assert first.inputs.weights.tolist() == pytest.approx([1 / 10] * 10)
-    assert second.inputs.weights.tolist() == pytest.approx([1 / 10] * 10)
-    assert first.inputs.proximal_logprobs is first.batch.behaviour_logprobs  # proximal: engine
-    assert first.inputs.importance.tolist() == [1.0] * 10
-    assert first.inputs.reference_logprobs is None
-    assert [s.shaped_reward for s in shaped[0].samples] == [1, -1, -1, -1]
+    found = prepare(GROUPS)
+    (first, inputs), (_, second) = found.updates
+    assert per_sample(first, inputs.advantages) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert inputs.advantages.tolist() == pytest.approx([1.5] * 3 + [-0.5] * 7, abs=1e-5)
+    assert inputs.weights.tolist() == second.weights.tolist() == pytest.approx([1 / 10] * 10)
+    assert inputs.proximal_logprobs is inputs.behaviour_logprobs  # proximal: engine
+    assert inputs.importance.tolist() == [1.0] * 10
+    assert inputs.reference_logprobs is None
+    assert [s.shaped_reward for s in found.groups[0].samples] == [1, -1, -1, -1]
 
 
-def test_fewer_groups_than_planned_give_ceil_updates_with_divisors_of_their_own(policy: Policy) -> None:
+def test_fewer_groups_than_planned_give_ceil_updates_with_divisors_of_their_own() -> None:
     groups = [make_group([1, -1, -1, -1], [n] * 4, draw=n) for n in (1, 2, 3, 4, 5)]
-    _, _, _, updates = prepare(policy, groups, rollout__prompts_per_step=6, training__groups_per_update=2)
-    assert [u.batch.num_groups for u in updates] == [2, 2, 1]
-    assert [only(u.inputs.weights) for u in updates] == pytest.approx([1 / 12, 1 / 28, 1 / 20])
+    found = prepare(groups, rollout__prompts_per_step=6, training__groups_per_update=2)
+    assert [mini.num_groups for mini, _ in found.updates] == [2, 2, 1]
+    assert [only(inputs.weights) for _, inputs in found.updates] == pytest.approx([1 / 12, 1 / 28, 1 / 20])
 
 
-def test_each_epoch_holds_the_same_updates(policy: Policy) -> None:
-    _, _, _, updates = prepare(policy, GROUPS, training__epochs_per_rollout=3)
-    assert [u.batch.draws[0] for u in updates] == [0, 1, 0, 1, 0, 1]
-    assert torch.equal(updates[0].inputs.advantages, updates[4].inputs.advantages)
+def test_each_epoch_holds_the_same_updates_and_a_resumed_step_the_rest() -> None:
+    found = prepare(GROUPS, training__epochs_per_rollout=3)
+    assert [mini.draws[0] for mini, _ in found.updates] == [0, 1, 0, 1, 0, 1]
+    assert torch.equal(found.updates[0][1].advantages, found.updates[4][1].advantages)
+    assert [(i, int(m.draws[0])) for i, m in found.builder.minibatches(found.batch, start=3)] == [
+        (3, 1),
+        (4, 0),
+        (5, 1),
+    ]
 
 
-def test_no_group_is_no_update(policy: Policy) -> None:
+def test_no_group_is_no_update() -> None:
     for mode in ("off", "measure", "reward"):
-        _, shaped, packed, updates = prepare(policy, [], algorithm__kl__mode=mode, algorithm__proximal="recompute")
-        assert (shaped, packed.num_samples, updates) == ([], 0, [])
+        found = prepare([], algorithm__kl__mode=mode, algorithm__proximal="recompute")
+        assert (found.groups, found.batch.num_samples, found.updates) == ([], 0, [])
 
 
-def test_the_length_penalty_is_that_of_the_recipe(policy: Policy) -> None:
+def test_the_length_penalty_is_that_of_the_recipe() -> None:
     """Eq. 13 with L_max 10, L_cache 4: 6 tokens cost 0, 7 a quarter, 10 one; then times the factor."""
     group = make_group([1, 1, -1, -1], [6, 7, 10, 1])
-    _, (shaped,), _, _ = prepare(policy, [group], algorithm__overlong_buffer__penalty_factor=2.0)
+    (shaped,) = prepare([group], algorithm__overlong_buffer__penalty_factor=2.0).groups
     assert [s.shaped_reward for s in shaped.samples] == [1, 0.5, -3, -1]
-    _, (plain,), _, _ = prepare(policy, [group], algorithm__overlong_buffer__enable=False)
+    (plain,) = prepare([group], algorithm__overlong_buffer__enable=False).groups
     assert [s.shaped_reward for s in plain.samples] == [1, 1, -1, -1]
 
 
-def test_truncated_samples_count_in_the_statistics_and_not_in_the_loss(policy: Policy) -> None:
+def test_truncated_samples_count_in_the_statistics_and_not_in_the_loss() -> None:
     """Entries 4 and 21: they leave loss and divisor, and the group's mean and deviation keep them."""
     group = make_group([1, -1, -1, -1], [3, 10, 4, 1], truncated=(1,))
-    _, (shaped,), _, (update,) = prepare(
-        policy, [group], algorithm__overlong_filtering=True, algorithm__overlong_buffer__enable=False
-    )
-    assert [s.advantage for s in shaped.samples] == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
-    assert update.inputs.mask.tolist() == [True] * 3 + [False] * 10 + [True] * 5
-    assert update.inputs.weights[update.inputs.mask].tolist() == pytest.approx([1 / 8] * 8)
-    assert not update.inputs.weights[~update.inputs.mask].any()
+    found = prepare([group], algorithm__overlong_filtering=True, algorithm__overlong_buffer__enable=False)
+    ((_, inputs),) = found.updates
+    assert [s.advantage for s in found.groups[0].samples] == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert inputs.mask.tolist() == [True] * 3 + [False] * 10 + [True] * 5
+    assert inputs.weights[inputs.mask].tolist() == pytest.approx([1 / 8] * 8)
+    assert not inputs.weights[~inputs.mask].any()
 
 
-def test_a_truncated_sample_gets_minus_one_under_the_hard_punishment(policy: Policy) -> None:
+def test_a_truncated_sample_gets_minus_one_under_the_hard_punishment() -> None:
     group = make_group([1, 1, -1, -1], [3, 10, 4, 10], truncated=(1,))
-    _, (shaped,), _, _ = prepare(
-        policy, [group], algorithm__overlong_hard_punishment=True, algorithm__overlong_buffer__enable=False
-    )
+    (shaped,) = prepare(
+        [group], algorithm__overlong_hard_punishment=True, algorithm__overlong_buffer__enable=False
+    ).groups
     assert [s.shaped_reward for s in shaped.samples] == [1, -1, -1, -1]
 
 
-def test_a_constant_divisor_is_l_max_unless_said(policy: Policy) -> None:
-    _, _, _, (update, _) = prepare(policy, GROUPS, algorithm__loss_agg_mode="constant")
-    assert only(update.inputs.weights) == pytest.approx(1 / (L_MAX * 4))
-    _, _, _, (update, _) = prepare(policy, GROUPS, algorithm__loss_agg_mode="constant", algorithm__loss_constant=1000)
-    assert only(update.inputs.weights) == pytest.approx(1 / (1000 * 4))
+def test_a_constant_divisor_is_l_max_unless_said() -> None:
+    (_, inputs), _ = prepare(GROUPS, algorithm__loss_agg_mode="constant").updates
+    assert only(inputs.weights) == pytest.approx(1 / (L_MAX * 4))
+    (_, inputs), _ = prepare(GROUPS, algorithm__loss_agg_mode="constant", algorithm__loss_constant=1000).updates
+    assert only(inputs.weights) == pytest.approx(1 / (1000 * 4))
 
 
-def test_the_proximal_policy_is_recomputed_before_the_first_update(policy: Policy) -> None:
-    _, _, packed, (update, _) = prepare(policy, GROUPS, algorithm__proximal="recompute")
-    assert packed.proximal_logprobs is not None
-    torch.testing.assert_close(packed.proximal_logprobs, policy.logprobs(packed))
-    assert torch.equal(update.inputs.proximal_logprobs, packed.proximal_logprobs[:10])
-    assert not torch.allclose(update.inputs.proximal_logprobs, update.inputs.behaviour_logprobs)
+def test_the_proximal_policy_is_recomputed_before_the_first_update() -> None:
+    made = trainer()
+    found = prepare(GROUPS, made, algorithm__proximal="recompute")
+    (_, inputs), _ = found.updates
+    proximal = found.batch.columns["proximal"]
+    np.testing.assert_allclose(proximal, made.policy.logprobs(found.batch).numpy())
+    assert inputs.proximal_logprobs.tolist() == proximal[:10].tolist()
+    assert not torch.allclose(inputs.proximal_logprobs, inputs.behaviour_logprobs)
 
 
-def test_a_recomputed_proximal_policy_measures_the_mismatch_with_the_engine(policy: Policy) -> None:
+def test_a_recomputed_proximal_policy_measures_the_mismatch_with_the_engine() -> None:
     """By hand: of the 6 tokens of this version the engine is 0.5 above the trainer at one, 0.25 below at another; those
     of the version before, which are 9 off, do not count."""
     group = make_group([1, -1, -1, -1], [3, 2, 4, 1])
-    _, _, packed, _ = prepare(policy, [group], algorithm__proximal="recompute")
+    made = trainer()
+    batch = prepare([group], made, algorithm__proximal="recompute").batch
     off = np.array([0.5, 0, 0, 0, -0.25, *[-9] * 4, 0], np.float32)
-    engine = np.split(policy.logprobs(packed).numpy() + off, [3, 5, 9])
+    engine = np.split(made.policy.logprobs(batch).numpy() + off, [3, 5, 9])
     samples = [replace(s, logprobs=lp, versions=s.versions + 4) for s, lp in zip(group.samples, engine, strict=True)]
     samples[2] = replace(samples[2], versions=samples[2].versions - 1)
-    preparer = BatchBuilder(make_config(algorithm__proximal="recompute"), policy)
-    mismatch = preparer.batch([replace(group, samples=tuple(samples))], version=4).mismatch
+    again = prepare([replace(group, samples=tuple(samples))], made, algorithm__proximal="recompute")
+    mismatch = batch_mismatch(again.batch, version=4)
     assert mismatch is not None and mismatch.tokens == 6
     assert mismatch.mean == pytest.approx(0.75 / 6, rel=1e-5) and mismatch.maximum == pytest.approx(0.5, rel=1e-5)
     k3 = (math.exp(-0.5) - 1 + 0.5) + (math.exp(0.25) - 1 - 0.25)
     assert mismatch.k3 == pytest.approx(k3 / 6, rel=1e-4)
 
 
-def test_tokens_masked_by_a_correction_leave_the_divisor(policy: Policy) -> None:
-    _, _, packed, (update, _) = prepare(
-        policy,
+def log_ratio(found: Prepared) -> torch.Tensor:
+    """log pi_prox - log pi_engine of the first update's tokens."""
+    return torch.from_numpy(found.batch.columns["proximal"] - found.batch.behaviour_logprobs)[:10]
+
+
+def test_tokens_masked_by_a_correction_leave_the_divisor() -> None:
+    found = prepare(
         GROUPS,
         algorithm__proximal="recompute",
         algorithm__correction__kind="mask",
         algorithm__correction__low=0.0,
         algorithm__correction__high=1.0,
     )
-    assert packed.proximal_logprobs is not None
-    ratio = (packed.proximal_logprobs - packed.behaviour_logprobs)[:10].exp()
-    kept = ratio <= 1.0
+    (_, inputs), _ = found.updates
+    kept = log_ratio(found).exp() <= 1.0
     assert 0 < kept.sum() < 10
-    assert torch.equal(update.inputs.mask, kept)
-    assert update.inputs.weights[kept].tolist() == pytest.approx([1 / int(kept.sum())] * int(kept.sum()))
+    assert torch.equal(inputs.mask, kept)
+    assert inputs.weights[kept].tolist() == pytest.approx([1 / int(kept.sum())] * int(kept.sum()))
 
 
-def test_truncated_importance_is_that_of_proximal_over_engine(policy: Policy) -> None:
-    _, _, packed, (update, _) = prepare(
-        policy,
+def test_truncated_importance_is_that_of_proximal_over_engine() -> None:
+    found = prepare(
         GROUPS,
         algorithm__proximal="recompute",
         algorithm__correction__kind="truncate",
         algorithm__correction__cap=0.8,
     )
-    assert packed.proximal_logprobs is not None
-    ratio = (packed.proximal_logprobs - packed.behaviour_logprobs)[:10].exp()
-    torch.testing.assert_close(update.inputs.importance, ratio.clamp(max=0.8))
+    (_, inputs), _ = found.updates
+    torch.testing.assert_close(inputs.importance, log_ratio(found).exp().clamp(max=0.8))
 
 
 # --- KL to the initial policy -------------------------------------------------------------------------------------
 
 
-def test_kl_is_taken_off_the_reward_before_the_group_is_normalised(policy: Policy) -> None:
+def test_kl_is_taken_off_the_reward_before_the_group_is_normalised() -> None:
     """By hand, with k1 = log pi - log pi_ref summed over each sample; a failed score in between shifts nothing."""
     groups = [make_group([1, None, -1, -1], [3, 9, 4, 6]), make_group([1, -1, None, 1], [2, 5, 9, 1], draw=1)]
-    preparer, shaped, packed, updates = prepare(
-        policy, groups, algorithm__kl__mode="reward", algorithm__kl__estimator="k1", algorithm__kl__coef=0.5
-    )
-    assert preparer.objective.kl_in_loss is False
-    reference = policy.logprobs(packed)  # nothing was trained: the reference is the policy itself
-    assert packed.reference_logprobs is not None and torch.equal(packed.reference_logprobs, reference)
+    made = trainer()
+    found = prepare(groups, made, algorithm__kl__mode="reward", algorithm__kl__estimator="k1", algorithm__kl__coef=0.5)
+    assert cast(DapoObjective, found.learner.objective).kl_in_loss is False
+    reference = made.policy.logprobs(found.batch)  # nothing was trained: the reference is the policy itself
+    assert found.batch.columns["reference"].tolist() == reference.tolist()
     lengths = [s.length for g in groups for s in g.scored]
-    kl = iter(sum(part) for part in (packed.behaviour_logprobs - reference).split(lengths))
-    for group, update in zip(shaped, updates, strict=True):
+    kl = iter(sum(part) for part in torch.split(torch.from_numpy(found.batch.behaviour_logprobs) - reference, lengths))
+    for group, (mini, inputs) in zip(found.groups, found.updates, strict=True):
         expected = [s.verdict.value - 0.5 * float(next(kl)) for s in group.scored]
         assert [s.shaped_reward for s in group.scored] == pytest.approx(expected, abs=1e-5)
         normalised = advantages(expected, kind="group-norm").tolist()
-        assert per_sample(update, update.inputs.advantages) == pytest.approx(normalised, abs=1e-5)
+        assert per_sample(mini, inputs.advantages) == pytest.approx(normalised, abs=1e-5)
+    shaped = found.groups
     assert math.isnan(shaped[0].samples[1].shaped_reward) and math.isnan(shaped[1].samples[2].shaped_reward)
     assert [s.verdict.value for g in shaped for s in g.scored] == [1, -1, -1, 1, -1, 1]  # the raw rewards stay
 
 
-def test_kl_in_the_reward_is_of_a_sample_that_is_not_in_the_loss_too(policy: Policy) -> None:
+def test_kl_in_the_reward_is_of_a_sample_that_is_not_in_the_loss_too() -> None:
     """It counts in the group's mean and deviation, and its reward without its KL would shift all the others."""
     group = make_group([1, -1, -1, -1], [3, 10, 4, 1], truncated=(1,))
-    _, (shaped,), packed, _ = prepare(
-        policy,
+    made = trainer()
+    found = prepare(
         [group],
+        made,
         algorithm__kl__mode="reward",
         algorithm__kl__estimator="k1",
         algorithm__kl__coef=0.5,
         algorithm__overlong_filtering=True,
         algorithm__overlong_buffer__enable=False,
     )
+    (shaped,) = found.groups
     assert [s.in_loss for s in shaped.samples] == [True, False, True, True]
-    kl = [float(part.sum()) for part in (packed.behaviour_logprobs - policy.logprobs(packed)).split([3, 10, 4, 1])]
+    difference = found.batch.behaviour_logprobs - made.policy.logprobs(found.batch).numpy()
+    kl = [float(part.sum()) for part in np.split(difference, [3, 13, 17])]
     assert abs(kl[1]) > 0.1
     expected = [reward - 0.5 * part for reward, part in zip([1, -1, -1, -1], kl, strict=True)]
     assert [s.shaped_reward for s in shaped.samples] == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_reference_is_the_policy_as_it_was_at_the_start() -> None:
-    policy = Policy(load_model(random_model("qwen2")), 1.0, 200)
-    preparer = BatchBuilder(make_config(algorithm__kl__mode="measure"), policy)
-    packed = preparer.batch(GROUPS, version=0).packed
-    before = policy.logprobs(packed)
+    made = trainer()
+    found = prepare(GROUPS, made, algorithm__kl__mode="measure")
+    before = made.policy.logprobs(found.batch)
     with torch.no_grad():
-        for parameter in policy.model.parameters():
+        for parameter in made.policy.model.parameters():
             parameter.mul_(1.1)
-    packed = preparer.batch(GROUPS, version=0).packed
-    assert packed.reference_logprobs is not None
-    assert torch.equal(packed.reference_logprobs, before)
-    assert not torch.allclose(policy.logprobs(packed), before)
+    again = found.learner.annotated(found.builder.build(GROUPS))
+    assert again.columns["reference"].tolist() == before.tolist()
+    assert not torch.allclose(made.policy.logprobs(again), before)
 
 
 @pytest.mark.parametrize(("mode", "in_loss"), [("measure", False), ("loss", True), ("reward", False)])
-def test_kl_reaches_the_objective_as_the_recipe_says(policy: Policy, mode: str, in_loss: bool) -> None:
-    preparer, _, _, updates = prepare(
-        policy, GROUPS, algorithm__kl__mode=mode, algorithm__kl__coef=0.3, algorithm__kl__estimator="k2"
-    )
-    objective = preparer.objective
+def test_kl_reaches_the_objective_as_the_recipe_says(mode: str, in_loss: bool) -> None:
+    found = prepare(GROUPS, algorithm__kl__mode=mode, algorithm__kl__coef=0.3, algorithm__kl__estimator="k2")
+    objective = cast(DapoObjective, found.learner.objective)
     assert (objective.kl_in_loss, objective.kl_coef, objective.kl_estimator) == (in_loss, 0.3, "k2")
-    assert all(u.inputs.reference_logprobs is not None for u in updates)
+    assert all(inputs.reference_logprobs is not None for _, inputs in found.updates)
 
 
 def report(kl: float, tokens: float) -> Any:
@@ -286,31 +308,82 @@ def report(kl: float, tokens: float) -> Any:
     return SimpleNamespace(statistics={"reference_kl": (kl * tokens, tokens)})
 
 
-def test_the_adaptive_coefficient_follows_its_formula(policy: Policy) -> None:
+ADAPTIVE = {
+    "algorithm__kl__mode": "loss",
+    "algorithm__kl__coef": 0.1,
+    "algorithm__kl__target": 0.2,
+    "algorithm__kl__horizon": 16,
+}
+
+
+def test_the_adaptive_coefficient_follows_its_formula() -> None:
     """beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / horizon, and a KL of NaN says nothing."""
-    preparer, *_ = prepare(
-        policy, [], algorithm__kl__mode="loss", algorithm__kl__coef=0.1, algorithm__kl__target=0.2,
-        algorithm__kl__horizon=16,
-    )  # fmt: skip
-    batch = preparer.batch(GROUPS, version=0)  # 8 samples, so n / horizon is a half
+    found = prepare(GROUPS, **ADAPTIVE)  # 8 samples, so n / horizon is a half
     for kl, beta in ((0.22, 0.1 * 1.05), (9.0, 0.1 * 1.05 * 1.1), (math.nan, 0.1 * 1.05 * 1.1)):
-        preparer.observe([report(kl, 3.0), report(kl, 1.0)], batch)
-        assert preparer.kl_coef == pytest.approx(beta)
-        assert preparer.objective.kl_coef == preparer.kl_coef
-    assert preparer.state() == {"coef": preparer.kl_coef}
+        found.builder.observe([report(kl, 3.0), report(kl, 1.0)], found.batch)
+        assert found.builder.kl.coef == pytest.approx(beta)
+        assert cast(DapoObjective, found.learner.objective).kl_coef == found.builder.kl.coef
+    assert found.builder.state() == {"coef": found.builder.kl.coef}
 
 
-def test_the_adaptive_coefficient_sees_the_mean_over_tokens_and_not_over_updates(policy: Policy) -> None:
+def test_the_adaptive_coefficient_sees_the_mean_over_tokens_and_not_over_updates() -> None:
     """(0.22 x 3 + 0.18 x 1) / 4 = 0.21 is 5% above the target of 0.2; the mean of the two means would be on it."""
-    preparer, *_ = prepare(
-        policy, [], algorithm__kl__mode="loss", algorithm__kl__coef=0.1, algorithm__kl__target=0.2,
-        algorithm__kl__horizon=16,
-    )  # fmt: skip
-    preparer.observe([report(0.22, 3.0), report(0.18, 1.0)], preparer.batch(GROUPS, version=0))
-    assert preparer.kl_coef == pytest.approx(0.1 * (1 + 0.05 * 8 / 16))
+    found = prepare(GROUPS, **ADAPTIVE)
+    found.builder.observe([report(0.22, 3.0), report(0.18, 1.0)], found.batch)
+    assert found.builder.kl.coef == pytest.approx(0.1 * (1 + 0.05 * 8 / 16))
 
 
-def test_a_fixed_coefficient_stays(policy: Policy) -> None:
-    preparer, *_ = prepare(policy, [], algorithm__kl__mode="loss", algorithm__kl__coef=0.1)
-    preparer.observe([report(100.0, 1.0)], preparer.batch(GROUPS, version=0))
-    assert preparer.kl_coef == 0.1
+def test_a_fixed_coefficient_stays() -> None:
+    found = prepare(GROUPS, algorithm__kl__mode="loss", algorithm__kl__coef=0.1)
+    found.builder.observe([report(100.0, 1.0)], found.batch)
+    assert found.builder.kl.coef == 0.1 and found.builder.state() == {}
+
+
+# --- the learner's door -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    reports: list[UpdateReport] = field(default_factory=list)
+
+
+def test_an_update_is_made_once_however_often_it_is_asked_for_and_though_its_caller_is_cancelled() -> None:
+    found = prepare(GROUPS)
+    learner, step = found.learner, Step()
+    (mini, _), (other, _) = found.updates
+
+    async def ask() -> None:
+        asked = asyncio.create_task(learner.update(0, 0, mini, step))
+        await asyncio.sleep(0)  # it has begun
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert len(step.reports) == learner.trainer.updates == 1
+        await learner.update(0, 0, mini, step)
+        assert len(step.reports) == learner.trainer.updates == 1
+        await learner.update(0, 1, other, step)
+        assert len(step.reports) == learner.trainer.updates == 2
+        with pytest.raises(ValueError, match="update 3 of a step of which 2 were made"):
+            await learner.update(0, 3, other, step)
+
+    asyncio.run(ask())
+    learner.close()
+
+
+def test_a_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    found, step = prepare(GROUPS), Step()
+    learner, other = found.learner, prepare(GROUPS).learner
+    minis = [mini for mini, _ in found.updates]
+
+    async def go_on() -> None:
+        await learner.update(0, 0, minis[0], step)
+        await learner.save(tmp_path)
+        await other.load(tmp_path)
+        await other.update(0, 1, minis[1], Step([*step.reports]))
+        await learner.update(0, 1, minis[1], step)
+
+    asyncio.run(go_on())
+    weights = [torch.cat([t.flatten() for _, t in each.publish()[1]]) for each in (learner, other)]
+    assert torch.equal(*weights) and learner.version == other.version == 1
+    learner.close()
+    other.close()

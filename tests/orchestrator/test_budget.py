@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ from dapo.config import TrainingConfig
 from dapo.errors import RewardError
 from dapo.observe.run_folder import RunFolder
 from dapo.orchestrator.budget import Budget
-from dapo.orchestrator.experiment import Clock
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
+from dapo.util.spans import Spans
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model
 
 
@@ -87,14 +89,14 @@ def test_a_step_has_one_rate_whatever_length_its_run_is_given_inside_of_it(tmp_p
 @pytest.fixture
 def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts that take 2,000 seconds each, by the clock of the loop."""
-    lap = Clock.lap
+    plain = Spans.__call__
 
-    def slow(self: Clock, phase: str) -> None:
-        lap(self, phase)
-        if phase == "rollout":
-            self.add(phase, 2000.0)
+    @contextmanager
+    def slow(self: Spans, role: str) -> Iterator[None]:
+        with plain(self, role):
+            yield self.add({role: 2000.0} if role == "rollout" else {})
 
-    monkeypatch.setattr(Clock, "lap", slow)
+    monkeypatch.setattr(Spans, "__call__", slow)
 
 
 @pytest.mark.usefixtures("slow_clock")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import dapo.orchestrator.batch_builder
 import dapo.orchestrator.experiment
 from dapo.algorithm.objective import DapoObjective
 from dapo.commands import app
@@ -34,11 +33,12 @@ from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.orchestrator.batch_builder import BatchBuilder
-from dapo.orchestrator.buffer import ExperienceBuffer
+from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.orchestrator.resume import resume_config
 from dapo.training.checkpoint import load_tensors
+from dapo.training.learner import LocalLearner
 from dapo.training.trainer import Trainer
 from run_cases import (
     PROMPTS,
@@ -170,16 +170,17 @@ def test_a_changed_warm_up_is_that_of_the_present_step(two: Path) -> None:
 
 
 def objectives(patch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
-    """The step and the upper clip bound of each objective that is made from now on."""
+    """Groups per update and upper clip bound of the objectives from now on, those alike in a row once."""
     made: list[tuple[int, float]] = []
-    original = dapo.orchestrator.batch_builder.BatchBuilder.objective.fget  # type: ignore[attr-defined]
+    original = LocalLearner.objective.fget  # type: ignore[attr-defined]
 
-    def watched(self: BatchBuilder) -> DapoObjective:
+    def watched(self: LocalLearner) -> DapoObjective:
         found: DapoObjective = original(self)
-        made.append((self._config.training.groups_per_update, found.clip_ratio_high))
+        now = (self._config.training.groups_per_update, found.clip_ratio_high)
+        made.extend([now] if [now] != made[-1:] else [])
         return found
 
-    patch.setattr(BatchBuilder, "objective", property(watched))
+    patch.setattr(LocalLearner, "objective", property(watched))
     return made
 
 
@@ -246,7 +247,7 @@ def test_a_change_that_is_taken_back_before_any_step_had_it_leaves_no_trace(tmp_
     folder = tmp_path / "run"
     before = run(folder, TWO | {"evaluation.every": 1}, heldout=PROMPTS[:4])
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        fails(patch, *((ExperienceBuffer, "fill") if place == "step-00002" else (BatchBuilder, "batch")))
+        fails(patch, *((Collector, "take") if place == "step-00002" else (LocalLearner, "annotated")))
         go_on(folder, "training.steps=3", "training.learning_rate=1e-3", "evaluation.top_k=3", heldout=PROMPTS[4:9])
     assert last_checkpoint(folder).name == place and len(changes_of(folder)) == 5
     listener = Recorder()
@@ -263,18 +264,14 @@ def test_an_adaptive_kl_coefficient_stays_unless_it_is_changed_itself() -> None:
     def config(**kl: Any) -> Any:
         return config_for(Path("run"), {f"algorithm.kl.{key}": value for key, value in kl.items()})
 
-    preparer = BatchBuilder(config(mode="loss", coef=0.1, target=0.01, horizon=1000), policy_of_a_trainer())
+    preparer = BatchBuilder(config(mode="loss", coef=0.1, target=0.01, horizon=1000))
     preparer.load_state({"coef": 0.25})
     preparer.use(config(mode="loss", coef=0.1, target=0.02, horizon=2000))
-    assert preparer.kl_coef == 0.25 and preparer._adaptive is not None and preparer._adaptive.target == 0.02
+    assert preparer.kl.coef == 0.25 and preparer.kl.target == 0.02
     preparer.use(config(mode="loss", coef=0.5, target=0.02, horizon=2000))
-    assert preparer.kl_coef == 0.5
+    assert preparer.kl.coef == 0.5
     preparer.use(config(mode="loss", coef=0.3))
-    assert preparer.kl_coef == 0.3 and preparer._adaptive is None
-
-
-def policy_of_a_trainer() -> Any:
-    return Trainer(tiny_model(), config_for(Path("run")).training, 1.0).policy
+    assert preparer.kl.coef == 0.3 and preparer.kl.target is None
 
 
 # --- inside of a step -----------------------------------------------------------------------------------------------
@@ -282,7 +279,7 @@ def policy_of_a_trainer() -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "method", "number", "name"),
-    [(Trainer, "update", 4, "step-00001-update-00001"), (BatchBuilder, "batch", 2, "step-00001-rollout")],
+    [(Trainer, "update", 4, "step-00001-update-00001"), (LocalLearner, "annotated", 2, "step-00001-rollout")],
 )
 def test_a_step_under_way_is_finished_with_the_settings_it_began_with(
     tmp_path: Path, owner: type, method: str, number: int, name: str, monkeypatch: pytest.MonkeyPatch

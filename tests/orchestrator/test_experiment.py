@@ -573,7 +573,7 @@ def test_a_run_folder_in_place_of_a_model_is_told_where_its_model_is(tmp_path: P
     ],
 )
 @pytest.mark.parametrize(
-    "where", ["dapo.training.trainer.Trainer.update", "dapo.orchestrator.batch_builder.BatchBuilder.batch"]
+    "where", ["dapo.training.trainer.Trainer.update", "dapo.training.learner.LocalLearner.annotated"]
 )
 def test_memory_that_runs_out_is_explained_and_the_run_goes_on_with_less(
     where: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -721,7 +721,7 @@ def test_what_needs_no_weights_is_refused_before_they_are_loaded(
     changes: dict[str, Any], reward: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("dapo.orchestrator.experiment.policy_model", lambda *_: loaded.append("the model"))
+    monkeypatch.setattr("dapo.orchestrator.build.policy_model", lambda *_: loaded.append("the model"))
     monkeypatch.setattr("dapo.training.lora.load_model", lambda *_, **__: loaded.append("the weights"))
     monkeypatch.chdir(tmp_path)
     settings = {"model.path": saved_model(tmp_path / "model"), "model.compute_dtype": "float32"} | changes
@@ -923,13 +923,13 @@ def test_nan_that_comes_up_in_a_run_ends_it_with_a_message(tmp_path: Path) -> No
 def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry 36: weights that never arrive are noticed in the next step."""
 
-    def keep_old(self: Any, version: int, tensors: Any) -> None:
-        self._decoder.version = version
+    def keep_old(self: Any, bucket: Any) -> None:
+        self._missing.clear()
 
     changes = {"training.steps": 2, "training.learning_rate": 1e-2, "training.mismatch_alarm": 0.01}
     good, bad = Recorder(), Recorder()
     run(tmp_path / "good", changes, good)
-    monkeypatch.setattr(NativeEngine, "_copy_weights", keep_old)
+    monkeypatch.setattr(NativeEngine, "_put", keep_old)
     run(tmp_path / "bad", changes, bad)
     assert not [w for w in good.warnings if "differ" in w]
     assert [w for w in bad.warnings if w.startswith("step 2: mismatch: log-probabilities of engine and trainer differ")]
@@ -1025,7 +1025,7 @@ def test_an_interrupt_in_a_notebook_stops_the_run_in_the_other_thread(tmp_path: 
             asyncio.run(notebook())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert experiment.at.steps_done < 1000
+    assert experiment.state.steps_done < 1000
     assert (last_checkpoint(tmp_path / "run") / "model").is_dir()
 
 
@@ -1142,12 +1142,12 @@ def test_the_engine_sleeps_from_the_rollout_to_the_new_weights_once_a_step(
 
         monkeypatch.setattr(owner, name, call)
 
-    for name in ("generate", "sleep", "load_weights", "wake"):
+    for name in ("generate", "sleep", "commit", "wake"):
         noted(NativeEngine, name)
     noted(Trainer, "update")
     run(tmp_path, {"training.steps": 2, "evaluation.every": 2}, heldout=PROMPTS[:2])
     first = [what for what, _ in groupby(happened)]  # one rollout may ask the engine more than once
-    step = ["generate", "sleep", "update", "load_weights", "wake"]
+    step = ["generate", "sleep", "update", "commit", "wake"]
     assert first == [*step, *step, "generate"]
 
 

@@ -26,10 +26,9 @@ from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.experiment import Experiment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_to_end
-from dapo.records import Group, Prompt, Reward, Sample
+from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
 from dapo.rollout.engine import Request
 from dapo.rollout.native.engine import NativeEngine
-from dapo.training.packing import PackedBatch
 from data.tokenizers_for_tests import CHAT_WITH_BOS, char_tokenizer
 from run_cases import (
     PROMPTS,
@@ -221,7 +220,7 @@ def test_a_fixed_response_has_one_reward_on_every_path_failures_32(
             penalty = overlong_penalty(s["length"], max_response_length=12, buffer_len=4, penalty_factor=1.0)
             assert s["shaped_reward"] == pytest.approx(s["reward"] + penalty)
             by_response.setdefault((s["response"], s["length"]), set()).add((s["reward"], s["shaped_reward"]))
-        for evaluation in (made.before, made.after):
+        for evaluation in (made.evaluator.before, made.evaluator.after):
             assert isinstance(evaluation, Evaluation) and len(evaluation.samples) == 4
             assert all(s.verdict == text_sum("", s.text) for s in evaluation.samples)
     assert all(len(found) == 1 for found in by_response.values())
@@ -256,9 +255,9 @@ def test_after_a_large_update_engine_and_trainer_agree_again_failures_36(tmp_pat
     for step in (1, 2, 3):
         samples = read_samples(RunFolder(tmp_path / "run").samples / f"step-{step:05d}.jsonl")
         assert len(samples) >= 16 and all(s["versions"] == [step - 1, step - 1] for s in samples)
-    assert made.engine.version == made.trainer.version == 3
-    engine = dict(made.engine._decoder.model.named_parameters())  # type: ignore[attr-defined]
-    for name, parameter in made.trainer.policy.model.named_parameters():
+    assert made.roles.engine.version == made.roles.learner.trainer.version == 3
+    engine = dict(made.roles.engine._decoder.model.named_parameters())  # type: ignore[attr-defined]
+    for name, parameter in made.roles.learner.trainer.policy.model.named_parameters():
         assert torch.equal(engine[name], parameter.to(engine[name].dtype))
 
 
@@ -270,8 +269,8 @@ def test_trainer_and_engine_see_the_same_ids_with_one_bos_failures_37_38(
     engine decodes from and the trainer trains on. And the responses are the engine's, token by token."""
     requests: dict[int, Request] = {}
     sampled: dict[tuple[int, int], list[int]] = {}
-    packed: list[PackedBatch] = []
-    generate, updates = NativeEngine.generate, BatchBuilder.updates
+    packed: list[TokenBatch] = []
+    generate, updates = NativeEngine.generate, BatchBuilder.minibatches
 
     async def watched(self: NativeEngine, wanted: Sequence[Request]) -> AsyncIterator[Sample]:
         requests.update({r.id: r for r in wanted})
@@ -279,12 +278,12 @@ def test_trainer_and_engine_see_the_same_ids_with_one_bos_failures_37_38(
             sampled[sample.request_id, sample.index] = sample.token_ids.tolist()
             yield sample
 
-    def seen(self: BatchBuilder, batch: PackedBatch, done: int = 0) -> Any:
+    def seen(self: BatchBuilder, batch: TokenBatch, start: int = 0) -> Any:
         packed.append(batch)
-        return updates(self, batch, done)
+        return updates(self, batch, start)
 
     monkeypatch.setattr(NativeEngine, "generate", watched)
-    monkeypatch.setattr(BatchBuilder, "updates", seen)
+    monkeypatch.setattr(BatchBuilder, "minibatches", seen)
     tokenizer = char_tokenizer(adds_bos=adds_bos, chat_template=CHAT_WITH_BOS)
     changes = {"data.template": "chat", "data.max_prompt_length": 40, "training.tokens_per_micro_batch": 128}
     run(tmp_path / "run", changes, model=tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)

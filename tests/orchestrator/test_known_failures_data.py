@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dapo.algorithm.advantage import with_advantages
 from dapo.config import Config, all_keys, build_config, load_config
@@ -20,7 +21,8 @@ from dapo.errors import UserError
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.training.packing import pack
+from dapo.training.micro_batch import micro_batch
+from dapo.training.packing import advantage_column, pack
 from data.tokenizers_for_tests import char_tokenizer
 from run_cases import PROMPTS, Recorder, config_for, run, steps_of
 
@@ -109,9 +111,10 @@ def test_an_empty_response_keeps_its_reward_and_counts_in_the_mean_failures_73()
     group = with_advantages(Group(0, Prompt(0, "p", (5,)), samples), kind="group-mean")
     assert [s.advantage for s in group.samples] == [1.0, -1.0, 1.0, -1.0]
     batch = pack([group])
+    whole = micro_batch(batch, np.arange(batch.num_samples), torch.device("cpu"))
     assert batch.num_samples == 4
-    assert batch.targets.tolist() == [eos, 7, 8, eos, 9, 9]
-    assert batch.advantages.tolist() == [1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
+    assert whole.targets.tolist() == [eos, 7, 8, eos, 9, 9]
+    assert advantage_column([group]).tolist() == [1.0, 1.0, 1.0, 1.0, -1.0, -1.0]
 
 
 def test_a_run_whose_responses_are_empty_scores_them_failures_73(tmp_path: Path) -> None:

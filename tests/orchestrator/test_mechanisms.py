@@ -8,18 +8,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from dapo.algorithm.objective import TokenInputs
 from dapo.commands.demo.task import make_model, make_tokenizer
 from dapo.config import build_config, nested
 from dapo.observe.metrics import read_metrics
 from dapo.observe.progress import QuietListener
 from dapo.observe.samples import read_samples
-from dapo.orchestrator.batch_builder import BatchBuilder, Update
 from dapo.orchestrator.experiment import Experiment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_to_end
+from dapo.records import TokenBatch
+from dapo.training.learner import LocalLearner
+
+Update = tuple[TokenBatch, TokenInputs]
 
 BASE: dict[str, Any] = {
     "seed": 5,
@@ -69,16 +74,15 @@ def metrics(experiment: Experiment) -> dict[str, Any]:
 
 @pytest.fixture
 def updates(monkeypatch: pytest.MonkeyPatch) -> list[Update]:
-    """Every update that a run makes, in order."""
+    """Batch and inputs of every update that a run makes, in order."""
     seen: list[Update] = []
-    plain = BatchBuilder.updates
+    plain = LocalLearner.inputs
 
-    def record(self: BatchBuilder, packed: Any, done: int = 0) -> Any:
-        for update in plain(self, packed, done):
-            seen.append(update)
-            yield update
+    def record(self: LocalLearner, mini: TokenBatch) -> TokenInputs:
+        seen.append((mini, plain(self, mini)))
+        return seen[-1][1]
 
-    monkeypatch.setattr(BatchBuilder, "updates", record)
+    monkeypatch.setattr(LocalLearner, "inputs", record)
     return seen
 
 
@@ -116,9 +120,9 @@ def test_dynamic_sampling_fills_the_batch_that_shrinks_without_it(tmp_path: Path
 
 def _advantage_of_samples(update: Update) -> list[tuple[int, float]]:
     """(draw, advantage) of each sample with a response."""
-    batch = update.batch
-    first = torch.cat([torch.tensor([0]), torch.from_numpy(batch.response_lengths).cumsum(0)[:-1]])
-    return list(zip(batch.draws.tolist(), batch.advantages[first].tolist(), strict=True))
+    batch, inputs = update
+    first = np.cumsum(batch.response_lengths) - batch.response_lengths
+    return list(zip(batch.draws.tolist(), inputs.advantages[first].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
@@ -126,12 +130,11 @@ def test_token_level_loss_weighs_long_samples_by_their_tokens(tmp_path: Path, up
     """Eq. 8 against GRPO's Eq. 5: a sample's share of the loss is its share of the tokens, or 1 / samples."""
     run(tmp_path / "run", algorithm__loss_agg_mode=mode)
     assert updates
-    for update in updates:
-        lengths = torch.from_numpy(update.batch.response_lengths).double()
+    for batch, inputs in updates:
+        lengths = torch.from_numpy(batch.response_lengths).double()
         assert len(set(lengths.tolist())) > 1
-        shares = (
-            torch.zeros(len(lengths)).double().index_add(0, update.batch.sample_ids, update.inputs.weights.double())
-        )
+        sample_ids = torch.from_numpy(batch.sample_ids)
+        shares = torch.zeros(len(lengths)).double().index_add(0, sample_ids, inputs.weights.double())
         expected = lengths / lengths.sum() if mode == "token-mean" else torch.full_like(lengths, 1 / len(lengths))
         assert torch.allclose(shares, expected, atol=1e-6)
 

@@ -9,8 +9,8 @@ import torch
 from test_step_metrics import STATS, make_group, make_report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from dapo.orchestrator.buffer import RolloutBatch
 from dapo.orchestrator.mfu import CARDS, Card, CardLimits, card_named
+from dapo.orchestrator.rollout_batch import RolloutBatch
 
 
 def make_model(tied: bool = True) -> Qwen2ForCausalLM:
@@ -37,12 +37,12 @@ def test_the_shares_of_a_step() -> None:
     100 bytes and one sample of 10 tokens after a prompt of 1, at 2 bytes a token: 10 x (1 + 5) x 2, in the 0.5 s before
     the wait for rewards."""
     limits = CardLimits(Card(1000.0, 620.0), 6.0, 4.0, 100.0, 2.0)
-    fill = RolloutBatch(0, 0, (make_group(0, [(10, True)]),), (), STATS)
+    fill = RolloutBatch(0, 0, (make_group(0, [(10, True)]),), (), replace(STATS, decode_steps=5))
     sizes = [{"computed_tokens": 33, "response_tokens": 20}, {"computed_tokens": 17, "response_tokens": 5}]
     reports = [replace(make_report(9), **size) for size in sizes]
-    found = limits.shares(fill, reports, {"update": 2.0, "rollout": 0.5 + STATS.reward_wait_s}, 5)
+    found = limits.shares(fill, reports, {"update": 2.0, "rollout": 0.5 + STATS.reward_wait_s})
     assert found == {"share/matmul": pytest.approx(0.2), "share/bandwidth": pytest.approx(2.0)}
-    assert limits.shares(fill, [], {"update": 2.0, "rollout": 0.5}, 0) == {}
+    assert limits.shares(replace(fill, stats=STATS), [], {"update": 2.0, "rollout": 0.5}) == {}
 
 
 def test_cards_are_known_by_the_name_that_cuda_gives() -> None:

@@ -34,7 +34,6 @@ from dapo.observe.fingerprint import fingerprint_model, fingerprint_prompts, fin
 from dapo.observe.metrics import read_metrics
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import TokenArrays
-from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.orchestrator.resume import check_resumable, resume_config
@@ -42,6 +41,7 @@ from dapo.records import Prompt, Reward
 from dapo.rollout.engine import EngineError
 from dapo.rollout.native.decoder import Decoder
 from dapo.training.checkpoint import load_tensors
+from dapo.training.learner import LocalLearner
 from dapo.training.trainer import Trainer
 from dapo.util.files import json_line, write_json
 from run_cases import (
@@ -623,7 +623,7 @@ def test_the_demo_killed_ten_times_and_resumed_equals_uninterrupted(tmp_path: Pa
         (Trainer, "update", 3),
         (Trainer, "publish", 2),
         (Trainer, "save", 3),
-        (BatchBuilder, "batch", 2),
+        (LocalLearner, "annotated", 2),
         (EarlyStopping, "observe", 2),
     ],
 )

@@ -204,7 +204,7 @@ def test_before_there_is_a_run_folder_there_is_nothing_to_go_on_with(recipe: Pat
     inside = (
         "import time, dapo.orchestrator.inputs\nfrom pathlib import Path\n"
         f"def load(*a, **k):\n    Path({str(recipe.parent / 'loading')!r}).touch()\n    time.sleep(60)\n"
-        "import dapo.orchestrator.experiment\ndapo.experiment.load_tokenizer = load\n"
+        "import dapo.orchestrator.build\ndapo.orchestrator.build.load_tokenizer = load\n"
     )
     process = start("train", str(recipe), inside=inside)
     until((recipe.parent / "loading").exists, process)

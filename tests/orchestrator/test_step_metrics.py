@@ -12,11 +12,10 @@ import pytest
 
 from dapo.config import Config, build_config, nested
 from dapo.observe.metrics import METRICS, describe
-from dapo.orchestrator.buffer import FillStats, RolloutBatch
+from dapo.orchestrator.rollout_batch import FillStats, RolloutBatch
 from dapo.orchestrator.step_metrics import mismatch_metrics, statistic, step_metrics, step_warnings
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.training.mismatch import Mismatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import Mismatch, UpdateReport
 
 STATS = FillStats(
     drawn=4, rounds=2, samples=8, tokens=100, all_right=1, mixed=1, all_wrong=2, flat=0, too_few_scored=0, kept=1,
@@ -239,13 +238,15 @@ def test_speeds_are_tokens_over_seconds() -> None:
 
 
 def test_the_phases_add_up_to_the_wall_time() -> None:
-    """Laps 2 + 0.5 + 1 + 0.5, an evaluation of 3 and 0.25 of other things are 7.25; the update of 1 is 0.75 known."""
+    """2 + 0.5 + 1 + 0.5, an evaluation of 3, 0.125 of writing and 0.25 of other things; of the update 0.75 is known."""
     report = replace(make_report(5), seconds_forward=0.25, seconds_backward=0.375, seconds_optimizer=0.125)
     fill = RolloutBatch(0, 0, (), (), STATS)
-    found = step_metrics(fill, (), [report], Mismatch(), TIMES | {"evaluation": 3.0, "rest": 0.25}, make_config())
-    assert found["time/wall"] == 7.25 and found["time/step"] == 4.0 and found["time/update"] == 1.0
+    found = step_metrics(
+        fill, (), [report], Mismatch(), TIMES | {"evaluation": 3.0, "writing": 0.125, "rest": 0.25}, make_config()
+    )
+    assert found["time/wall"] == 7.375 and found["time/step"] == 4.25 and found["time/update"] == 1.0
     names = ["rollout", "reward_wait", "prepare", "forward", "backward", "optimizer", "sync", "evaluation", "rest"]
-    assert [found[f"time/{name}"] for name in names] == [1.75, 0.25, 0.5, 0.25, 0.375, 0.125, 0.5, 3.0, 0.5]
+    assert [found[f"time/{name}"] for name in names] == [1.75, 0.25, 0.5, 0.25, 0.375, 0.125, 0.5, 3.0, 0.625]
     table = [name.removeprefix("time/") for name in METRICS if name.startswith("time/")]
     assert table[: len(names) + 1] == ["wall", *names]  # as the meaning of time/wall says
 

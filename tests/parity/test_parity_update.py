@@ -20,8 +20,9 @@ from dapo.config import Config, build_config, nested
 from dapo.model.loading import load_model
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.training.packing import select_tokens
-from dapo.training.policy import Policy
+from dapo.training.learner import LocalLearner
+from dapo.training.micro_batch import micro_batches, select_tokens
+from dapo.training.trainer import Trainer
 from helpers import VOCAB, random_model
 
 GROUPS, SIZE, LIMIT, TEMPERATURE = 2, 4, 9, 0.8
@@ -96,8 +97,9 @@ def _config(loss_type: str) -> Config:
 
 def _ours(model: Any, loss_type: str) -> Mapping[str, torch.Tensor]:
     config = _config(loss_type)
-    policy = Policy(load_model(model), TEMPERATURE, config.training.tokens_per_micro_batch)
-    preparer = BatchBuilder(config, policy)
+    trainer = Trainer(load_model(model), config.training, TEMPERATURE)
+    builder = BatchBuilder(config)
+    learner = LocalLearner(trainer, config, builder.kl)
     prompts, responses, rewards = _responses()
     samples = [
         Sample(
@@ -115,12 +117,13 @@ def _ours(model: Any, loss_type: str) -> Mapping[str, torch.Tensor]:
         Group(g, Prompt(g, "", tuple(prompts[g * SIZE])), tuple(samples[g * SIZE : (g + 1) * SIZE]))
         for g in range(GROUPS)
     ]
-    packed = preparer.batch(groups, version=0).packed
+    _, batch = builder.finish(groups, learner.annotated(builder.build(groups)))
     _moved(model)
-    (update,) = preparer.updates(packed)
-    for part in update.batch.micro_batches(policy.tokens_per_micro_batch):
-        logprobs, entropy = policy.evaluate(part.batch)
-        loss, _ = preparer.objective(logprobs, entropy, select_tokens(update.inputs, part.index))
+    ((_, mini),) = builder.minibatches(batch)
+    inputs = learner.inputs(mini)
+    for part in micro_batches(mini, config.training.tokens_per_micro_batch, trainer.device):
+        logprobs, entropy = trainer.policy.evaluate(part)
+        loss, _ = learner.objective(logprobs, entropy, select_tokens(inputs, part.index))
         loss.backward()  # type: ignore[no-untyped-call]
     return {name: p.grad for name, p in model.named_parameters()}
 

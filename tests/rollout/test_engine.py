@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dapo.errors import ModelError
 from dapo.model.loading import check_supported, copy_model, load_model, stop_token_ids
-from dapo.rollout.engine import Engine, EngineError, Request, Sampling
+from dapo.rollout.engine import Engine, EngineError, Request, Sampling, hand_over
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from helpers import random_model
@@ -164,7 +164,7 @@ def test_new_weights_are_used_and_tagged_at_once() -> None:
         async for sample in stream:
             versions.append(sorted(set(sample.versions.tolist())))
             if len(versions) == 1:
-                await engine.load_weights(7, changed.items())
+                await hand_over(engine, 7, changed.items())
         assert versions[0] == [0]
         assert versions[-1] == [7]
         assert engine.version == 7
@@ -185,7 +185,7 @@ def test_new_weights_reach_the_head_that_is_held_in_float32() -> None:
 
     async def updated() -> dict:
         old = engine(MODEL)
-        await old.load_weights(1, changed.named_parameters())
+        await hand_over(old, 1, changed.named_parameters())
         found = {s.index: s async for s in old.generate([request])}
         await old.close()
         return found
@@ -210,7 +210,7 @@ def test_weights_that_do_not_fit_are_refused(fault: str) -> None:
         engine = make_engine()
         expected = "other.weight" if fault == "unknown" else name
         with pytest.raises(EngineError, match=expected):
-            await engine.load_weights(1, tensors.items())
+            await hand_over(engine, 1, tensors.items())
         assert engine.version == 0
         await engine.close()
 
@@ -349,7 +349,7 @@ def test_a_thread_that_dies_leaves_nobody_waiting() -> None:
         with pytest.raises(EngineError, match="broke down: ZeroDivisionError"):
             await asyncio.wait_for(waiting, 10)
         with pytest.raises(EngineError, match="broke down"):
-            await engine.load_weights(1, [])
+            await hand_over(engine, 1, [])
         await engine.close()
 
     asyncio.run(run())
@@ -369,7 +369,7 @@ def test_closing_ends_the_wait_of_a_consumer() -> None:
         with pytest.raises(EngineError, match="closed"):
             await asyncio.wait_for(task, 5)
         with pytest.raises(EngineError, match="closed"):
-            await engine.load_weights(1, [])
+            await hand_over(engine, 1, [])
 
     asyncio.run(run())
 
@@ -458,14 +458,14 @@ def test_weights_that_arrive_in_part_are_not_used() -> None:
         engine = make_engine()
         whole = [(name, p.clone()) for name, p in engine._parameters.items()]
         with pytest.raises(EngineError, match="were not given"):
-            await engine.load_weights(2, whole[:-1])
+            await hand_over(engine, 2, whole[:-1])
         with pytest.raises(EngineError, match="version 2 arrived in part"):
             await anext(engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))]))
-        await engine.load_weights(2, whole)
-        await engine.load_weights(2, whole)  # as after an update that was skipped: no new version, and no fault
+        await hand_over(engine, 2, whole)
+        await hand_over(engine, 2, whole)  # as after an update that was skipped: no new version, and no fault
         assert [s.versions[0] async for s in engine.generate([Request(0, (3,), (1,), Sampling(1.0, 3))])] == [2]
         with pytest.raises(EngineError, match="version 1 was given after version 2"):
-            await engine.load_weights(1, whole)
+            await hand_over(engine, 1, whole)
         await engine.close()
 
     asyncio.run(run())

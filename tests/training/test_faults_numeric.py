@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_cases import SHAPE, make_group, make_inputs, make_sample, make_trainer, random_groups, weights_of
+from training_cases import SHAPE, make_group, make_inputs, make_sample, make_trainer, packed, random_groups, weights_of
 
 from dapo.algorithm.objective import DapoObjective, TokenInputs
 from dapo.config import TrainingConfig
@@ -24,7 +24,6 @@ from dapo.rollout.engine import EngineError, Request, Sampling
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training import faults
 from dapo.training.faults import FaultFolder, read_fault
-from dapo.training.packing import pack
 from dapo.training.trainer import Trainer
 from helpers import random_model
 from run_cases import PROMPTS, Recorder, run, steps_of, tiny_model
@@ -45,7 +44,7 @@ def trainer(tmp_path):
 
 @pytest.fixture
 def batch():
-    return pack(random_groups(SHAPE))
+    return packed(random_groups(SHAPE))
 
 
 def at(batch, sequence, token):
@@ -91,7 +90,7 @@ def lone_token(groups, draw, index, token=47):
     ],
 )
 def test_a_layer_that_overflows_on_one_sample_is_named_with_it(trainer, value, name, token):
-    batch = pack(lone_token(random_groups(SHAPE), draw=2, index=1))
+    batch = packed(lone_token(random_groups(SHAPE), draw=2, index=1))
     plant_in_layer(trainer, value, name=name)
     before = weights_of(trainer)
     said = trainer.update(batch, make_inputs(batch), DapoObjective()).skipped
@@ -118,7 +117,7 @@ def test_a_minus_infinite_log_probability_is_a_fault_though_the_loss_is_finite(t
         return torch.where(targets == 47, -math.inf, logprobs), entropy
 
     monkeypatch.setattr(type(trainer.policy), "read", impossible)
-    batch = pack(lone_token(random_groups(SHAPE), draw=2, index=1))
+    batch = packed(lone_token(random_groups(SHAPE), draw=2, index=1))
     report = trainer.update(batch, make_inputs(batch), DapoObjective())
     assert math.isfinite(report.loss) and math.isfinite(report.grad_norm)
     assert "the log-probability of sample 1 of draw 2, response token 3 " in report.skipped
@@ -129,7 +128,7 @@ def test_a_loss_with_an_infinite_slope_is_named(trainer, batch):
         gap = torch.where(inputs.advantages == special, logprobs - logprobs.detach(), logprobs)
         return gap.abs().sqrt().sum() * 1e-3, {}
 
-    special = batch.advantages[at(batch, 2, 4)]
+    special = float(batch.columns["advantages"][at(batch, 2, 4)])
     said = trainer.update(batch, make_inputs(batch), steep).skipped
     assert f"the derivative of the loss of sample {batch.indices[2]} of draw {batch.draws[2]}" in said
 
@@ -189,7 +188,7 @@ def test_weights_of_any_size_are_looked_at_before_they_go_anywhere(
 
 def test_masked_tokens_may_hold_anything_and_nothing_is_kept(trainer, tmp_path):
     bad = make_sample([6, 7], logprobs=[math.nan, math.nan], advantage=math.nan, in_loss=False)
-    batch = pack([make_group(0, [1], [make_sample([4, 5]), bad])])
+    batch = packed([make_group(0, [1], [make_sample([4, 5]), bad])])
     assert trainer.update(batch, make_inputs(batch), DapoObjective()).skipped is None
     assert not (tmp_path / "faults").exists()
 
@@ -286,7 +285,7 @@ def test_a_resumed_step_goes_on_counting_its_updates(trainer, batch, tmp_path):
     ],
 )
 def test_k_in_a_row_stop_with_cause_and_advice_failures_96(trainer, tmp_path, plant, cause, advice):
-    batch = pack(lone_token(random_groups(SHAPE), draw=2, index=1))
+    batch = packed(lone_token(random_groups(SHAPE), draw=2, index=1))
     inputs = make_inputs(batch)
     if plant == "input":
         inputs = with_number(inputs, "advantages", 0)

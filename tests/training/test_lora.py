@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from training_cases import SHAPE, make_inputs, random_groups
+from training_cases import SHAPE, make_inputs, packed, random_groups
 from transformers import AutoModelForCausalLM
 
 from dapo.algorithm.objective import DapoObjective
@@ -23,7 +24,7 @@ from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.orchestrator.resume import resume_config
 from dapo.training.lora import _check_same, begin_adapter, load_trainable
-from dapo.training.packing import pack
+from dapo.training.micro_batch import micro_batch
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
 from dapo.util.process import Stopped
@@ -32,7 +33,7 @@ from run_cases import PROMPTS, TOKENIZER, Recorder, last_checkpoint, run, steps_
 
 peft = pytest.importorskip("peft")
 
-BATCH = pack(random_groups(SHAPE))
+BATCH = packed(random_groups(SHAPE))
 INPUTS = make_inputs(BATCH)
 
 
@@ -79,13 +80,13 @@ def test_gradient_and_log_probabilities_are_those_of_peft(wide: Path, tmp_path: 
     plain = AutoModelForCausalLM.from_pretrained(wide, attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True).eval()
     logprobs, start = [], 0
-    for length in BATCH.lengths.tolist():
-        ids = BATCH.token_ids[start : start + length]
+    for length, prompt in zip(BATCH.lengths, BATCH.prompt_lengths, strict=True):
+        ids = torch.from_numpy(BATCH.token_ids[start : start + length])
         found = theirs(input_ids=ids[None]).logits[0].log_softmax(-1)
-        logprobs.append(found.gather(1, ids.roll(-1)[:, None])[:, 0])  # the last one is of no token
+        logprobs.append(found[prompt - 1 : -1].gather(1, ids[prompt:, None])[:, 0])
         start += length
-    expected = torch.cat(logprobs)[BATCH.predictors]
-    found, _ = trainer.policy.evaluate(BATCH)
+    expected = torch.cat(logprobs)
+    found, _ = trainer.policy.evaluate(micro_batch(BATCH, np.arange(BATCH.num_samples), trainer.device))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     for logprob in (found, expected):
         torch.autograd.backward(DapoObjective()(logprob, torch.zeros_like(logprob), INPUTS)[0])

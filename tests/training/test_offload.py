@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_cases import SHAPE, make_inputs, make_trainer, random_groups, weights_of
+from training_cases import SHAPE, make_inputs, make_trainer, packed, random_groups, weights_of
 
 from dapo.algorithm.objective import DapoObjective
 from dapo.errors import UserError
 from dapo.training import offload
 from dapo.training.offload import OffloadedAdamW
-from dapo.training.packing import pack
 from dapo.training.snapshot import snapshot
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True}
@@ -81,7 +80,7 @@ def test_a_trainer_learns_and_goes_on_as_without(tmp_path: Path, monkeypatch: py
             super().__init__(parameters, group_numbers=4000, **settings)
 
     monkeypatch.setattr("dapo.training.trainer.OffloadedAdamW", Cut)
-    batch = pack(random_groups(SHAPE))
+    batch = packed(random_groups(SHAPE))
     inputs = make_inputs(batch)
     plain, ours = make_trainer(), make_trainer(offload_optimizer=True)
     assert len(ours._optimizer.param_groups) > 3
@@ -125,7 +124,7 @@ def test_half_an_update_is_not_saved_and_a_failure_before_it_is(monkeypatch: pyt
 
     monkeypatch.setattr("dapo.training.trainer.OffloadedAdamW", Cut)
     trainer = make_trainer(offload_optimizer=True)
-    batch = pack(random_groups(SHAPE))
+    batch = packed(random_groups(SHAPE))
     left = [0]
 
     def fetch(optimizer: Cut, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -153,7 +152,7 @@ def test_memory_to_come_is_that_of_one_group(monkeypatch: pytest.MonkeyPatch) ->
     numbers = sum(p.numel() for p in make_trainer().policy.model.parameters())
     assert make_trainer().bytes_to_come == 12 * numbers
     assert make_trainer(offload_optimizer=True).bytes_to_come == 12 * numbers, "it is smaller than a group"
-    trainer, batch = make_trainer(), pack(random_groups(SHAPE))
+    trainer, batch = make_trainer(), packed(random_groups(SHAPE))
     trainer.update(batch, make_inputs(batch), DapoObjective())
     assert trainer.bytes_to_come == 0  # the moments are there, and the gradients gone until the next update
     monkeypatch.setattr("dapo.training.trainer.GROUP_NUMBERS", 1000)

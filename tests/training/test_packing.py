@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_cases import SHAPE, make_group, make_sample, random_groups
+from training_cases import SHAPE, make_group, make_sample, packed, random_groups
 
 from dapo.errors import ConfigError
 from dapo.records import Reward
-from dapo.training.packing import pack, pack_demonstrations, plan_micro_batches, select_tokens
+from dapo.training.micro_batch import micro_batch, micro_batches, select_tokens
+from dapo.training.packing import advantage_column, pack, pack_demonstrations, plan_micro_batches
 
 group_shapes = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=1, max_size=5)), min_size=1, max_size=6
 )
+
+
+CPU = torch.device("cpu")
+
+
+def whole(batch):
+    """All of it as one micro-batch."""
+    return micro_batch(batch, np.arange(batch.num_samples), CPU)
+
+
+def targets_of(batch):
+    return whole(batch).targets.tolist()
+
+
+def parts_of(batch, budget):
+    return list(micro_batches(batch, budget, CPU))
 
 
 def sequences_of(batch):
@@ -46,19 +63,20 @@ def sequences_in(groups):
 def test_worked_example():
     group = make_group(7, [5, 6], [make_sample([7, 8], logprobs=[-0.5, -0.25], version=3, advantage=2.0)])
     other = make_group(4, [9], [make_sample([], advantage=-1.0), make_sample([1, 1, 2], advantage=-1.0, in_loss=False)])
-    batch = pack([group, other])
+    batch = packed([group, other])
+    part = whole(batch)
     assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 9, 1, 1, 2]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3]
-    assert batch.predictors.tolist() == [1, 2, 5, 6, 7]
-    assert batch.targets.tolist() == [7, 8, 1, 1, 2]
+    assert part.row_ids.tolist() == [5, 6, 7, 8, 9, 1, 1, 2]  # the prompt [9] of two samples is computed once
+    assert part.row_positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert part.predictors.tolist() == [1, 2, 4, 5, 6]
+    assert part.targets.tolist() == [7, 8, 1, 1, 2]
     assert batch.behaviour_logprobs.tolist() == [-0.5, -0.25, -1, -1, -1]
-    assert batch.advantages.tolist() == [2, 2, -1, -1, -1]
+    assert batch.columns["advantages"].tolist() == [2, 2, -1, -1, -1]
     assert batch.mask.tolist() == [True, True, False, False, False]
     assert batch.versions.tolist() == [3, 3, 0, 0, 0]
     assert batch.sample_ids.tolist() == [0, 0, 2, 2, 2]
     assert batch.group_ids.tolist() == [0, 0, 1, 1, 1]
     assert batch.draws.tolist() == [7, 4, 4] and batch.indices.tolist() == [0, 0, 1]
-    assert (batch.num_tokens, batch.num_computed_tokens) == (9, 8)  # the prompt [9] of two samples is computed once
     assert (batch.num_samples, batch.num_groups, batch.num_tokens, batch.num_response_tokens) == (3, 2, 9, 5)
 
 
@@ -73,13 +91,13 @@ def test_worked_example():
 )
 def test_lengths_and_ids_are_the_engines(response):
     batch = pack([make_group(0, [3], [make_sample(response)])])
-    assert batch.targets.tolist() == response  # failures 37: never decoded and encoded
+    assert targets_of(batch) == response  # failures 37: never decoded and encoded
     assert batch.mask.tolist() == [True] * len(response)
 
 
 def test_512_tokens_stay_512_failures_37():
     response = [0, 1] * 256  # a tokenizer might write each pair as one token
-    assert pack([make_group(0, [3], [make_sample(response)])]).targets.tolist() == response
+    assert targets_of(pack([make_group(0, [3], [make_sample(response)])])) == response
 
 
 def test_unscored_samples_are_left_out_and_borders_stay_failures_21():
@@ -95,34 +113,34 @@ def test_groups_go_by_draw_and_not_by_position_failures_20():
     groups = [make_group(draw, [1], [make_sample([token])]) for draw, token in [(8, 2), (3, 4), (8, 3), (3, 5)]]
     batch = pack(groups)
     assert batch.group_ids.tolist() == [0, 1, 0, 1]
-    assert [update.targets.tolist() for update in batch.updates(1)] == [[2, 3], [4, 5]]
+    assert [targets_of(mini) for mini in batch.minibatches(1)] == [[2, 3], [4, 5]]
 
 
 def test_groups_are_numbered_by_first_appearance():
     """Draws 9, 1 and 4 are groups 0, 1 and 2; 9 comes again at the end."""
     batch = pack([make_group(draw, [5], [make_sample([7])]) for draw in (9, 1, 4, 9)])
     assert batch.group_ids.tolist() == [0, 1, 2, 0]
-    assert [part.draws.tolist() for part in batch.updates(1)] == [[9, 9], [1], [4]]
+    assert [part.draws.tolist() for part in batch.minibatches(1)] == [[9, 9], [1], [4]]
 
 
 def test_empty_batch():
     batch = pack([])
     assert (batch.num_samples, batch.num_groups, batch.num_tokens, batch.num_response_tokens) == (0, 0, 0, 0)
-    assert list(batch.updates(2)) == [] and batch.micro_batches(8) == []
-    assert batch.predictors.shape == batch.position_ids.shape == (0,)
+    assert list(batch.minibatches(2)) == [] and parts_of(batch, 8) == []
+    assert whole(batch).predictors.shape == whole(batch).row_positions.shape == (0,)
 
 
 def test_bad_records_are_named():
     with pytest.raises(ValueError, match="draw 5: empty prompt"):
         pack([make_group(5, [], [make_sample([1])])])
     with pytest.raises(ValueError, match="draw 5, sample 1: in the loss, but its advantage is nan"):
-        pack([make_group(5, [1], [make_sample([1]), make_sample([1], advantage=float("nan"))])])
-    pack([make_group(5, [1], [make_sample([1], advantage=float("nan"), in_loss=False)])])
+        advantage_column([make_group(5, [1], [make_sample([1]), make_sample([1], advantage=float("nan"))])])
+    advantage_column([make_group(5, [1], [make_sample([1], advantage=float("nan"), in_loss=False)])])
 
 
 def test_demonstrations():
     batch = pack_demonstrations([([1, 2], [3, 4]), ([5], [6])])
-    assert batch.targets.tolist() == [3, 4, 6]
+    assert targets_of(batch) == [3, 4, 6]
     assert batch.group_ids.tolist() == [0, 0, 1] and batch.mask.all()
     assert (batch.versions == -1).all()  # no engine sampled them, so no mismatch is measured on them
 
@@ -131,23 +149,25 @@ def test_demonstrations():
 @given(shape=group_shapes, per_update=st.integers(1, 4), slack=st.integers(0, 30))
 def test_every_sequence_exactly_once_within_the_budget(shape, per_update, slack):
     groups = random_groups(shape)
-    batch = pack(groups)
+    batch = packed(groups)
     assert sequences_of(batch) == sequences_in(groups)
 
-    updates = list(batch.updates(per_update))
+    updates = list(batch.minibatches(per_update))
     assert len(updates) == -(-len(groups) // per_update)
     assert [s for update in updates for s in sequences_of(update)] == sequences_in(groups)
     assert all(update.num_groups == per_update for update in updates[:-1])
 
     budget = int(batch.lengths.max()) + slack
-    parts = batch.micro_batches(budget)
+    parts = parts_of(batch, budget)
     assert sorted(s for part in parts for s in sequences_of(part.batch)) == sorted(sequences_in(groups))
-    assert all(0 < len(part.batch.shared_prompts().kept) <= budget for part in parts)
+    assert all(0 < part.num_computed_tokens <= budget for part in parts)
     assert sorted(torch.cat([part.index for part in parts]).tolist()) == list(range(batch.num_response_tokens))
     for part in parts:
-        for name in ("targets", "behaviour_logprobs", "advantages", "mask", "versions"):
-            assert torch.equal(getattr(part.batch, name), getattr(batch, name)[part.index])
-        assert torch.equal(part.batch.token_ids[part.batch.predictors + 1], part.batch.targets)
+        index = part.index.numpy()
+        for name in ("behaviour_logprobs", "mask", "versions"):
+            assert np.array_equal(getattr(part.batch, name), getattr(batch, name)[index])
+        assert np.array_equal(part.batch.columns["advantages"], batch.columns["advantages"][index])
+        assert torch.equal(whole(batch).targets[part.index], part.targets)
 
 
 @settings(max_examples=200, deadline=None)
@@ -185,19 +205,18 @@ def test_budget_holds_where_balance_would_break_it():
 def test_a_sequence_above_the_budget_is_an_error_with_numbers_failures_100():
     batch = pack([make_group(3, [1] * 6, [make_sample([2]), make_sample([2] * 9)])])
     with pytest.raises(ConfigError, match=r"is 14, but sample 1 of draw 3 has 6 \(prompt\) \+ 9 \(response\) = 15"):
-        batch.micro_batches(14)
-    assert [part.batch.num_tokens for part in batch.micro_batches(15)] == [15, 7]
+        parts_of(batch, 14)
+    assert [part.batch.num_tokens for part in parts_of(batch, 15)] == [15, 7]
 
 
-def test_later_logprobs_are_cut_together_with_the_rest():
+def test_columns_are_cut_together_with_the_rest():
     batch = pack(random_groups(SHAPE))
-    numbers = torch.arange(batch.num_response_tokens, dtype=torch.float32)
-    batch = replace(batch, proximal_logprobs=numbers, reference_logprobs=numbers + 0.5)
-    for update in batch.updates(2):
-        for part in update.micro_batches(20):
-            assert torch.equal(part.batch.reference_logprobs, part.batch.proximal_logprobs + 0.5)
-    joined = torch.cat([update.proximal_logprobs for update in batch.updates(2)])
-    assert torch.equal(joined, numbers)
+    numbers = np.arange(batch.num_response_tokens, dtype=np.float32)
+    batch = batch.with_columns(proximal=numbers, reference=numbers + 0.5)
+    for mini in batch.minibatches(2):
+        for part in parts_of(mini, 20):
+            assert np.array_equal(part.batch.columns["reference"], part.batch.columns["proximal"] + 0.5)
+    assert np.array_equal(np.concatenate([mini.columns["proximal"] for mini in batch.minibatches(2)]), numbers)
 
 
 def test_inputs_are_cut_by_token():
@@ -213,18 +232,17 @@ def test_inputs_are_cut_by_token():
 
 def test_groups_per_update_is_checked():
     with pytest.raises(ValueError, match="at least 1"):
-        list(pack(random_groups(SHAPE)).updates(0))
+        list(pack(random_groups(SHAPE)).minibatches(0))
 
 
 def test_the_model_row_holds_a_shared_prompt_once():
     """Draw 0: prompt of 3 with responses of 2 and 1; draw 1, whose samples lie apart, prompt of 2 with 1 and 1."""
     shape = [(3, [2, 1]), (2, [1, 1])]
-    batch = pack(random_groups(shape)).select(np.array([2, 0, 3, 1])).batch
-    shared = batch.shared_prompts()
-    assert len(shared.kept) == (3 + 2 + 1) + (2 + 1 + 1)
-    row = batch.token_ids[shared.kept]
-    assert torch.equal(row[shared.place], batch.token_ids)  # every token finds itself
-    places = np.split(shared.place.numpy(), np.cumsum(batch.lengths)[:-1])
+    batch = pack(random_groups(shape)).select(np.array([2, 0, 3, 1]))
+    part = whole(batch)
+    assert part.num_computed_tokens == (3 + 2 + 1) + (2 + 1 + 1)
+    assert part.row_ids[part.place].tolist() == batch.token_ids.tolist()  # every token finds itself
+    places = np.split(part.place.numpy(), np.cumsum(batch.lengths)[:-1])
     assert places[0][:2].tolist() == places[2][:2].tolist()  # the prompt of draw 1
     assert places[1][:3].tolist() == places[3][:3].tolist()
     responses = [p[n:] for p, n in zip(places, batch.prompt_lengths, strict=True)]
@@ -233,4 +251,4 @@ def test_the_model_row_holds_a_shared_prompt_once():
 
 def test_demonstrations_share_nothing():
     batch = pack_demonstrations([((5, 6), (7,)), ((5, 6), (8,))])
-    assert batch.shared_prompts().place.tolist() == list(range(6))
+    assert whole(batch).place.tolist() == list(range(6))

@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_cases import SHAPE, distance, gradient, make_inputs, make_trainer, random_groups, with_budget
+from training_cases import SHAPE, distance, gradient, make_inputs, make_trainer, packed, random_groups, with_budget
 
 from dapo.algorithm.objective import DapoObjective
-from dapo.training.packing import pack
 from helpers import random_model
 
 ARCHITECTURES = ["qwen2", "llama", "gpt2", "gemma2"]
@@ -71,8 +70,8 @@ def test_packed_equals_unpacked_logprobs(pairs, name):
     with torch.no_grad():
         plain = [one_sequence(model, g.prompt.token_ids, s, padding=3) for g in groups for s in g.samples if s.length]
     for budget in (35, 60, 1000):
-        packed = with_budget(trainer, budget).logprobs(pack(groups))
-        torch.testing.assert_close(packed, torch.cat(plain), rtol=0, atol=1e-5)
+        found = with_budget(trainer, budget).logprobs(packed(groups))
+        torch.testing.assert_close(found, torch.cat(plain), rtol=0, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,7 +89,7 @@ def test_no_cut_order_or_padding_changes_loss_or_gradient(pairs, data):
     loss, expected = plain_gradient(model, groups, iter(lambda: data.draw(st.integers(0, 5)), None), mode)
 
     shuffled = [replace(g, samples=tuple(data.draw(st.permutations(g.samples)))) for g in groups]
-    batch = pack(data.draw(st.permutations(shuffled)))
+    batch = packed(data.draw(st.permutations(shuffled)))
     budget = int(batch.lengths.max()) + data.draw(st.integers(0, 60))
     with_budget(trainer, budget)
     inputs = make_inputs(batch, mode)

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training_cases import distance, gradient, make_inputs, make_trainer, random_groups
+from training_cases import distance, gradient, make_inputs, make_trainer, packed, random_groups
 
 from dapo.algorithm.objective import DapoObjective, TokenInputs
 from dapo.model.attention import AttentionSpec
 from dapo.model.forward import Head
 from dapo.model.head import token_logprobs
 from dapo.model.packed import PackedAttention
-from dapo.training.packing import PackedBatch, pack
+from dapo.records import TokenBatch
+from dapo.training.micro_batch import MicroBatch, micro_batch
 from helpers import ARCHITECTURES, random_model
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products, before there is a handle
@@ -29,8 +30,12 @@ SHAPE = [(40, [50, 1, 190, 33]), (7, [20, 0, 120]), (130, [300, 4]), (2, [17])]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def packed(shape: Any = SHAPE, seed: int = 0) -> PackedBatch:
-    return pack(random_groups(shape, seed=seed), "cuda")
+def random_batch(shape: Any = SHAPE, seed: int = 0) -> TokenBatch:
+    return packed(random_groups(shape, seed=seed))
+
+
+def whole(batch: TokenBatch) -> MicroBatch:
+    return micro_batch(batch, np.arange(batch.num_samples), torch.device("cuda"))
 
 
 def trainer_on_gpu(model: Any = None, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
@@ -38,14 +43,14 @@ def trainer_on_gpu(model: Any = None, dtype: torch.dtype = torch.bfloat16, **set
     return make_trainer(model.cuda(), compute_dtype=dtype, **({"tokens_per_micro_batch": 1024} | settings))
 
 
-def plain_gradient(model: Any, batch: PackedBatch, inputs: TokenInputs) -> torch.Tensor:
+def plain_gradient(model: Any, batch: TokenBatch, inputs: TokenInputs) -> torch.Tensor:
     """By Transformers alone: a row per sequence, padded, float32, whole logits."""
     model = model.float().cuda()
     rows = torch.zeros(batch.num_samples, int(batch.lengths.max()), dtype=torch.long, device="cuda")
     mask = torch.zeros_like(rows)
     start = 0
     for row, length in enumerate(batch.lengths.tolist()):
-        rows[row, :length] = batch.token_ids[start : start + length]
+        rows[row, :length] = torch.from_numpy(batch.token_ids[start : start + length])
         mask[row, :length] = 1
         start += length
     logprobs = model(rows, attention_mask=mask).logits.float().log_softmax(-1)
@@ -59,29 +64,27 @@ def plain_gradient(model: Any, batch: PackedBatch, inputs: TokenInputs) -> torch
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def alone(batch: PackedBatch) -> PackedBatch:
+def alone(batch: TokenBatch) -> TokenBatch:
     """Each sample a group of its own."""
     return replace(batch, draws=np.arange(batch.num_samples))
 
 
-def near_policy(trainer: Any, batch: PackedBatch) -> TokenInputs:
+def near_policy(trainer: Any, batch: TokenBatch) -> TokenInputs:
     """Inputs whose old log-probs are the policy's own, so that no ratio is clipped by chance."""
-    return make_inputs(replace(batch, behaviour_logprobs=trainer.logprobs(batch)))
+    behaviour = trainer.logprobs(batch).cpu().numpy()
+    return make_inputs(replace(batch, behaviour_logprobs=behaviour), device=trainer.device)
 
 
 @pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_flash_attention_is_attention(head_dim: int, window: int | None, sharing: bool) -> None:
-    batch = packed()
+    batch = random_batch()
     batch = batch if sharing else alone(batch)
-    shared = batch.shared_prompts()
-    layouts = [
-        PackedAttention(batch.lengths.tolist(), "cuda", shared.place, shared.shared.tolist()),
-        PackedAttention(batch.lengths.tolist(), "cuda", shared.place, shared.shared.tolist()),
-    ]
+    part = whole(batch)
+    layouts = [PackedAttention(batch.lengths.tolist(), "cuda", part.place, part.shared) for _ in range(2)]
     spec = AttentionSpec(0, head_dim**-0.5, window)
-    tokens = len(shared.kept)
+    tokens = part.num_computed_tokens
     sizes = [(1, heads, tokens, head_dim) for heads in (4, 2, 2)]
     row = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
     grad = torch.randn(1, tokens, 4, head_dim, device="cuda", dtype=torch.bfloat16)
@@ -120,7 +123,7 @@ def test_the_heads_kernels_are_the_formulas(softcap: float | None) -> None:
 
 def test_the_gradient_is_that_of_a_padded_float32_reference() -> None:
     model = random_model("qwen2", **WIDE)
-    batch = packed()
+    batch = random_batch()
     narrow, exact = trainer_on_gpu(copy.deepcopy(model)), trainer_on_gpu(copy.deepcopy(model), torch.float32)
     inputs = near_policy(exact, batch)
     want = plain_gradient(model, batch, inputs)
@@ -133,24 +136,23 @@ def test_the_gradient_is_that_of_a_padded_float32_reference() -> None:
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_every_architecture_trains_compiled(architecture: str) -> None:
     model = random_model(architecture)
-    batch = packed([(9, [5, 12]), (3, [20])])
+    batch = random_batch([(9, [5, 12]), (3, [20])])
     narrow, exact = trainer_on_gpu(copy.deepcopy(model)), make_trainer(model.cpu(), tokens_per_micro_batch=64)
-    on_host = batch.to("cpu")
-    inputs = near_policy(exact, on_host)
+    inputs = near_policy(exact, batch)
     moved = TokenInputs(
         **{f.name: None if (v := getattr(inputs, f.name)) is None else v.cuda() for f in fields(inputs)}
     )
-    want = gradient(exact, on_host, inputs)
+    want = gradient(exact, batch, inputs)
     assert distance(gradient(narrow, batch, moved).cpu(), want) < 0.15  # weights this large amplify bfloat16
 
 
 def test_sharing_prompts_does_not_change_the_gradient() -> None:
-    batch = packed()
+    batch = random_batch()
     trainer = trainer_on_gpu()
     inputs = near_policy(trainer, batch)
     shared = gradient(trainer, batch, inputs)
     apart = alone(batch)
-    assert len(apart.shared_prompts().kept) > 1.25 * len(batch.shared_prompts().kept)
+    assert whole(apart).num_computed_tokens > 1.25 * whole(batch).num_computed_tokens
     # in bfloat16; float32 is compared with a plain reference in test_packing_properties
     assert distance(gradient(trainer, apart, inputs), shared) < 0.02
 
@@ -160,7 +162,7 @@ def test_nothing_is_compiled_again_and_memory_does_not_grow() -> None:
     held = []
     for step in range(30):
         lengths = [[5 + (7 * step + 11 * i + 3 * g) % 60 for i in range(4)] for g in range(6)]
-        batch = packed([(3 + (step + g) % 9, some) for g, some in enumerate(lengths)], seed=step)
+        batch = random_batch([(3 + (step + g) % 9, some) for g, some in enumerate(lengths)], seed=step)
         report = trainer.update(batch, near_policy(trainer, batch), DapoObjective())
         assert report.skipped is None
         if step == 3:
@@ -177,7 +179,7 @@ def test_an_update_is_the_same_twice_when_deterministic() -> None:
         found = []
         for _ in range(2):
             trainer = trainer_on_gpu(random_model("qwen2", **WIDE))
-            batch = packed()
+            batch = random_batch()
             inputs = near_policy(trainer, batch)
             losses = [trainer.update(batch, inputs, DapoObjective()).loss for _ in range(3)]
             found.append((losses, [p.clone() for _, p in trainer.publish()[1]]))
@@ -191,7 +193,7 @@ def test_a_fault_is_named_though_layers_are_compiled() -> None:
     trainer = trainer_on_gpu()
     with torch.no_grad():
         trainer.policy.model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 3] = torch.nan
-    batch = packed()
-    said = trainer.update(batch, make_inputs(batch), DapoObjective()).skipped
+    batch = random_batch()
+    said = trainer.update(batch, make_inputs(batch, device="cuda"), DapoObjective()).skipped
     assert said is not None and "the weights of model.layers.1.mlp.up_proj.weight are not finite themselves" in said
     assert "not finite is model.layers.1.mlp.up_proj;" in said

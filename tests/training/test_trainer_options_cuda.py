@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from training_cases import distance, gradient, make_inputs, make_trainer, random_groups, weights_of
+from training_cases import distance, gradient, make_inputs, make_trainer, packed, random_groups, weights_of
 
 from dapo.algorithm.objective import DapoObjective
 from dapo.config.sections import ModelConfig, TrainingConfig
 from dapo.model.adapters import adapter_parameters
 from dapo.model.head import chunks
 from dapo.model.packed import PackedAttention
+from dapo.records import TokenBatch
 from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.offload import OffloadedAdamW
-from dapo.training.packing import PackedBatch, pack
 from dapo.training.trainer import Trainer
 from helpers import random_model
 
@@ -37,8 +37,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, 
 LAYERS = 3
 
 
-def packed(shape: Any = SHAPE) -> PackedBatch:
-    return pack(random_groups(shape), DEVICE)
+def random_batch(shape: Any = SHAPE) -> TokenBatch:
+    return packed(random_groups(shape))
 
 
 def wide_trainer(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Trainer:
@@ -64,8 +64,8 @@ def test_compiled_layers_are_computed_again_in_the_backward_pass(
         return forward(self, *args)
 
     monkeypatch.setattr(PackedAttention, "forward", counted)
-    batch = packed()
-    inputs = make_inputs(batch)
+    batch = random_batch()
+    inputs = make_inputs(batch, device=DEVICE)
     found = []
     for checkpointing in (False, True):
         trainer = wide_trainer(activation_checkpointing=checkpointing)
@@ -97,8 +97,9 @@ def test_an_adapter_trains_compiled_as_it_does_plainly(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr("dapo.training.trainer.compile_layers", lambda model: None)
         plain, exact = (adapter_trainer(tmp_path, dtype) for dtype in ("bfloat16", "float32"))
-    batch = packed()
-    inputs = make_inputs(replace(batch, behaviour_logprobs=exact.logprobs(batch)))  # no ratio is clipped by chance
+    batch = random_batch()
+    behaviour = exact.logprobs(batch).cpu().numpy()  # no ratio is clipped by chance
+    inputs = make_inputs(replace(batch, behaviour_logprobs=behaviour), device=DEVICE)
     graphs, gradients, changes, logprobs = [], [], [], []
     for trainer in (compiled, plain, exact):
         counters.clear()
@@ -122,8 +123,8 @@ def test_moments_on_the_host_give_the_weights_that_those_on_the_gpu_give(
             super().__init__(parameters, group_numbers=200_000, **settings)
 
     monkeypatch.setattr("dapo.training.trainer.OffloadedAdamW", Cut)
-    batch = packed()
-    inputs = make_inputs(batch)
+    batch = random_batch()
+    inputs = make_inputs(batch, device=DEVICE)
 
     def updated(trainer: Trainer) -> torch.Tensor:
         assert trainer.update(batch, inputs, DapoObjective()).skipped is None
@@ -147,8 +148,10 @@ def test_moments_on_the_host_give_the_weights_that_those_on_the_gpu_give(
 def test_several_chunks_of_the_head_give_the_gradient_of_one(
     dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = packed([(5, [240] * 18), (9, [200] * 24)])  # 9,120 responses' tokens: on a GPU chunks have 8,192 at most
-    inputs = make_inputs(batch)
+    batch = random_batch(
+        [(5, [240] * 18), (9, [200] * 24)]
+    )  # 9,120 responses' tokens: on a GPU chunks have 8,192 at most
+    inputs = make_inputs(batch, device=DEVICE)
     results = []
     for at_once in (None, 2**20):
         trainer = wide_trainer(dtype, tokens_per_micro_batch=16384)
@@ -164,4 +167,4 @@ def test_several_chunks_of_the_head_give_the_gradient_of_one(
     assert parts > 1 == whole
     assert distance(chunked, alone) < tolerance
     assert first.loss == pytest.approx(second.loss, rel=1e-3, abs=1e-3)
-    assert distance(first.logprobs, second.logprobs) < tolerance
+    assert distance(*map(torch.from_numpy, (first.logprobs, second.logprobs))) < tolerance

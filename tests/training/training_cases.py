@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dapo.algorithm.objective import DapoObjective, TokenInputs, token_weights
-from dapo.config import TrainingConfig
+from dapo.algorithm.objective import DapoObjective
+from dapo.config import AlgorithmConfig, TrainingConfig
 from dapo.model.loading import load_model
 from dapo.records import Group, Prompt, Reward, Sample
+from dapo.training.learner import objective_inputs
+from dapo.training.packing import advantage_column, pack
 from dapo.training.trainer import Trainer
 from helpers import VOCAB, random_model
 
@@ -56,24 +58,14 @@ def random_groups(shape, seed=0, in_loss=lambda draw, index: True):
 SHAPE = [(3, [5, 1, 9]), (1, [2, 0, 12]), (6, [4, 4]), (2, [17, 3])]
 
 
-def make_inputs(batch, mode="token-mean", constant=None):
+def packed(groups):
+    """With the advantages that the samples have."""
+    return pack(groups).with_columns(advantages=advantage_column(groups))
+
+
+def make_inputs(batch, mode="token-mean", constant=None, device="cpu"):
     """Inputs as the loop makes them, with pi_prox = pi_engine."""
-    weights = token_weights(
-        mode,
-        mask=batch.mask,
-        sample_ids=batch.sample_ids,
-        group_ids=batch.group_ids,
-        num_samples=batch.num_samples,
-        constant=constant,
-    )
-    return TokenInputs(
-        behaviour_logprobs=batch.behaviour_logprobs,
-        proximal_logprobs=batch.behaviour_logprobs,
-        advantages=batch.advantages,
-        importance=torch.ones_like(weights),
-        mask=batch.mask,
-        weights=weights,
-    )
+    return objective_inputs(batch, AlgorithmConfig(loss_agg_mode=mode, loss_constant=constant), 1, torch.device(device))
 
 
 def make_trainer(model="qwen2", *, temperature=1.0, compute_dtype=torch.float32, seed=0, **settings):

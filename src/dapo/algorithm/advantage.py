@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dapo.records import Group
 
-AdvantageKind = Literal["group-norm", "group-mean", "leave-one-out"]
+Estimator = Callable[[Tensor, float], Tensor]
+"""``(rewards [n] float64, epsilon) -> advantages [n]``. Called with n >= 2 rewards that are not all equal."""
 
 FLAT_SPREAD = 2.0**-22
 """Relative spread, two float32 roundings, below which rewards are the same number: a reward model answers in float32,
@@ -33,15 +33,14 @@ def _leave_one_out(rewards: Tensor, epsilon: float) -> Tensor:
     return (rewards - rewards.mean()) * (n / (n - 1))
 
 
-ESTIMATORS: dict[str, Callable[[Tensor, float], Tensor]] = {
+ESTIMATORS: dict[str, Estimator] = {
     "group-norm": _group_norm,
     "group-mean": _group_mean,
     "leave-one-out": _leave_one_out,
 }
-"""By name, ``(rewards [n] float64, epsilon) -> advantages [n]``. Called with n >= 2 rewards that are not all equal."""
 
 
-def advantages(rewards: Tensor | Sequence[float], *, kind: str, epsilon: float = 1e-6) -> Tensor:
+def advantages(rewards: Tensor | Sequence[float], *, kind: str | Estimator, epsilon: float = 1e-6) -> Tensor:
     """The advantage of each response of one group.
 
     ``group-norm`` is (R - mean) / (std + epsilon) with the sample standard deviation (Eq. 9), ``group-mean`` R - mean
@@ -49,23 +48,29 @@ def advantages(rewards: Tensor | Sequence[float], *, kind: str, epsilon: float =
 
     Args:
         rewards: [n] shaped rewards of the group. They are converted to float64 first.
-        kind: a name in :data:`ESTIMATORS`.
+        kind: a name in :data:`ESTIMATORS`, or a function like those there.
         epsilon: added to the standard deviation.
 
     Returns:
         [n] float64. Exactly 0 for a flat group (max equals min, up to :data:`FLAT_SPREAD`), so for a group of one too.
 
     Raises:
-        ValueError: an unknown kind, or a reward that is not finite.
+        ValueError: an unknown kind, or a reward or an advantage that is not finite.
     """
-    if kind not in ESTIMATORS:
+    estimator = ESTIMATORS.get(kind) if isinstance(kind, str) else kind
+    if estimator is None:
         raise ValueError(f"unknown advantage {kind!r}; one of {', '.join(ESTIMATORS)}")
     values = torch.as_tensor(rewards).to(torch.float64)
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"rewards must be finite, got {values.tolist()}")
     if _flat(values):
         return torch.zeros_like(values)
-    return ESTIMATORS[kind](values, epsilon)
+    found = torch.as_tensor(estimator(values, epsilon)).double()
+    if found.shape != values.shape or not bool(found.isfinite().all()):
+        raise ValueError(
+            f"the advantages of {len(values)} rewards must be as many finite numbers, got {found.tolist()}"
+        )
+    return found
 
 
 def _flat(rewards: Tensor) -> bool:
@@ -75,7 +80,7 @@ def _flat(rewards: Tensor) -> bool:
     return bool(rewards.max() - rewards.min() <= FLAT_SPREAD * rewards.abs().max())
 
 
-def with_advantages(group: Group, *, kind: str, epsilon: float = 1e-6) -> Group:
+def with_advantages(group: Group, *, kind: str | Estimator, epsilon: float = 1e-6) -> Group:
     """A copy of ``group`` whose samples carry ``advantage``, from the shaped rewards of the scored ones.
 
     Samples that overlong filtering left out of the loss still count in mean and deviation. A sample without a verdict

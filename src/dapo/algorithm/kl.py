@@ -74,18 +74,20 @@ def sample_kl(
 
 @dataclass(slots=True)
 class AdaptiveKL:
-    """A KL coefficient beta that steers the measured KL to ``target``.
+    """A KL coefficient beta that steers the measured KL to ``target``; without a target it stays.
 
     beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / horizon, with n the samples that the KL was measured on.
     """
 
     coef: float
-    target: float
+    target: float | None
     horizon: int
 
     def update(self, kl: float, n: int) -> float:
         """The new coefficient after ``n`` samples with mean KL ``kl``.
         Raises ValueError: ``kl`` is NaN, or so many samples came at once that beta would change its sign."""
+        if self.target is None:
+            return self.coef
         if math.isnan(kl):
             raise ValueError("the KL is NaN")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
@@ -97,8 +99,9 @@ class AdaptiveKL:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint has to keep."""
-        return {"coef": self.coef}
+        return {} if self.target is None else {"coef": self.coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Continue from :meth:`state`; target and horizon stay those of the config."""
-        self.coef = float(state["coef"])
+        if self.target is not None:
+            self.coef = float(state["coef"])

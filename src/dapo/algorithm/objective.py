@@ -11,7 +11,7 @@ NaN times 0 is NaN, and even a ``where`` on the result would let NaN into the gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -42,22 +42,18 @@ class TokenInputs:
     """bool: the loss tokens."""
     weights: Tensor
     """From :func:`token_weights`, over the whole optimizer mini-batch."""
+    sample_ids: Tensor
+    """int: the response that a token belongs to."""
+    group_ids: Tensor
+    """int: the group, which is the pair of a preference."""
     reference_logprobs: Tensor | None = None
     """log pi_ref, if the KL to the initial policy is asked for."""
 
     def selected(self) -> TokenInputs:
         """A copy in which masked positions hold neutral numbers."""
-        mask = self.mask
-        reference = self.reference_logprobs
-        return TokenInputs(
-            behaviour_logprobs=_select(mask, self.behaviour_logprobs),
-            proximal_logprobs=_select(mask, self.proximal_logprobs),
-            advantages=_select(mask, self.advantages),
-            importance=_select(mask, self.importance),
-            mask=mask,
-            weights=_select(mask, self.weights),
-            reference_logprobs=None if reference is None else _select(mask, reference),
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        numbers = {name: value for name, value in values.items() if value is not None and value.is_floating_point()}
+        return replace(self, **{name: _select(self.mask, value) for name, value in numbers.items()})
 
 
 def _select(mask: Tensor, values: Tensor) -> Tensor:
@@ -126,18 +122,19 @@ def token_weights(
 
 def _units_with_loss(mask: Tensor, ids: Tensor) -> Tensor:
     """The number of groups or responses with at least one loss token, as a float64 scalar."""
-    _, tokens = _per_unit(mask.double(), ids)
+    _, tokens = per_unit(mask.double(), ids)
     return (tokens > 0).sum().double()
 
 
 def _mean_of_means(mask: Tensor, ids: Tensor) -> Tensor:
     """[R] 1 / (loss tokens of the token's unit x units with a loss token)."""
-    unit, tokens = _per_unit(mask.double(), ids)
+    unit, tokens = per_unit(mask.double(), ids)
     return 1 / (tokens[unit] * (tokens > 0).sum())
 
 
-def _per_unit(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The unit of each token as 0 .. U - 1, [R], and the sum of ``values`` over each unit, [U]."""
+def per_unit(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The unit of each token as 0 .. U - 1, [R], and the sum of ``values`` [R] over each unit, [U].
+    ``ids``: [R] int, which unit: ``sample_ids`` or ``group_ids`` of :class:`TokenInputs`."""
     names, unit = torch.unique(ids, return_inverse=True)
     return unit, values.new_zeros(names.numel()).index_add(0, unit, values)
 
@@ -181,7 +178,7 @@ def importance_weights(
         raise ValueError(f"unknown correction {kind!r} at level {level!r}")
     log_ratio = _select(mask, proximal.detach()) - _select(mask, behaviour.detach())
     if level == "sequence":
-        unit, total = _per_unit(log_ratio.double(), sample_ids)
+        unit, total = per_unit(log_ratio.double(), sample_ids)
         log_ratio = total[unit].to(log_ratio.dtype)
     ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     if kind == "truncate":
@@ -276,7 +273,7 @@ class DapoObjective:
                 raise ValueError("KL in the loss needs the log-probabilities of the reference policy")
             loss = loss + self.kl_coef * kl_estimate(logprobs, known.reference_logprobs, self.kl_estimator)
         total = (known.weights * loss).sum()  # weights are 0 where masked, and every loss is finite by now
-        return total, self._stats(logprobs.detach(), _select(inputs.mask, entropy.detach()), known)
+        return total, self._stats(logprobs.detach(), entropy, known)
 
     @torch.no_grad()
     def _stats(self, logprobs: Tensor, entropy: Tensor, known: TokenInputs) -> Stats:
@@ -286,24 +283,34 @@ class DapoObjective:
         ratio = policy_ratio(logprobs, known.proximal_logprobs)
         clipped_up = mask & (advantages > 0) & (ratio > 1 + self.clip_ratio_high)
         clipped_down = mask & (advantages < 0) & (ratio < 1 - self.clip_ratio_low)
-        stats = {
-            "entropy": _mean(entropy, mask),
-            "probability": _mean(probability, mask),
-            "clip_low": _mean(clipped_down, mask),
-            "clip_high": _mean(clipped_up, mask),
-            "clip_up_probability": _mean(probability, clipped_up),
-            "ratio": _mean(ratio, mask),
-            # KL(prox || theta), at tokens sampled from prox: so the k3 of the reversed pair
-            "proximal_kl": _mean(kl_estimate(known.proximal_logprobs, logprobs, "k3"), mask),
-            "importance": _mean(known.importance, mask),
+        stats = token_statistics(logprobs, entropy, known, self.kl_estimator) | {
+            "clip_low": average(clipped_down, mask),
+            "clip_high": average(clipped_up, mask),
+            "clip_up_probability": average(probability, clipped_up),
         }
         if self.clip_ratio_c is not None:
-            stats["clip_dual"] = _mean(mask & (advantages < 0) & (ratio > self.clip_ratio_c), mask)
-        if known.reference_logprobs is not None:
-            stats["reference_kl"] = _mean(kl_estimate(logprobs, known.reference_logprobs, self.kl_estimator), mask)
+            stats["clip_dual"] = average(mask & (advantages < 0) & (ratio > self.clip_ratio_c), mask)
         return stats
 
 
-def _mean(values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) of ``values`` at the selected positions."""
-    return torch.where(where, values.double(), 0).sum(), where.sum().double()
+@torch.no_grad()
+def token_statistics(logprobs: Tensor, entropy: Tensor, inputs: TokenInputs, estimator: KLEstimator) -> Stats:
+    """What is worth watching whatever is minimised: of the policy that is trained beside those it is compared with."""
+    known, mask = inputs.selected(), inputs.mask
+    logprobs, entropy = _select(mask, logprobs.detach()), _select(mask, entropy.detach())
+    stats = {
+        "entropy": average(entropy, mask),
+        "probability": average(logprobs.exp(), mask),
+        "ratio": average(policy_ratio(logprobs, known.proximal_logprobs), mask),
+        # KL(prox || theta), at tokens sampled from prox: so the k3 of the reversed pair
+        "proximal_kl": average(kl_estimate(known.proximal_logprobs, logprobs, "k3"), mask),
+        "importance": average(known.importance, mask),
+    }
+    if known.reference_logprobs is not None:
+        stats["reference_kl"] = average(kl_estimate(logprobs, known.reference_logprobs, estimator), mask)
+    return stats
+
+
+def average(values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """A statistic: (sum, count) of ``values`` at the selected positions."""
+    return torch.where(where, values.detach().double(), 0).sum(), where.sum().double()

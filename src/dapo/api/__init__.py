@@ -84,6 +84,8 @@ def train(
     *,
     tokenizer: Any = None,
     heldout: Data | None = None,
+    objective: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,
 ) -> Result:
@@ -104,6 +106,8 @@ def train(
             differs from a recipe's defaults.
         tokenizer: of a loaded model.
         heldout: rows or files to evaluate on before and after, as for ``prompts``; None: as ``settings`` say.
+        objective: what each update minimises, and ``advantage``: ``def f(rewards, epsilon)`` of one group, in place of
+            those that ``algorithm.objective`` and ``algorithm.advantage.kind`` name (extending.md).
         listener: hears what happens; by default progress is printed.
         resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run,
             and ``settings`` only what is to change.
@@ -131,8 +135,8 @@ def train(
         from dapo.orchestrator.inputs import RunOverrides
 
         scorer = named(reward) if isinstance(reward, str) else reward
-        loaded = None if by_name else model
-        return _run(config, listener, RunOverrides(loaded, tokenizer, rows, held, scorer, resume=folder))
+        given = (None if by_name else model, tokenizer, rows, held, scorer, objective, advantage)
+        return _run(config, listener, RunOverrides(*given, resume=folder))
 
 
 def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -> Config:
@@ -185,7 +189,7 @@ def _result(summary: Mapping[str, Any]) -> Result:
 
 def _interrupted(experiment: Experiment | None) -> Result | None:
     """What an interrupted run came to; None: there is no checkpoint yet."""
-    if experiment is None or not hasattr(experiment, "metrics"):  # it has not begun to train
+    if experiment is None or not hasattr(experiment, "recorder"):  # it has not begun to train
         return None
     try:
         folder = experiment.folder

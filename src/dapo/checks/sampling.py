@@ -35,7 +35,7 @@ from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.seeds import sample_seed
 from dapo.training.mismatch import measure_mismatch
-from dapo.training.packing import PackedBatch, pack
+from dapo.training.packing import pack, pack_demonstrations
 from dapo.training.policy import Policy
 
 AGREE_WITHIN = {"float32": 0.02, "bfloat16": 0.1}
@@ -57,7 +57,7 @@ def check_agreement(context: CheckContext) -> Iterator[Finding]:
     tokens = min(_TOKENS, config.rollout.max_response_length)
     groups = asyncio.run(_sample(context, prompts, _SAMPLES, tokens))
     told = [replace(s, reward=Reward(None, 0.0), advantage=0.0) for g in groups for s in g.samples]
-    batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)], context.device)
+    batch = pack([Group(k, g.prompt, (told[2 * k], told[2 * k + 1])) for k, g in enumerate(groups)])
     dtype = getattr(torch, config.model.compute_dtype)
     policy = Policy(model, config.rollout.temperature, config.training.tokens_per_micro_batch, dtype)
     found = measure_mismatch(batch, policy.logprobs(batch), version=0)
@@ -113,7 +113,7 @@ def check_probe(context: CheckContext) -> Iterator[Finding]:
     context.need(context.reward_works or None, "reward")
     config = context.config
     set_threads(config, model)
-    prompts = [source.draw() for _ in range(context.probe)]
+    prompts = [source.next() for _ in range(context.probe)]
     try:
         groups = asyncio.run(asyncio.wait_for(_scored(context, prompts), PROBE_SECONDS))
     except TimeoutError:
@@ -329,14 +329,4 @@ def _solution(prompt: Prompt) -> str | None:
 
 
 def log_loss(policy: Policy, pairs: Sequence[Pair]) -> float:
-    return -float(policy.logprobs(as_batch(pairs, policy.device)).mean())
-
-
-def as_batch(pairs: Sequence[Pair], device: torch.device) -> PackedBatch:
-    groups = []
-    for place, (given, read) in enumerate(pairs):
-        zeros = np.zeros(len(read), dtype=np.float32)
-        ids, versions = np.asarray(read, dtype=np.int32), np.zeros(len(read), dtype=np.int32)
-        sample = Sample(place, 0, ids, zeros, versions, "stop", reward=Reward(None, 0.0), advantage=0.0)
-        groups.append(Group(place, Prompt(place, "", tuple(given)), (sample,)))
-    return pack(groups, device)
+    return -float(policy.logprobs(pack_demonstrations(pairs)).mean())

@@ -19,10 +19,10 @@ from dapo.config.reward import (
     ModelReward,
     ServerReward,
 )
-from dapo.config.sections import EvaluationConfig, TrainingConfig
+from dapo.config.sections import AlgorithmConfig, EvaluationConfig, TrainingConfig
 from dapo.config.tree import Config, warnings_for
 
-__all__ = ["CodeReward", "ComposeReward", "Config", "DataConfig", "EvaluationConfig", "ExactReward", "FunctionReward"]
-__all__ += ["HttpReward", "JudgeReward", "KServeReward", "MathReward", "ModelReward", "MonitorConfig", "RewardConfig"]
-__all__ += ["ServerReward", "TrainingConfig", "all_keys", "build_config", "flat", "load_config", "load_reward"]
-__all__ += ["load_yaml", "nested", "warnings_for"]
+__all__ = ["AlgorithmConfig", "CodeReward", "ComposeReward", "Config", "DataConfig", "EvaluationConfig", "ExactReward"]
+__all__ += ["FunctionReward", "HttpReward", "JudgeReward", "KServeReward", "MathReward", "ModelReward", "MonitorConfig"]
+__all__ += ["RewardConfig", "ServerReward", "TrainingConfig", "all_keys", "build_config", "flat", "load_config"]
+__all__ += ["load_reward", "load_yaml", "nested", "warnings_for"]

@@ -26,7 +26,7 @@ training; so they hold at once. Those of ``reward`` hold for the rewards that on
 FROM_THE_NEXT_STEP = (
     *_keys("training", "learning_rate final_learning_rate warmup_steps weight_decay adam_epsilon max_grad_norm"),
     *_keys("training", "groups_per_update epochs_per_rollout"),
-    *_keys("algorithm", "clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_constant proximal"),
+    *_keys("algorithm", "objective clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_constant proximal"),
     *_keys("algorithm", "overlong_filtering overlong_hard_punishment advantage.kind advantage.epsilon"),
     *_keys("algorithm.overlong_buffer", "enable len penalty_factor"),
     *_keys("algorithm.correction", "kind level cap low high"),

@@ -156,7 +156,13 @@ def _beside(config: Config, folder: Path) -> Config:
     def resolve(items: list[DataItem]) -> list[DataItem]:
         return [item.model_copy(update={"path": _file_beside(item.path, folder)}) for item in items]
 
+    def own(name: str) -> str:
+        return _named_beside(name, folder) if ":" in name else name
+
+    advantage = config.algorithm.advantage
     values = {
+        "algorithm.objective": own(config.algorithm.objective),
+        "algorithm.advantage": advantage.model_copy(update={"kind": own(advantage.kind)}),
         "data.train": resolve(config.data.train),
         "data.chat_template": config.data.chat_template and _file_beside(config.data.chat_template, folder),
         "evaluation.data": resolve(config.evaluation.data),
@@ -173,15 +179,17 @@ def _reward_beside(reward: Any, folder: Path) -> Any:
         }
         return reward.model_copy(update={"parts": parts})
 
-    def resolve(value: str) -> str:
-        """A file, or something that is called by its name in a file: ``file.py:name``."""
-        if ".py:" not in value:
-            return value if _MODULE.fullmatch(value) else _file_beside(value, folder)
-        file, _, name = value.rpartition(":")
-        return f"{_file_beside(file, folder)}:{name}"
-
     named = {key: getattr(reward, key) for key in reward.FILES}
-    return reward.model_copy(update={key: resolve(value) for key, value in named.items() if value is not None})
+    beside = {key: _named_beside(value, folder) for key, value in named.items() if value is not None}
+    return reward.model_copy(update=beside)
+
+
+def _named_beside(value: str, folder: Path) -> str:
+    """A file, or something that is called by its name in a file: ``file.py:name``."""
+    if ".py:" not in value:
+        return value if _MODULE.fullmatch(value) else _file_beside(value, folder)
+    file, _, name = value.rpartition(":")
+    return f"{_file_beside(file, folder)}:{name}"
 
 
 def _file_beside(name: str, folder: Path) -> str:

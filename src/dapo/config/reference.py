@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dapo.config.reward import RewardBase
-from dapo.config.section import leaf_types, section_types
+from dapo.config.section import OneOf, leaf_types, section_types
 from dapo.config.tree import Config
 
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", date: "date"}
@@ -57,7 +57,7 @@ def key_of(name: str, info: FieldInfo) -> Key:
     return Key(
         name=name,
         type=_type_in_words(info.annotation, list(info.metadata)),
-        choices=_choices(info.annotation),
+        choices=_choices(info.annotation, list(info.metadata)),
         default=info.get_default(call_default_factory=True, validated_data={}),
         required=info.is_required(),
         text=re.sub(r"\s+", " ", info.description or ""),
@@ -83,17 +83,26 @@ def all_values() -> dict[str, list[Key]]:
     return found
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
+def _choices(annotation: Any, metadata: list[Any]) -> tuple[Any, ...]:
+    """All values, or those that need no file of the user's."""
     leaves = leaf_types(annotation)
+    if own := _own(metadata):
+        return own.names
     if get_origin(annotation) is Literal:
         return tuple(leaves)
     return (True, False) if leaves == [bool] else ()
+
+
+def _own(metadata: list[Any]) -> OneOf | None:
+    return next((m.func for m in metadata if isinstance(getattr(m, "func", None), OneOf)), None)
 
 
 def _type_in_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         return _type_in_words(get_args(annotation)[0], metadata)
     leaves = leaf_types(annotation)
+    if own := _own(metadata):
+        return f"one of {own}"
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, leaves))}" if len(leaves) > 1 else str(leaves[0])
     if any(isinstance(leaf, type) and issubclass(leaf, RewardBase) for leaf in leaves):

@@ -6,6 +6,7 @@ import math
 import os
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -23,6 +24,24 @@ def _short_enough(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_short_enough), AfterValidator(os.path.expanduser)]
 """Name of a file or folder, or of something on the hub. A leading ``~`` is the home folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Checks text that is one of ``names``, or names a function of the user's."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, value: str) -> str:
+        place, _, name = value.rpartition(":")
+        if value in self.names or (place and name):
+            return value
+        if value.endswith(".py"):
+            raise ValueError(f"names a file; name the function in it, too: {value}:NAME")
+        raise ValueError(f"is {value!r}, but can be {self}")
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names)}, file.py:name or package.module:name"
 
 
 class Problems(ValueError):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dapo.config.data import DataItem, Files
-from dapo.config.section import PathText, Section
+from dapo.config.section import OneOf, PathText, Section
 
 
 class LoraConfig(Section):
@@ -120,7 +120,7 @@ class OverlongBufferConfig(Section):
 
 
 class AdvantageConfig(Section):
-    kind: Literal["group-norm", "group-mean", "leave-one-out"] = "group-norm"
+    kind: Annotated[PathText, AfterValidator(OneOf(("group-norm", "group-mean", "leave-one-out")))] = "group-norm"
     """`group-norm`: (R - mean) / (std + epsilon) (Eq. 9). `group-mean`: R - mean (Dr. GRPO). `leave-one-out`: R - mean
     of the others (RLOO)."""
     epsilon: float = Field(1e-6, ge=0)
@@ -154,6 +154,9 @@ class KLConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    objective: Annotated[PathText, AfterValidator(OneOf(("dapo",)))] = "dapo"
+    """What each update minimises. `dapo`: the clipped loss (Eq. 8, 10, 12). One of
+    yours knows neither the keys clip_ratio_* nor a KL in the loss."""
     clip_ratio_low: float = Field(0.2, ge=0, lt=1)
     """epsilon_low (Eq. 10)."""
     clip_ratio_high: float = Field(0.28, ge=0)

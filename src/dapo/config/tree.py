@@ -125,6 +125,11 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction.low: {algorithm.correction.low} must be below algorithm.correction.high="
             f"{algorithm.correction.high}; such as 0.5 and 2.0"
         )
+    if algorithm.objective != "dapo" and algorithm.kl.mode == "loss":
+        yield (
+            f"algorithm.kl.mode: loss is a term of the objective dapo, and algorithm.objective is "
+            f"{algorithm.objective}; use mode=reward or mode=measure, or put the term into your objective"
+        )
     if algorithm.kl.target is not None and algorithm.kl.mode not in ("loss", "reward"):
         yield (
             f"algorithm.kl.target: adapts the coefficient of the KL term, but algorithm.kl.mode is "

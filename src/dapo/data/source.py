@@ -20,7 +20,7 @@ from dapo.data.parts import CHECKED_ROWS, DataInput, Rows, encode, names_of, ope
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Row, listed
 from dapo.data.template import PromptTemplate
 from dapo.errors import DataError
-from dapo.records import Prompt
+from dapo.records import Group, Prompt
 from dapo.util.differences import differences
 
 
@@ -245,7 +245,7 @@ class PromptSource:
     def rows(self) -> int:
         return self._starts[-1]
 
-    def draw(self) -> Prompt:
+    def next(self) -> Prompt:
         """The next prompt.
         Raises DataError: a row is bad and ``data.on_bad_row`` is ``fail``; too many are bad; or none can be used."""
         number = self._choice[self._draws] if self._choice else 0
@@ -268,6 +268,9 @@ class PromptSource:
             f"{names_of(stream.rows)}: none of the {len(stream.rows)} rows can be used: {self.too_long} times a prompt "
             f"was longer than data.max_prompt_length={self._data.max_prompt_length}, {self.bad} times a row was bad"
         )
+
+    def feedback(self, groups: Sequence[Group]) -> None:
+        """What became of prompts changes nothing here: the order is that of the data."""
 
     def untokenized(self) -> Iterator[Prompt]:
         """The same prompts without token ids, read one by one: what a reward gets to see of them."""

@@ -5,7 +5,6 @@ Consumes: prompts. Produces: an :class:`Evaluation`. Waits for the engine and th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
 from dapo.rollout.seeds import sample_seed
+from dapo.util.tasks import task_group
 
 _DRAW = -1  # of an evaluation: none of training's, so that the two never share a random stream
 
@@ -54,15 +54,9 @@ async def evaluate(
         found[sample.request_id, sample.index] = replace(sample, text=text, reward=reward)
         progress(len(found), total)
 
-    failure: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            async for sample in engine.generate(requests):
-                tasks.create_task(score(sample))
-    except BaseExceptionGroup as failures:
-        failure = failures.exceptions[0]  # the others followed from it, or came in the same moment
-    if failure is not None:  # out here, so that the wrapping is not shown as its context
-        raise failure
+    async with task_group() as tasks:
+        async for sample in engine.generate(requests):
+            tasks.create_task(score(sample))
     _check_errors([s.reward.error for s in found.values() if s.reward and s.reward.error], total, config)
     groups = (Group(place, prompt, tuple(found[place, i] for i in wanted)) for place, prompt in enumerate(prompts))
     return Evaluation(tuple(groups))

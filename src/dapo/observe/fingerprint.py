@@ -27,10 +27,12 @@ def fingerprint(
     train: Mapping[str, Any],
     prompt: Prompt,
     heldout: Sequence[Prompt],
-    reward: Callable[..., Any] | None = None,
+    given: Mapping[str, Callable[..., Any] | None],
 ) -> dict[str, Any]:
     """All that a run starts from. ``train``: fingerprint of the training rows. ``prompt``: the first one to train on.
-    ``reward``: a function passed from Python, which stands in for the recipe's reward."""
+    ``given``: what was passed from Python in place of the recipe's ``reward``, ``objective`` and ``advantage``."""
+    named = {"objective": config.algorithm.objective, "advantage": config.algorithm.advantage.kind}
+    own = {key: _of_function(name, given.get(key)) for key, name in named.items() if given.get(key) or ":" in name}
     return {
         "device": next(model.parameters()).device.type,
         "model": fingerprint_model(model),
@@ -39,7 +41,8 @@ def fingerprint(
         "prompt": _hash(prompt.token_ids),
         "data.train": train,
         "evaluation.data": fingerprint_prompts(heldout),
-        "reward": fingerprint_reward(config, reward),
+        "reward": fingerprint_reward(config, given.get("reward")),
+        **own,
     }
 
 
@@ -79,25 +82,28 @@ def fingerprint_reward(config: Config, function: Callable[..., Any] | None = Non
     """Kind, and for a user's file a hash over it; of every part, if it is put together.
     ``function``: a function passed from Python, which stands in for the recipe's reward."""
     if function is not None:
-        return {"kind": "python", "function": getattr(function, "__qualname__", type(function).__name__)}
-
-    def one_of(reward: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {"kind": reward.kind}
-        for key in reward.FILES:
-            name = getattr(reward, key)
-            if name is None:
-                continue
-            file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
-            if key == "function":
-                found["function"] = function or name
-            if function or key != "function":
-                found["file"] = _hash_of_file(Path(file))
-        return found
-
+        return _of_function("", function)
     reward = config.reward
     if isinstance(reward, ComposeReward):
-        return {"kind": reward.kind, "parts": {name: one_of(one) for name, one in reward.rewards.items()}}
-    return one_of(reward)
+        return {"kind": reward.kind, "parts": {name: _of_one(one) for name, one in reward.rewards.items()}}
+    return _of_one(reward)
+
+
+def _of_one(reward: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": reward.kind}
+    for key in reward.FILES:
+        name = getattr(reward, key)
+        if name is not None:
+            found |= _of_function(name) if key == "function" else {"file": _hash_of_file(Path(name))}
+    return found
+
+
+def _of_function(name: str, given: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Of a function that a recipe names, or that was passed from Python in its place."""
+    if given is not None:
+        return {"kind": "python", "function": getattr(given, "__qualname__", type(given).__name__)}
+    file, _, function = name.rpartition(":") if ".py:" in name else ("", "", name)
+    return {"function": function, "file": _hash_of_file(Path(file))} if file else {"function": function}
 
 
 def _hash_of_file(file: Path) -> str | None:
@@ -113,8 +119,8 @@ _LATER = ("device", "prompts", "prompt")  # what older versions did not record
 def check_fingerprint(
     file: Path, now: Mapping[str, Any], listener: Listener, deterministic: bool = False
 ) -> list[Difference]:
-    """Compare with what a run started from. Another reward or device and other rows to evaluate on are said aloud and
-    returned; anything else is refused.
+    """Compare with what a run started from. Another reward, objective, advantage or device and other rows to evaluate
+    on are said aloud and returned; anything else is refused.
     Raises UserError: the run started from another model, tokenizer or other data, or a deterministic one elsewhere."""
     try:
         then = read_json(file)
@@ -132,7 +138,7 @@ def check_fingerprint(
         then.pop("prompts", None)
     known = {key: value for key, value in now.items() if key in then or key not in _LATER}
     changed = list(differences(then, json.loads(json.dumps(plain(known)))))
-    allowed = ("reward", "evaluation", *(() if deterministic else ("device",)))
+    allowed = ("reward", "objective", "advantage", "evaluation", *(() if deterministic else ("device",)))
     refused = [str(found) for found in changed if found.key.partition(".")[0] not in allowed]
     if refused:
         lines = [f"{file.parent}: cannot go on with this run, because what it started from has changed:", *refused]

@@ -63,6 +63,7 @@ clip/high                  | share        | loss tokens clipped at 1 + clip_rati
 clip/dual                  | share        | loss tokens capped by the dual clip
 clip/high_probability      | probability  | mean probability of the up-clipped tokens (Fig. 3a)
 ratio/mean                 | ratio        | mean of pi_theta / pi_prox over loss tokens
+objective/{}               | its own      | mean of a statistic of a user's objective, by its name
 loss                       | loss         | mean over the updates; near 0 by construction, see grad_norm
 advantage/mean_abs         | advantage    | mean absolute advantage over loss tokens
 tokens/loss                | tokens       | loss tokens of the step, over all its updates
@@ -114,7 +115,7 @@ time/sync                  | seconds      | handing the new weights to the engin
 time/evaluation            | seconds      | evaluation
 time/rest                  | seconds      | all else, such as samples and checkpoints of the step before
 time/update                | seconds      | the updates: forward, backward, optimizer and what lies between them
-time/step                  | seconds      | rollout, reward_wait, prepare, update and sync: what training.minutes counts
+time/step                  | seconds      | time/wall less evaluation and writing: what training.minutes counts
 time/training              | seconds      | of all rollout steps so far, without evaluation and writing files
 time/elapsed               | seconds      | since the run started
 tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout

@@ -82,6 +82,12 @@ class RunView:
         return str(reward.get("function")) if reward.get("kind") == "python" else None
 
     @property
+    def algorithm_from_python(self) -> list[str]:
+        """Which of objective and advantage were passed from Python."""
+        found = _mapping(self.folder.fingerprint)
+        return [name for name in ("objective", "advantage") if _section(found, name).get("kind") == "python"]
+
+    @property
     def started_from(self) -> list[Any]:
         """What stands for the content of model, rows and reward."""
         return [self.fingerprint.get(key) for key in ("model", "data.train", "evaluation.data", "reward")]

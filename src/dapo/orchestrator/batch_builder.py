@@ -1,208 +1,151 @@
-"""From admitted groups to what the trainer takes: the algorithm's pure functions, wired as the recipe says.
+"""From admitted groups to mini-batches: the algorithm's pure functions, wired as the recipe says.
 
-Consumes: groups with raw rewards, as the buffer admitted them. Produces: :class:`Update` records, one per optimizer
-step: a packed mini-batch and the inputs of the objective for its tokens. Waits for: a forward pass of the policy
-(``proximal: recompute``) and of the reference policy (KL), if the recipe asks for them.
+Consumes: groups with raw rewards, as the collector admitted them. Produces: a :class:`~dapo.records.TokenBatch` for the
+learner to annotate (``build``), the same with advantages (``finish``), and one mini-batch for each optimizer step.
+Advantages come last because a KL in the reward needs the log-probabilities of the reference policy. Waits for nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
+from typing import cast
 
 import torch
 
-from dapo.algorithm.advantage import with_advantages
+from dapo.algorithm.advantage import ESTIMATORS, Estimator, with_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
-from dapo.algorithm.objective import DapoObjective, TokenInputs, importance_weights, token_weights
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
-from dapo.records import Group
-from dapo.training.mismatch import Mismatch, measure_mismatch
-from dapo.training.packing import PackedBatch, pack
-from dapo.training.policy import Policy
-from dapo.training.trainer import UpdateReport
+from dapo.records import Group, TokenBatch
+from dapo.training.mismatch import measure_mismatch
+from dapo.training.packing import advantage_column, pack
+from dapo.training.report import Mismatch, UpdateReport
+from dapo.util.named import load_named
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Update:
-    """One optimizer step: the mini-batch and the objective's inputs for its R response tokens."""
-
-    batch: PackedBatch
-    inputs: TokenInputs
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """The groups of one rollout with shaped rewards and advantages, and their scored samples, packed.
-
-    ``mismatch``: engine against trainer over the whole batch, where a forward pass was made anyway; None: the updates
-    measure it on the first mini-batch.
-    """
-
-    groups: Sequence[Group]
-    packed: PackedBatch
-    mismatch: Mismatch | None
-
-
-def shape(group: Group, config: Config) -> Group:
-    """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
-    algorithm = config.algorithm
-    buffer = algorithm.overlong_buffer
-    shaped = shape_rewards(
-        group,
-        max_response_length=config.rollout.max_response_length,
-        soft=buffer.enable,
-        buffer_len=buffer.len,
-        penalty_factor=buffer.penalty_factor,
-        hard=algorithm.overlong_hard_punishment,
-        filter_truncated=algorithm.overlong_filtering,
-    )
-    return _advantages(shaped, config)
-
-
-def _advantages(group: Group, config: Config) -> Group:
-    advantage = config.algorithm.advantage
-    return with_advantages(group, kind=advantage.kind, epsilon=advantage.epsilon)
+def own_advantage(config: Config, given: Estimator | None = None) -> Estimator | None:
+    """The user's advantage: ``given``, or the function that the recipe names; None: it is one of ours.
+    Raises ConfigError: there is no function of this name."""
+    kind = config.algorithm.advantage.kind
+    if given is not None or kind in ESTIMATORS:
+        return given
+    return cast(Estimator, load_named(kind, "algorithm.advantage.kind"))
 
 
 class BatchBuilder:
-    """The algorithm as one recipe configures it."""
+    """The algorithm as one recipe configures it.
 
-    def __init__(self, config: Config, policy: Policy) -> None:
-        """``policy``: the policy that is trained. If the KL is asked for, a copy of it as it is now becomes the
-        reference."""
-        self._config = config
-        self._policy = policy
+    Attributes:
+        config: as it is in force.
+        kl: the coefficient of a KL in the reward or in the loss, which adapts itself if the recipe has a target.
+    """
+
+    def __init__(self, config: Config, advantage: Estimator | None = None) -> None:
+        """``advantage``: in place of the recipe's."""
+        self.config, self._given, self._own = config, advantage, own_advantage(config, advantage)
         kl = config.algorithm.kl
-        self._reference = policy.frozen_copy() if kl.mode != "off" else None
-        self._adaptive = AdaptiveKL(kl.coef, kl.target, kl.horizon) if kl.target is not None else None
+        self.kl = AdaptiveKL(kl.coef, kl.target, kl.horizon)
 
     def use(self, config: Config) -> None:
         """Go on with other settings. An adaptive KL coefficient stays where it is, unless ``kl.coef`` is another."""
-        was, kl = self._config.algorithm.kl, config.algorithm.kl
-        coef = kl.coef if self._adaptive is None or kl.coef != was.coef else self._adaptive.coef
-        self._config = config
-        self._adaptive = AdaptiveKL(coef, kl.target, kl.horizon) if kl.target is not None else None
+        was, kl = self.config.algorithm.kl, config.algorithm.kl
+        if config.algorithm.advantage.kind != self.config.algorithm.advantage.kind:
+            self._own = own_advantage(config, self._given)
+        self.config = config
+        if kl.coef != was.coef or was.target is None or kl.target is None:
+            self.kl.coef = kl.coef
+        self.kl.target, self.kl.horizon = kl.target, kl.horizon
 
-    @property
-    def kl_coef(self) -> float:
-        return self._adaptive.coef if self._adaptive else self._config.algorithm.kl.coef
+    def build(self, groups: Sequence[Group]) -> TokenBatch:
+        """The scored samples, flattened, with the mask that shaping leaves; no advantages yet."""
+        return pack(map(self._shaped, groups))
 
-    def observe(self, reports: Sequence[UpdateReport], batch: Batch) -> None:
+    def shape(self, group: Group) -> Group:
+        """The group with shaped rewards and advantages from its raw rewards, no KL in them."""
+        return self._with_advantages(self._shaped(group))
+
+    def finish(self, groups: Sequence[Group], batch: TokenBatch) -> tuple[list[Group], TokenBatch]:
+        """The groups with shaped rewards and advantages, and the batch with ``advantages``.
+
+        Args:
+            groups: those that were given to :meth:`build`.
+            batch: what it made of them, with the learner's columns.
+        """
+        shaped = list(map(self._shaped, groups))
+        if self.config.algorithm.kl.mode == "reward":
+            shaped = list(self._take_kl_off(shaped, batch))
+        shaped = list(map(self._with_advantages, shaped))
+        return shaped, batch.with_columns(advantages=advantage_column(shaped))
+
+    def minibatches(self, batch: TokenBatch, start: int = 0) -> Iterator[tuple[int, TokenBatch]]:
+        """The optimizer steps of one rollout with their numbers: mini-batches of whole groups, for the configured
+        number of epochs. ``start``: leave out the first so many."""
+        every = self.config.training.groups_per_update
+        batches = (mini for _ in range(self.config.training.epochs_per_rollout) for mini in batch.minibatches(every))
+        return islice(enumerate(batches), start, None)
+
+    def count(self, batch: TokenBatch) -> int:
+        """How many optimizer steps :meth:`minibatches` makes of a whole rollout."""
+        training = self.config.training
+        return training.epochs_per_rollout * math.ceil(batch.num_groups / training.groups_per_update)
+
+    def observe(self, reports: Sequence[UpdateReport], batch: TokenBatch) -> None:
         """After the updates of a step: let an adaptive KL coefficient see the KL that they met.
 
         A KL that is not finite says nothing; the updates of that step were skipped.
         """
-        if self._adaptive is None:
-            return
         pairs = [r.statistics["reference_kl"] for r in reports if "reference_kl" in r.statistics]
         tokens = sum(count for _, count in pairs)
         kl = sum(total for total, _ in pairs) / tokens if tokens else math.nan
         if math.isfinite(kl):
-            self._adaptive.update(kl, batch.packed.num_samples)
-
-    @property
-    def objective(self) -> DapoObjective:
-        algorithm = self._config.algorithm
-        return DapoObjective(
-            clip_ratio_low=algorithm.clip_ratio_low,
-            clip_ratio_high=algorithm.clip_ratio_high,
-            clip_ratio_c=algorithm.clip_ratio_c,
-            kl_coef=self.kl_coef,
-            kl_estimator=algorithm.kl.estimator,
-            kl_in_loss=algorithm.kl.mode == "loss",
-        )
-
-    def batch(self, groups: Sequence[Group], version: int) -> Batch:
-        """Shape rewards, compute advantages, flatten, and run the forward passes that are asked for.
-        ``version``: of the policy's weights, which tokens must have been sampled under to count in the mismatch."""
-        shaped = [shape(group, self._config) for group in groups]
-        packed = pack(shaped, self._policy.device)
-        mismatch = None
-        if self._config.proximal == "recompute":
-            packed = replace(packed, proximal_logprobs=self._policy.logprobs(packed))
-            mismatch = measure_mismatch(packed, _proximal(packed), version)
-        if self._reference is not None:
-            packed = replace(packed, reference_logprobs=self._reference.logprobs(packed))
-        if self._config.algorithm.kl.mode == "reward":
-            shaped = [_advantages(group, self._config) for group in self._take_kl_off(shaped, packed)]
-            packed = replace(packed, advantages=pack(shaped, self._policy.device).advantages)
-        return Batch(shaped, packed, mismatch)
-
-    def updates(self, packed: PackedBatch, done: int = 0) -> Iterator[Update]:
-        """The optimizer steps of one rollout: mini-batches of whole groups, for the configured number of epochs.
-        ``done``: leave out the first so many."""
-        every = self._config.training.groups_per_update
-        batches = (batch for _ in range(self._config.training.epochs_per_rollout) for batch in packed.updates(every))
-        for batch in islice(batches, done, None):
-            yield Update(batch, self._inputs(batch))
-
-    def count(self, packed: PackedBatch) -> int:
-        """How many optimizer steps :meth:`updates` makes of a whole rollout."""
-        training = self._config.training
-        return training.epochs_per_rollout * math.ceil(packed.num_groups / training.groups_per_update)
+            self.kl.update(kl, batch.num_samples)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint has to keep."""
-        return self._adaptive.state() if self._adaptive else {}
+        return self.kl.state()
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        if self._adaptive:
-            self._adaptive.load_state(state)
+        self.kl.load_state(state)
 
-    def _take_kl_off(self, groups: Sequence[Group], packed: PackedBatch) -> Iterator[Group]:
+    def _shaped(self, group: Group) -> Group:
+        algorithm = self.config.algorithm
+        buffer = algorithm.overlong_buffer
+        return shape_rewards(
+            group,
+            max_response_length=self.config.rollout.max_response_length,
+            soft=buffer.enable,
+            buffer_len=buffer.len,
+            penalty_factor=buffer.penalty_factor,
+            hard=algorithm.overlong_hard_punishment,
+            filter_truncated=algorithm.overlong_filtering,
+        )
+
+    def _with_advantages(self, group: Group) -> Group:
+        advantage = self.config.algorithm.advantage
+        return with_advantages(group, kind=self._own or advantage.kind, epsilon=advantage.epsilon)
+
+    def _take_kl_off(self, groups: Sequence[Group], batch: TokenBatch) -> Iterator[Group]:
         """KL in the reward: beta times the KL summed over the sample, subtracted before the group normalisation."""
-        assert packed.reference_logprobs is not None
         kl = sample_kl(
-            _proximal(packed),
-            packed.reference_logprobs,
-            self._config.algorithm.kl.estimator,
-            mask=torch.ones_like(packed.mask),
-            sample_ids=packed.sample_ids,
-            num_samples=packed.num_samples,
+            torch.from_numpy(batch.proximal),
+            torch.from_numpy(batch.columns["reference"]),
+            self.config.algorithm.kl.estimator,
+            mask=torch.ones(batch.num_response_tokens, dtype=torch.bool),
+            sample_ids=torch.from_numpy(batch.sample_ids),
+            num_samples=batch.num_samples,
         ).tolist()
         for group in groups:
             count = len(group.scored)  # which is what was packed of it
-            yield subtract_kl(group, kl[:count], coef=self.kl_coef)
+            yield subtract_kl(group, kl[:count], coef=self.kl.coef)
             kl = kl[count:]
 
-    def _inputs(self, batch: PackedBatch) -> TokenInputs:
-        algorithm, rollout = self._config.algorithm, self._config.rollout
-        correction = algorithm.correction
-        proximal = _proximal(batch)
-        importance, mask = importance_weights(
-            proximal,
-            batch.behaviour_logprobs,
-            kind=correction.kind,
-            level=correction.level,
-            cap=correction.cap,
-            low=correction.low,
-            high=correction.high,
-            sample_ids=batch.sample_ids,
-            mask=batch.mask,
-        )
-        weights = token_weights(
-            algorithm.loss_agg_mode,
-            mask=mask,
-            sample_ids=batch.sample_ids,
-            group_ids=batch.group_ids,
-            num_samples=batch.num_samples,
-            constant=algorithm.loss_constant or rollout.max_response_length,
-        )
-        return TokenInputs(
-            behaviour_logprobs=batch.behaviour_logprobs,
-            proximal_logprobs=proximal,
-            advantages=batch.advantages,
-            importance=importance,
-            mask=mask,
-            weights=weights,
-            reference_logprobs=batch.reference_logprobs,
-        )
 
-
-def _proximal(batch: PackedBatch) -> torch.Tensor:
-    """log pi_prox: recomputed where that was asked for, else the engine's."""
-    return batch.behaviour_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
+def batch_mismatch(batch: TokenBatch, version: int) -> Mismatch | None:
+    """Engine against trainer over the whole batch, where its log-probabilities were computed anyway (``proximal``).
+    None: the updates measure it on the first mini-batch.
+    ``version``: of the weights then, which tokens must have been sampled under to count."""
+    if "proximal" not in batch.columns:
+        return None
+    return measure_mismatch(batch, torch.from_numpy(batch.proximal), version)

@@ -29,6 +29,7 @@ from dapo.model.loading import (
 from dapo.model.placement import cache_bytes
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator import roles
 from dapo.records import Prompt
 from dapo.reward.build import needs_answer
 from dapo.rollout.engine import Engine
@@ -40,6 +41,8 @@ from dapo.training.lora import load_trainable, trainable_shape
 class RunOverrides:
     """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
 
+    ``objective`` and ``advantage``: as ``algorithm.objective`` and ``algorithm.advantage.kind`` name them.
+    ``source``: makes what is trained on of the recipe's prompts, such as a curriculum (``roles.PromptSource``).
     ``engine``: holds the weights that the run starts from; give ``algorithm.proximal=recompute`` with it.
     ``folder``: a run folder that has been made already; ``lock``: holds its lock, until the run takes that over.
     ``resume``: that of a run to go on with.
@@ -50,6 +53,9 @@ class RunOverrides:
     rows: Sequence[Mapping[str, Any]] | Table | None = None
     heldout: Sequence[Mapping[str, Any]] | Table | None = None
     reward: Callable[..., Any] | None = None
+    objective: Callable[..., Any] | None = None
+    advantage: Callable[..., Any] | None = None
+    source: Callable[[PromptSource], roles.PromptSource] | None = None
     engine: Engine | None = None
     folder: RunFolder | None = None
     lock: ExitStack | None = None
@@ -57,9 +63,15 @@ class RunOverrides:
 
     @property
     def in_memory(self) -> list[str]:
-        """Arguments of ``dapo.train`` that the run folder does not hold."""
+        """What the run folder does not hold of what was passed."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
-        return [name for name, value in (given | {"reward": self.reward}).items() if value is not None]
+        given |= self.functions | {"source": self.source}
+        return [name for name, value in given.items() if value is not None]
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any] | None]:
+        """Those that stand in for what the recipe names."""
+        return {"reward": self.reward, "objective": self.objective, "advantage": self.advantage}
 
 
 def policy_model(config: Config, inputs: RunOverrides, device: torch.device) -> Any:

@@ -14,35 +14,35 @@ from dapo.util.process import Shutdown, Stopped, awake_for_signals, event_loop
 
 
 def run_experiment(
-    config: Config, listener: Listener, inputs: RunOverrides | None = None, stopping: Shutdown | None = None
+    config: Config, listener: Listener, inputs: RunOverrides | None = None, shutdown: Shutdown | None = None
 ) -> dict[str, Any]:
     """Train as ``config`` says and return the summary, which is also written to the run folder.
-    ``stopping``: entered by the caller, who owns the process; None: a signal does what it does in any Python program.
+    ``shutdown``: entered by the caller, who owns the process; None: a signal does what it does in any Python program.
 
     Raises:
-        Stopped: ``stopping`` heard a signal; how far the run came was said, and is in the run folder.
+        Stopped: ``shutdown`` heard a signal; how far the run came was said, and is in the run folder.
         UserError: something in recipe, data, model or reward is wrong, or training had to stop; what had been learned
             is in the run folder.
     """
-    return run_to_end(Experiment(config, listener, inputs or RunOverrides()), stopping)
+    return run_to_end(Experiment(config, listener, inputs or RunOverrides()), shutdown)
 
 
-def run_to_end(experiment: Experiment, stopping: Shutdown | None = None) -> dict[str, Any]:
+def run_to_end(experiment: Experiment, shutdown: Shutdown | None = None) -> dict[str, Any]:
     """Run an experiment from code that is not asynchronous, inside of a notebook's event loop too.
 
     Arguments and errors as for :func:`run_experiment`.
     """
-    if stopping is not None:
-        stopping.within_s = experiment.config.run.stop_within_s
-        stopping.run = stopping.run or experiment.stopping.run
-        experiment.stopping = stopping
+    if shutdown is not None:
+        shutdown.within_s = experiment.config.run.stop_within_s
+        shutdown.run = shutdown.run or experiment.shutdown.run
+        experiment.shutdown = shutdown
 
     async def guarded(work: Coroutine[Any, Any, Any], last: bool = False) -> Any:
         """``work``, which a signal cancels; what the experiment holds is closed after the last one and after errors."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        if stopping is not None:
-            stopping.ask(lambda: loop.call_soon_threadsafe(task.cancel))
+        if shutdown is not None:
+            shutdown.ask(lambda: loop.call_soon_threadsafe(task.cancel))
         error: BaseException | None = None
         try:
             with awake_for_signals():
@@ -52,17 +52,17 @@ def run_to_end(experiment: Experiment, stopping: Shutdown | None = None) -> dict
                 return result
         except BaseException as found:
             error = found
-            if stopping is not None and stopping.signal and isinstance(found, asyncio.CancelledError):
-                error = Stopped(f"stopped by {stopping.signal.name}")
+            if shutdown is not None and shutdown.signal and isinstance(found, asyncio.CancelledError):
+                error = Stopped(f"stopped by {shutdown.signal.name}")
             await _close_after(experiment, error)
             if error is not found:
                 raise error from None
             raise
         finally:
-            if stopping is not None:
-                stopping.ask(None)
+            if shutdown is not None:
+                shutdown.ask(None)
                 if last or error is not None:
-                    stopping.leave(error)
+                    shutdown.leave(error)
 
     with event_loop() as run:
         run(guarded(experiment.check()))

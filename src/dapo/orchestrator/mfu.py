@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dapo.orchestrator.rollout_batch import RolloutBatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +90,19 @@ class CardLimits:
         return cls(card, operations(layers), operations([head]), read, itemsize * values)
 
     def shares(
-        self, fill: RolloutBatch, reports: Sequence[UpdateReport], seconds: Mapping[str, float], decode_steps: int
+        self, rollout: RolloutBatch, reports: Sequence[UpdateReport], seconds: Mapping[str, float]
     ) -> dict[str, float]:
         """``share/matmul`` and ``share/bandwidth`` of a step, as far as there is something to tell.
-
-        ``seconds``: by phase: rollout (with the wait for rewards), update. ``decode_steps``: times that the engine went
-        through the weights for a token of each row.
-        """
+        ``seconds``: by role: rollout (with the wait for rewards), update."""
         found: dict[str, float] = {}
         if reports and seconds.get("update"):
             done = self.operations_per_token * sum(r.computed_tokens for r in reports)
             done += self.operations_per_prediction * sum(r.response_tokens for r in reports)
             found["share/matmul"] = done / seconds["update"] / self.card.operations
-        generating = seconds.get("rollout", 0.0) - fill.stats.reward_wait_s
-        if decode_steps and generating > 0:
-            context = sum(s.length * (len(g.prompt.token_ids) + s.length / 2) for g in fill.sampled for s in g.samples)
-            read = decode_steps * self.weight_bytes + context * self.cache_bytes
+        generating = seconds.get("rollout", 0.0) - rollout.stats.reward_wait_s
+        if rollout.stats.decode_steps and generating > 0:
+            groups = rollout.sampled
+            context = sum(s.length * (len(g.prompt.token_ids) + s.length / 2) for g in groups for s in g.samples)
+            read = rollout.stats.decode_steps * self.weight_bytes + context * self.cache_bytes
             found["share/bandwidth"] = read / generating / self.card.bytes
         return found

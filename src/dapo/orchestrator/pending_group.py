@@ -1,5 +1,5 @@
-"""What a fill of the experience buffer keeps account of: draws on their way to groups, scores that failed, and the
-share of draws that are kept.
+"""What a round of the collector keeps account of: draws on their way to groups, scores that failed, and the share of
+draws that are kept.
 
 Consumes: samples and their rewards. Produces: groups, and the estimate that sizes the next draw. Waits for nothing.
 """
@@ -16,7 +16,7 @@ from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.contract import in_place_of_failed
 
 ENOUGH_SCORES = 20
-"""Scores of a step after which the share of failed ones is judged at once, and not only at the end of the fill."""
+"""Scores of a step after which the share of failed ones is judged at once, and not only at the end of the round."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class PendingGroup:
 
     @classmethod
     def resume(cls, group: Group) -> PendingGroup:
-        """From the samples that an interrupted fill had; those whose score failed are scored again."""
+        """From the samples that an interrupted round had; those whose score failed are scored again."""
         received = {s.index: s if s.scored else replace(s, reward=None) for s in group.samples}
         return cls(group.draw, group.prompt, received, {i: s for i, s in received.items() if s.scored})
 

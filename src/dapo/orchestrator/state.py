@@ -1,7 +1,7 @@
 """The state of a run on disk: records, arrays and numbers, written as JSON beside safetensors and read back the same.
 
 No pickle, so a checkpoint from a stranger cannot run code: only the record types listed here are made. What comes back
-equals what was written: floats to the bit, not-a-number included, tuples as tuples, arrays and tensors with their type.
+equals what was written: floats to the bit, not-a-number included, tuples as tuples, arrays with their type.
 """
 
 from __future__ import annotations
@@ -14,34 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from dapo.errors import UserError
-from dapo.orchestrator.batch_builder import Batch
 from dapo.orchestrator.rollout_batch import FillStats, RolloutBatch
-from dapo.records import Group, Prompt, Reward, Sample
-from dapo.training.mismatch import Mismatch
-from dapo.training.packing import PackedBatch
-from dapo.training.trainer import UpdateReport
+from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
+from dapo.training.report import Mismatch, UpdateReport
 from dapo.util.files import plain, read_json, write_atomic
 
 STATE, ARRAYS = "state.json", "state.safetensors"
 
 _RECORDS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
-    for kind in (Prompt, Reward, Sample, Group, RolloutBatch, FillStats, Batch, PackedBatch, Mismatch, UpdateReport)
+    for kind in (Prompt, Reward, Sample, Group, RolloutBatch, FillStats, TokenBatch, Mismatch, UpdateReport)
 }
-_MARKS = ("$record", "$tuple", "$float", "$array", "$tensor", "$items")
+_MARKS = ("$record", "$tuple", "$float", "$array", "$items")
 
 
 class EncodedState:
     """A state as it was at one moment, ready to be written: what becomes of the objects in it later does not matter."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        """``state``: mappings with text keys, lists, tuples, numbers, text, None, arrays, tensors and the records of a
-        run. Other objects (in the rows of a caller, say) become text."""
+        """``state``: mappings with text keys, lists, tuples, numbers, text, None, arrays and the records of a run.
+        Other objects (in the rows of a caller, say) become text."""
         arrays = _Arrays()
         self._text = json.dumps(_encode(state, arrays), allow_nan=False, separators=(",", ":"))
         self._arrays = arrays.joined()
@@ -49,7 +45,7 @@ class EncodedState:
     @property
     def bytes(self) -> int:
         """What it will take on the disk, but for kilobytes."""
-        return len(self._text) + sum(array.numel() * array.element_size() for array in self._arrays.values())
+        return len(self._text) + sum(int(array.nbytes) for array in self._arrays.values())
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, which exists."""
@@ -81,19 +77,19 @@ class _Arrays:
     """Many small arrays as few long ones, one per type: a checkpoint may hold the tokens of thousands of samples."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[torch.Tensor]] = {}
+        self._parts: dict[str, list[Any]] = {}
         self._lengths: dict[str, int] = {}
 
-    def add(self, values: torch.Tensor) -> list[Any]:
+    def add(self, values: Any) -> list[Any]:
         """Where ``values`` will be found: type, place of the first element, shape."""
-        kind = str(values.dtype).removeprefix("torch.")
+        kind = str(values.dtype)
         start = self._lengths.get(kind, 0)
         self._parts.setdefault(kind, []).append(values.reshape(-1))
-        self._lengths[kind] = start + values.numel()
+        self._lengths[kind] = start + values.size
         return [kind, start, list(values.shape)]
 
-    def joined(self) -> dict[str, torch.Tensor]:
-        return {kind: torch.cat(parts) for kind, parts in self._parts.items()}
+    def joined(self) -> dict[str, Any]:
+        return {kind: np.concatenate(parts) for kind, parts in self._parts.items()}
 
 
 def _encode(value: Any, arrays: _Arrays) -> Any:
@@ -108,10 +104,8 @@ def _encode(value: Any, arrays: _Arrays) -> Any:
     if isinstance(value, Mapping):
         encoded = {str(key): _encode(item, arrays) for key, item in value.items()}
         return {"$items": list(encoded.items())} if any(mark in encoded for mark in _MARKS) else encoded
-    if isinstance(value, torch.Tensor):
-        return {"$tensor": arrays.add(value.detach().cpu().contiguous())}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {"$array": arrays.add(torch.from_numpy(np.ascontiguousarray(value)))}
+        return {"$array": arrays.add(value)}
     if is_dataclass(value) and type(value).__name__ in _RECORDS:
         return {
             "$record": type(value).__name__,
@@ -120,12 +114,17 @@ def _encode(value: Any, arrays: _Arrays) -> Any:
     return plain(value)
 
 
-def _decode(value: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
+def _decode(value: Any, arrays: Mapping[str, Any]) -> Any:
     if isinstance(value, list):
         return [_decode(item, arrays) for item in value]
     if not isinstance(value, dict):
         return value
     if "$record" in value:
+        if value["$record"] not in _RECORDS:
+            raise ValueError(
+                f"holds a {value['$record']}, as another version of dapo wrote it inside of a step; go on with that "
+                "version (environment.json), or from the checkpoint before"
+            )
         given = {key: _decode(item, arrays) for key, item in value.items() if key != "$record"}
         return _RECORDS[value["$record"]](**given)
     if "$tuple" in value:
@@ -134,16 +133,14 @@ def _decode(value: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
         return float(value["$float"])
     if "$items" in value:
         return {key: _decode(item, arrays) for key, item in value["$items"]}
-    if "$tensor" in value:
-        return _cut(value["$tensor"], arrays)
     if "$array" in value:
-        return _cut(value["$array"], arrays).numpy()
+        return _cut(value["$array"], arrays)
     return {key: _decode(item, arrays) for key, item in value.items()}
 
 
-def _cut(place: list[Any], arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _cut(place: list[Any], arrays: Mapping[str, Any]) -> Any:
     kind, start, shape = place
     length = math.prod(shape)
     if kind not in arrays or start + length > len(arrays[kind]):
         raise ValueError(f"{ARRAYS} does not hold {length} values of type {kind} at {start}")
-    return arrays[kind][start : start + length].reshape(shape).clone()
+    return arrays[kind][start : start + length].reshape(shape).copy()

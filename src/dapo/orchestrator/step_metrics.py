@@ -12,10 +12,9 @@ from statistics import fmean, pstdev
 
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
-from dapo.orchestrator.buffer import RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group, Sample
-from dapo.training.mismatch import Mismatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import Mismatch, UpdateReport
 
 _OBJECTIVE_NAMES = {
     "entropy": "entropy",
@@ -44,7 +43,7 @@ WATCHED = (
 
 
 def step_metrics(
-    fill: RolloutBatch,
+    rollout: RolloutBatch,
     trained: Sequence[Group],
     reports: Sequence[UpdateReport],
     mismatch: Mismatch,
@@ -53,35 +52,35 @@ def step_metrics(
 ) -> dict[str, float | None]:
     """Metrics of a step. What there is no number for is left out, or None if it is in :data:`WATCHED`.
 
-    ``trained``: the groups of ``fill`` after shaping, with advantages. ``times``: seconds by phase: rollout (with the
-    wait for rewards), prepare, update, sync, evaluation, rest.
+    ``trained``: the groups of ``rollout`` after shaping, with advantages. ``times``: seconds by role: rollout (with the
+    wait for rewards), prepare, update, sync, evaluation, writing (of the step before), rest.
     """
-    drawn = [s for g in fill.sampled for s in g.samples]
+    drawn = [s for g in rollout.sampled for s in g.samples]
     nothing: dict[str, float | None] = dict.fromkeys(WATCHED)
     return (
         nothing
         | _lengths(drawn, trained)
         | _rewards(drawn)
         | _trained(trained, config)
-        | _groups(fill)
+        | _groups(rollout)
         | _updates(reports)
         | mismatch_metrics(mismatch)
-        | _speed(fill, reports, times)
+        | _speed(rollout, reports, times)
     )
 
 
-def step_warnings(fill: RolloutBatch, reports: Sequence[UpdateReport]) -> Iterator[str]:
+def step_warnings(rollout: RolloutBatch, reports: Sequence[UpdateReport]) -> Iterator[str]:
     """What a person should know of a step."""
-    if not fill.groups:
-        stats = fill.stats
+    if not rollout.groups:
+        stats = rollout.stats
         yield (
             f"nothing to train on: of {stats.drawn} prompts {stats.all_wrong} were all wrong, {stats.all_right} all "
             f"right, {stats.flat} without spread in the reward; the weights stay"
         )
-    errors = Counter(s.reward.error for g in fill.sampled for s in g.samples if s.reward and s.reward.error)
+    errors = Counter(s.reward.error for g in rollout.sampled for s in g.samples if s.reward and s.reward.error)
     if errors:
         (error, _), *_ = errors.most_common(1)
-        yield f"{fill.stats.failed_scores} of {fill.stats.scores} scores failed, such as: {error}"
+        yield f"{rollout.stats.failed_scores} of {rollout.stats.scores} scores failed, such as: {error}"
     for report in reports:
         if report.skipped:
             yield f"an update was skipped: {report.skipped}"
@@ -155,8 +154,8 @@ def _token_mean(values: Iterable[tuple[float, int]]) -> float:
     return total / tokens if tokens else 0.0
 
 
-def _groups(fill: RolloutBatch) -> dict[str, float]:
-    stats = fill.stats
+def _groups(rollout: RolloutBatch) -> dict[str, float]:
+    stats = rollout.stats
     judged = stats.all_right + stats.all_wrong + stats.flat + stats.mixed
     found: dict[str, float] = {
         "groups/drawn": stats.drawn,
@@ -176,7 +175,7 @@ def _groups(fill: RolloutBatch) -> dict[str, float]:
         "groups/cancelled": stats.cancelled,
         "tokens/generated": stats.tokens,
         "tokens/wasted": stats.wasted_tokens,
-        "tokens/filtered": sum(s.length for g, status in fill.rejected if status in _FILTERED for s in g.samples),
+        "tokens/filtered": sum(s.length for g, status in rollout.rejected if status in _FILTERED for s in g.samples),
     }
     if stats.kept:
         found["groups/draws_per_kept"] = stats.drawn / stats.kept
@@ -203,7 +202,9 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
             "grad_norm": fmean(r.grad_norm for r in done),
             "grad_norm/max": max(r.grad_norm for r in done),
         }
-    return found | {name: statistic(done, key) for key, name in _OBJECTIVE_NAMES.items() if _has(done, key)}
+    keys = dict.fromkeys([*_OBJECTIVE_NAMES, *(key for report in done for key in report.statistics)])
+    names = {key: _OBJECTIVE_NAMES.get(key, f"objective/{_path_element(key)}") for key in keys}
+    return found | {name: statistic(done, key) for key, name in names.items() if _has(done, key)}
 
 
 def _has(reports: Sequence[UpdateReport], key: str) -> bool:
@@ -225,13 +226,13 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 
 def step_seconds(times: Mapping[str, float]) -> float:
-    """Of a step, without evaluation and files: what ``training.minutes`` counts. ``times``: seconds by lap."""
-    return sum(seconds for phase, seconds in times.items() if phase not in ("evaluation", "rest"))
+    """Of a step, less evaluation and writing: what ``training.minutes`` counts. ``times``: seconds by role."""
+    return sum(seconds for role, seconds in times.items() if role not in ("evaluation", "writing"))
 
 
-def phases(fill: RolloutBatch, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
-    """Where the seconds of a step went: the laps, cut so finely as is known, with the same sum."""
-    wait = min(fill.stats.reward_wait_s, times.get("rollout", 0.0))
+def phases(rollout: RolloutBatch, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
+    """Where the seconds of a step went: the spans of its roles, cut so finely as is known, with the same sum."""
+    wait = min(rollout.stats.reward_wait_s, times.get("rollout", 0.0))
     updates = {
         "forward": sum(r.seconds_forward for r in reports),
         "backward": sum(r.seconds_backward for r in reports),
@@ -239,19 +240,19 @@ def phases(fill: RolloutBatch, reports: Sequence[UpdateReport], times: Mapping[s
     }
     between = times.get("update", 0.0) - sum(updates.values())
     cut = {"rollout": times.get("rollout", 0.0) - wait, "reward_wait": wait, **updates}
-    others = {phase: seconds for phase, seconds in times.items() if phase not in ("rollout", "update")}
-    return cut | others | {"rest": times.get("rest", 0.0) + between}
+    others = {role: seconds for role, seconds in times.items() if role not in ("rollout", "update", "writing")}
+    return cut | others | {"rest": times.get("rest", 0.0) + times.get("writing", 0.0) + between}
 
 
-def _speed(fill: RolloutBatch, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
+def _speed(rollout: RolloutBatch, reports: Sequence[UpdateReport], times: Mapping[str, float]) -> dict[str, float]:
     total = step_seconds(times)
-    found = {f"time/{phase}": seconds for phase, seconds in phases(fill, reports, times).items()}
+    found = {f"time/{phase}": seconds for phase, seconds in phases(rollout, reports, times).items()}
     found |= {"time/wall": sum(found.values()), "time/update": times.get("update", 0.0), "time/step": total}
     if found.get("time/rollout"):
-        found["tokens_per_second/rollout"] = fill.stats.tokens / found["time/rollout"]
+        found["tokens_per_second/rollout"] = rollout.stats.tokens / found["time/rollout"]
     if times.get("update"):
         found["tokens_per_second/update"] = sum(r.tokens for r in reports) / times["update"]
     if total:
-        found["tokens_per_second/total"] = fill.stats.tokens / total
-        found["samples_per_second"] = sum(len(g.samples) for g in fill.groups) / total
+        found["tokens_per_second/total"] = rollout.stats.tokens / total
+        found["samples_per_second"] = sum(len(g.samples) for g in rollout.groups) / total
     return found

@@ -4,21 +4,15 @@ keyword arguments it takes, in worker processes (named in YAML) or in the parent
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from dapo.errors import RewardError, shortened
+from dapo.errors import RewardError
 from dapo.records import Reward
 from dapo.reward.convert import reward_to_json, to_reward, to_rewards
 from dapo.reward.registry import declaration, declared_names, find_declared
+from dapo.util.named import describe, load_named
 
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"
@@ -37,73 +31,11 @@ def load_function(spec: str) -> Callable[..., Any]:
     Raises:
         RewardError: the file or module is missing, fails while being imported, or holds no such function.
     """
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise RewardError(f"reward function {spec!r}: expected package.module:name or path/file.py:name")
-    module = _import_file(spec, Path(place)) if place.endswith(".py") else _import_module(spec, place)
-    found = find_declared(name, module.__name__) or getattr(module, name, None)
-    if found is None:
-        raise RewardError(f"reward function {spec}: {place} has no {name!r}; {_nearest(module, name)}")
-    if not callable(found):
-        raise RewardError(f"reward function {spec}: {name!r} is a {type(found).__name__}, not a function")
-    return found
 
+    def declared(module: str) -> dict[str, Any]:
+        return {name: find_declared(name, module) for name in declared_names(module)}
 
-def _import_file(spec: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise RewardError(f"reward function {spec}: no such file: {path.absolute()}")
-    folder = str(path.absolute().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: helpers beside the file can be imported, but shadow nothing
-    name = f"dapo_user_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise RewardError(f"reward function {spec}: importing {path} failed: {describe(error)}") from None
-    return module
-
-
-def _import_module(spec: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing and (name == missing or name.startswith(missing + ".")):
-            raise RewardError(
-                f"reward function {spec}: no module named {missing!r} (looked in the working folder and the installed "
-                "packages); a file is named as path/file.py:name"
-            ) from None
-        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"reward function {spec}: importing {name} failed: {describe(error)}") from None
-
-
-def _nearest(module: ModuleType, name: str) -> str:
-    functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-    functions = list(dict.fromkeys([*declared_names(module.__name__), *functions]))
-    near = difflib.get_close_matches(name, functions, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
-    return f"it has {', '.join(functions)}" if functions else "it has no functions"
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the user's code where it was raised."""
-    # it goes into every sample's line and onto the terminal, and some hold the whole response
-    line = shortened(traceback.format_exception_only(error)[-1].strip(), 500, " ...")
-    if isinstance(error, SyntaxError):
-        return f"{line} ({error.filename}:{error.lineno})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    ours = str(Path(__file__).parent)
-    outside = [f for f in frames if not f.filename.startswith(ours)]
-    if not outside:
-        return line
-    return f"{line} ({outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name})"
+    return load_named(spec, "reward function", RewardError, declared)  # type: ignore[no-any-return]
 
 
 class BoundFunction:

@@ -19,6 +19,8 @@ from dapo.records import Sample
 if TYPE_CHECKING:
     import torch
 
+BUCKET_BYTES = 256 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -78,13 +80,19 @@ class Engine(Protocol):
         Raises EngineError: a request cannot be served (too long, unknown token id) or the engine failed."""
         ...
 
-    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the weights by ``tensors`` (names and shapes of the model's ``state_dict``) and tag them.
+    async def begin(self, version: int) -> None:
+        """New weights are to come. Until :meth:`commit` no request may be made. Raises EngineError: of an older version
+        than those in use."""
+        ...
 
-        They are all of them, or those of the adapter if the model has one.
+    async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Some of them, with the names and shapes of the model's ``state_dict``, copied when this returns.
+        Raises EngineError: the model has no such parameter."""
+        ...
 
-        Returns once the weights are in use. Tokens of requests in flight that are sampled later carry the new version.
-        """
+    async def commit(self) -> None:
+        """All have come, or all of the adapter's if the model has one: they are in use when this returns. Tokens of
+        requests in flight that are sampled later carry the new version. Raises EngineError: some are missing."""
         ...
 
     async def sleep(self) -> None:
@@ -98,6 +106,21 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop, within a bounded time. Requests in flight fail with :class:`EngineError`."""
         ...
+
+
+async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Give an engine new weights, so many bytes at a time that no second model has to be in memory."""
+    await engine.begin(version)
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+        if size >= BUCKET_BYTES:
+            await engine.put(bucket)
+            bucket, size = [], 0
+    await engine.put(bucket)
+    await engine.commit()
 
 
 class EngineError(RuntimeError):

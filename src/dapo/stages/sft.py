@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dapo.training.packing import PackedBatch, pack_demonstrations
-from dapo.training.trainer import Trainer, UpdateReport
+from dapo.training.packing import pack_demonstrations
+from dapo.training.report import UpdateReport
+from dapo.training.trainer import Trainer
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and response ids, the stop token included."""
@@ -30,7 +31,7 @@ def cross_entropy(
 
 def imitate(trainer: Trainer, demonstrations: Iterable[Demonstration], learning_rate: float) -> UpdateReport:
     """One optimizer step on the mean cross-entropy over all response tokens of ``demonstrations``."""
-    batch: PackedBatch = pack_demonstrations(demonstrations, trainer.device)
+    batch = pack_demonstrations(demonstrations)
     tokens = batch.num_response_tokens
     trainer.set_learning_rate(learning_rate)
     inputs = DemonstrationTokens(torch.full((tokens,), 1.0 / max(tokens, 1), device=trainer.device))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +23,12 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dapo.training.packing import PER_SEQUENCE, PackedBatch, select_tokens
+from dapo.records import IntArray, TokenBatch
+from dapo.training.micro_batch import micro_batches, select_tokens
+from dapo.training.objective import Objective, unit_of
 from dapo.training.policy import Policy
 from dapo.util.files import new_folder, write_json
 from dapo.util.version import VERSION
-
-if TYPE_CHECKING:
-    from dapo.training.trainer import Objective
 
 MAX_FOLDERS = 10
 """Faults kept of a run: the first one, which is the telling one, and the newest."""
@@ -123,9 +122,9 @@ class Fault:
 
 def diagnose(
     policy: Policy,
-    batch: PackedBatch,
+    batch: TokenBatch,
     inputs: Any,
-    objective: Objective[Any],
+    objective: Objective,
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> Fault:
     """Compute the mini-batch once more, without the model's gradient, and see where numbers stop being finite.
@@ -138,11 +137,12 @@ def diagnose(
     watch = _Watch()
     bad = torch.zeros(batch.num_response_tokens, dtype=torch.bool)
     first: BadToken | None = None
-    for part in batch.micro_batches(policy.tokens_per_micro_batch):
+    whole_groups = unit_of(objective) == "pair"
+    for part in micro_batches(batch, policy.tokens_per_micro_batch, policy.device, whole_groups):
         if not part.batch.num_response_tokens:
             continue
         with torch.no_grad(), watch.over(policy.model):
-            logprobs, entropy = policy.evaluate(part.batch)
+            logprobs, entropy = policy.evaluate(part)
         cut = select_tokens(inputs, part.index)
         what, tokens = _bad_tokens(logprobs, entropy, part.batch, cut, objective)
         bad[part.index.cpu()[tokens]] = True
@@ -155,7 +155,7 @@ def diagnose(
         weight=next((name for name, p in parameters.items() if not _finite(p)), None),
         layer=watch.first,
         token=first,
-        bad_samples=len(torch.unique(batch.sample_ids.cpu()[bad])),
+        bad_samples=len(np.unique(batch.sample_ids[bad.numpy()])),
         samples=batch.num_samples,
         gradients=not_finite,
         parameters=len(parameters),
@@ -165,7 +165,7 @@ def diagnose(
 
 
 def _bad_tokens(
-    logprobs: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch, inputs: Any, objective: Objective[Any]
+    logprobs: torch.Tensor, entropy: torch.Tensor, batch: TokenBatch, inputs: Any, objective: Objective
 ) -> tuple[str, torch.Tensor]:
     """What is not finite, and at which loss tokens of a micro-batch (on the host): the first of the three found."""
     in_loss = inputs.weights != 0
@@ -175,25 +175,27 @@ def _bad_tokens(
     if _loss_is_finite(logprobs, entropy, inputs, objective):
         slopes = _slopes(logprobs, entropy, inputs, objective)
         return "derivative of the loss", (~slopes.isfinite()).nonzero()[:, 0].cpu()
-    # a loss is a sum over tokens, so it can be asked for each sample; the tokens then only for the samples found
-    places = torch.arange(len(logprobs), device=logprobs.device)
-    parts = [places[batch.sample_ids == sample] for sample in range(batch.num_samples)]
+    # a loss is a sum over its units, so it can be asked for each sample or pair; of one found each token, or all of it
+    unit = unit_of(objective)
+    ids = torch.from_numpy(batch.group_ids if unit == "pair" else batch.sample_ids)
+    parts = [(ids == one).nonzero()[:, 0].to(logprobs.device) for one in range(batch.num_samples)]
     found = [
         token
         for part in parts
         if not _loss_is_finite(logprobs[part], entropy[part], select_tokens(inputs, part), objective)
         for token in (part[i : i + 1] for i in range(len(part)))
-        if not _loss_is_finite(logprobs[token], entropy[token], select_tokens(inputs, token), objective)
+        if unit != "token"
+        or not _loss_is_finite(logprobs[token], entropy[token], select_tokens(inputs, token), objective)
     ]
-    return "loss", torch.cat(found).cpu() if found else places[:0].cpu()
+    return "loss", torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.long)
 
 
-def _loss_is_finite(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective[Any]) -> bool:
+def _loss_is_finite(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective) -> bool:
     with torch.no_grad():
         return math.isfinite(float(objective(logprobs, entropy, inputs)[0]))
 
 
-def _slopes(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective[Any]) -> torch.Tensor:
+def _slopes(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective) -> torch.Tensor:
     """``[R]``: derivative of the loss by log-probability plus that by entropy."""
     leaves = [logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()]
     loss, _ = objective(leaves[0], leaves[1], inputs)
@@ -203,7 +205,7 @@ def _slopes(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objectiv
     return sum((slope for slope in found if slope is not None), torch.zeros_like(logprobs))
 
 
-def _first_token(what: str, place: int, part: PackedBatch, inputs: Any, whole: PackedBatch) -> BadToken:
+def _first_token(what: str, place: int, part: TokenBatch, inputs: Any, whole: TokenBatch) -> BadToken:
     sample = int(part.sample_ids[place])
     draw, index = int(part.draws[sample]), int(part.indices[sample])
     start = int(part.response_lengths[:sample].sum())
@@ -273,7 +275,7 @@ def _tensors(record: Any) -> dict[str, torch.Tensor]:
 class FaultFolder:
     """RUN/faults: a folder for each skipped update, such as ``step-00012-update-3``, and not more than a few.
 
-    Each holds ``batch.safetensors`` (the fields of the packed batch under ``batch/``, those of the objective's inputs
+    Each holds ``batch.safetensors`` (the arrays of the batch under ``batch/``, those of the objective's inputs
     under ``inputs/``) and ``report.json``.
     """
 
@@ -282,19 +284,20 @@ class FaultFolder:
         self.root = root
         self._decode = decode
 
-    def write(self, name: str, fault: Fault, batch: PackedBatch, inputs: Any, facts: Mapping[str, Any]) -> str:
+    def write(self, name: str, fault: Fault, batch: TokenBatch, inputs: Any, facts: Mapping[str, Any]) -> str:
         """Keep an update, in the place of one of the same name. Returns where, or why not: a full disk ends no run."""
         first = fault.token.sequence if fault.token else 0
         try:
             shutil.rmtree(self.root / name, ignore_errors=True)  # of the same update, before the run was resumed
             self._make_room()
             with new_folder(self.root / name) as staging:
-                part, chosen = _bounded(batch, first)
-                tensors = {f"batch/{key}": value for key, value in _arrays(part.batch).items()}
-                cut = select_tokens(inputs, part.index)
-                tensors |= {f"inputs/{key}": value for key, value in _tensors(cut).items()}
-                ready = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-                save_file(ready, staging / "batch.safetensors")
+                chosen = _bounded(batch, first)
+                part = batch.select(chosen)
+                tensors = {f"batch/{key}": torch.from_numpy(value) for key, value in _arrays(part).items()}
+                index = torch.from_numpy(batch.response_index(chosen)).to(inputs.weights.device)
+                cut = _tensors(select_tokens(inputs, index))
+                tensors |= {f"inputs/{key}": value.detach().cpu().contiguous() for key, value in cut.items()}
+                save_file(tensors, staging / "batch.safetensors")
                 report = {
                     "cause": fault.cause,
                     "advice": fault.advice,
@@ -302,7 +305,7 @@ class FaultFolder:
                     "layers": {key: _number(value) for key, value in fault.layers.items()},
                     "samples_in_batch": batch.num_samples,
                     "samples_kept": len(chosen),
-                    "samples": list(self._samples(part.batch)),
+                    "samples": list(self._samples(part)),
                     "versions": _versions(),
                 }
                 write_json(staging / "report.json", report)
@@ -317,7 +320,7 @@ class FaultFolder:
         for path in kept[1 : max(1, len(kept) - MAX_FOLDERS + 2)]:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _samples(self, batch: PackedBatch) -> Iterator[dict[str, Any]]:
+    def _samples(self, batch: TokenBatch) -> Iterator[dict[str, Any]]:
         ids = batch.token_ids.tolist()
         starts = np.cumsum(batch.lengths) - batch.lengths
         for i in range(min(batch.num_samples, MAX_TEXTS)):
@@ -334,13 +337,13 @@ class FaultFolder:
             yield sample
 
 
-def read_fault(path: Path | str) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
+def read_fault(path: Path | str) -> tuple[TokenBatch, dict[str, torch.Tensor]]:
     """The batch of a skipped update, and the objective's inputs by name, from its ``batch.safetensors``."""
-    parts: dict[str, dict[str, Any]] = {"batch": {}, "inputs": {}}
-    for key, tensor in load_file(path).items():
-        kind, _, name = key.partition("/")
-        parts[kind][name] = tensor.numpy() if name in PER_SEQUENCE and kind == "batch" else tensor
-    return PackedBatch(**parts["batch"]), parts["inputs"]
+    found = load_file(path)
+    batch = {key[6:]: tensor.numpy() for key, tensor in found.items() if key.startswith("batch/")}
+    own = {f.name: batch.pop(f.name) for f in fields(TokenBatch) if f.name in batch}
+    inputs = {key[7:]: tensor for key, tensor in found.items() if key.startswith("inputs/")}
+    return TokenBatch(**own, columns=batch), inputs
 
 
 def norms(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, Any]]:
@@ -354,7 +357,7 @@ def norms(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, A
     }
 
 
-def _bounded(batch: PackedBatch, first: int) -> tuple[Any, list[int]]:
+def _bounded(batch: TokenBatch, first: int) -> IntArray:
     """Whole samples within :data:`MAX_TOKENS`, ``first`` before all others."""
     chosen: list[int] = []
     tokens = 0
@@ -363,16 +366,13 @@ def _bounded(batch: PackedBatch, first: int) -> tuple[Any, list[int]]:
         if chosen and tokens > MAX_TOKENS:
             break
         chosen.append(i)
-    return batch.select(np.asarray(chosen, dtype=np.int64)), chosen
+    return np.asarray(chosen, dtype=np.int64)
 
 
-def _arrays(batch: PackedBatch) -> dict[str, torch.Tensor]:
+def _arrays(batch: TokenBatch) -> dict[str, Any]:
+    """Of the batch and its columns, which have names of their own, by name."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in values.items()
-        if value is not None
-    }
+    return {name: value for name, value in values.items() if name != "columns"} | dict(batch.columns)
 
 
 def _number(value: Any) -> Any:

@@ -12,7 +12,8 @@ from dapo.model.forward import hidden_states, output_head
 from dapo.model.head import chunk_rows, token_logprobs
 from dapo.model.loading import copy_model
 from dapo.model.packed import PackedAttention
-from dapo.training.packing import PackedBatch
+from dapo.records import TokenBatch
+from dapo.training.micro_batch import MicroBatch, micro_batches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +32,14 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, and where batches have to be."""
+        """Where the model is, and where micro-batches are."""
         return torch.device(next(self.model.parameters()).device)
 
-    def evaluate(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def evaluate(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """One forward pass, with gradient if enabled: ``(logprobs [R], entropy [R])`` of the response tokens."""
-        return self.read(self.predicting_states(batch), batch.targets)
+        return self.read(self.predicting_states(part), part.targets)
 
-    def predicting_states(self, batch: PackedBatch) -> torch.Tensor:
+    def predicting_states(self, part: MicroBatch) -> torch.Tensor:
         """The first half of :meth:`evaluate`: hidden states ``[R, d]`` where a response token is predicted.
 
         The backbone runs once over a prompt that several sequences share.
@@ -46,13 +47,10 @@ class Policy:
         # Weights change between uses, and one pass uses each once: a cache of cast weights would only hold memory.
         narrow = self.compute_dtype != torch.float32
         with torch.autocast(self.device.type, self.compute_dtype, enabled=narrow, cache_enabled=False):
-            shared = batch.shared_prompts()
-            context = PackedAttention(
-                batch.lengths.tolist(), batch.token_ids.device, shared.place, shared.shared.tolist()
-            )
-            hidden = hidden_states(self.model, batch.token_ids[shared.kept], batch.position_ids[shared.kept], context)
+            context = PackedAttention(part.batch.lengths.tolist(), part.row_ids.device, part.place, part.shared)
+            hidden = hidden_states(self.model, part.row_ids, part.row_positions, context)
         # index_select and not hidden[...]: it copies whole rows, in half the time on CPU
-        return hidden.index_select(0, shared.place[batch.predictors])
+        return hidden.index_select(0, part.predictors)
 
     @property
     def rows_at_once(self) -> int:
@@ -66,12 +64,12 @@ class Policy:
         )
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
-        """Log-probabilities ``[R]`` (float32, nats, no gradient) of a batch of any size, in micro-batches.
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        """Log-probabilities ``[R]`` (float32, nats, no gradient, on the device) of a batch of any size.
         Raises ConfigError: a sequence is longer than the budget."""
-        out = torch.zeros_like(batch.behaviour_logprobs)
-        for part in batch.micro_batches(self.tokens_per_micro_batch):
-            out[part.index] = self.evaluate(part.batch)[0]
+        out = torch.zeros(batch.num_response_tokens, device=self.device)
+        for part in micro_batches(batch, self.tokens_per_micro_batch, self.device):
+            out[part.index] = self.evaluate(part)[0]
         return out
 
     def frozen_copy(self) -> Policy:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dapo.training.mismatch import Mismatch
+from dapo.training.report import Mismatch
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Totals:
             old_total, old_count = self.statistics.get(name, (0.0, 0.0))
             self.statistics[name] = (old_total + total, old_count + count)
 
-    def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def tokens(self, count: int) -> tuple[Any, Any] | None:
         """Log-probs (float32) and entropies (float16), ``[count]`` each, on the host by one copy; None: none were seen.
 
         Tokens that were not seen have NaN.
@@ -52,7 +52,7 @@ class Totals:
         found = torch.full((2, count), math.nan, device=index.device)
         found[:, index] = torch.stack(values).float()
         logprobs, entropy = found.cpu()
-        return logprobs, entropy.half()
+        return logprobs.numpy(), entropy.half().numpy()
 
 
 class PhaseClock:

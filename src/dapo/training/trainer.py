@@ -1,7 +1,8 @@
 """The trainer: packed token batches in, new weights out. It knows no algorithm, and sees neither prompts nor rewards.
 
-Consumes: a :class:`~dapo.training.packing.PackedBatch` for one optimizer step, a record of per-token inputs and an
-objective that turns log-probabilities into a sum over tokens. Produces: an :class:`UpdateReport` per step and, when
+Consumes: a :class:`~dapo.records.TokenBatch` for one optimizer step, a record of per-token inputs and an
+objective that turns log-probabilities into a sum over tokens. Produces: an
+:class:`~dapo.training.report.UpdateReport` per step and, when
 asked, the weights under a new version number. Waits for nothing but its own device.
 
 Loss and gradient are plain sums over tokens: the divisor is part of the token weights, computed over the whole
@@ -12,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,72 +23,22 @@ from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, changing_parameters, has_adapter
 from dapo.model.compiling import compile_layers
-from dapo.model.head import chunks
+from dapo.records import TokenBatch
 from dapo.training.checkpoint import load_optimizer, load_weights, save_model, save_optimizer
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
-from dapo.training.mismatch import Mismatch, measure_mismatch
+from dapo.training.head_passes import through_head
+from dapo.training.micro_batch import micro_batches
+from dapo.training.mismatch import measure_mismatch
+from dapo.training.objective import Objective, unit_of
 from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
-from dapo.training.packing import PackedBatch, select_tokens
 from dapo.training.policy import Policy
+from dapo.training.report import UpdateReport
 from dapo.training.totals import PhaseClock, Totals
 from dapo.util.process import Stopped
 
 NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
 _LARGE = 2**20
 """Numbers of a tensor that are worth a kernel of their own when all weights are looked at."""
-
-
-class TokenRecord(Protocol):
-    """A dataclass of ``[R]`` tensors. The trainer reads ``weights`` and cuts the rest by token."""
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """Weight of each token in the loss of the whole mini-batch; 0: not in the loss."""
-        ...
-
-
-Inputs = TypeVar("Inputs", bound=TokenRecord)
-InputsIn = TypeVar("InputsIn", bound=TokenRecord, contravariant=True)
-
-
-class Objective(Protocol[InputsIn]):
-    """What a mini-batch is trained on."""
-
-    def __call__(
-        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: InputsIn, /
-    ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-        """``(loss, statistics)`` of some tokens: a scalar that adds up over parts, and name -> (sum, count)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """One optimizer step. ``skipped`` says why the weights were left alone; None: they were updated.
-
-    ``loss``, ``grad_norm`` (before clipping) and ``statistics`` (name -> (sum, count)) are of the whole mini-batch.
-    ``mismatch`` covers its tokens if it is the first update since the weights were published. Sizes are in tokens,
-    times in seconds, on CUDA waited for. ``logprobs`` (float32) and ``entropy`` (float16) are of its response tokens,
-    ``[R]`` on the host, before the update. ``logprobs`` are None where the weights are no longer those that were
-    sampled from, both where nothing was computed.
-    """
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    skipped: str | None
-    tokens: int
-    response_tokens: int
-    loss_tokens: int
-    micro_batches: int
-    statistics: dict[str, tuple[float, float]]
-    mismatch: Mismatch
-    seconds_forward: float
-    seconds_backward: float
-    seconds_optimizer: float
-    logprobs: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    entropy: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    computed_tokens: int = 0
-    """Those that went through the model: a prompt that samples share does so once. 0: of an older version."""
 
 
 class Trainer:
@@ -167,7 +117,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Where batches have to be."""
+        """Where the inputs of an objective have to be."""
         return self.policy.device
 
     @property
@@ -195,11 +145,11 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
 
-    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
         """Log-probabilities ``[R]`` of the response tokens under the current weights, without gradient."""
         return self.policy.logprobs(batch)
 
-    def update(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs]) -> UpdateReport:
+    def update(self, batch: TokenBatch, inputs: Any, objective: Objective) -> UpdateReport:
         """One optimizer step on one mini-batch.
 
         It is skipped, with weights and optimizer state untouched, if no token is in the loss, or if loss, gradient or
@@ -207,7 +157,7 @@ class Trainer:
 
         Args:
             batch: the mini-batch, R response tokens.
-            inputs: what the objective needs of these R tokens.
+            inputs: what the objective needs of these R tokens, on :attr:`device`.
 
         Raises:
             ConfigError: a sequence is longer than the token budget.
@@ -336,37 +286,25 @@ class Trainer:
     # --- one update -----------------------------------------------------------------------------------------------
 
     def _accumulate(
-        self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], totals: Totals, clock: PhaseClock
+        self, batch: TokenBatch, inputs: Any, objective: Objective, totals: Totals, clock: PhaseClock
     ) -> None:
         """Add up gradient, loss and statistics over micro-batches."""
-        for part in batch.micro_batches(self.policy.tokens_per_micro_batch):
+        whole_groups = unit_of(objective) == "pair"
+        for part in micro_batches(batch, self.policy.tokens_per_micro_batch, self.device, whole_groups):
             if not part.batch.num_response_tokens:
                 continue
             totals.micro_batches += 1
-            totals.computed_tokens += part.batch.num_computed_tokens
+            totals.computed_tokens += part.num_computed_tokens
             with clock("forward"):
-                states, targets = self.policy.predicting_states(part.batch), part.batch.targets
-            found, entropies, slopes = [], [], []
-            # the loss is a sum over tokens: each chunk is done with while its logits are there
-            for rows in chunks(len(targets), self.policy.rows_at_once):
-                with clock("forward"):
-                    leaf = states.detach()[rows].requires_grad_()
-                    logprobs, entropy = self.policy.read(leaf, targets[rows])
-                    cut = select_tokens(inputs, part.index[rows])
-                    loss, statistics = objective(logprobs, entropy, cut)
-                with clock("backward"):
-                    torch.autograd.backward(loss)
-                found.append(logprobs.detach())
-                entropies.append(entropy.detach())
-                assert leaf.grad is not None
-                slopes.append(leaf.grad)
-                # a loss may be finite without them: a ratio is clipped, be its logarithm minus infinity
-                totals.add(loss.detach(), statistics, ((cut.weights != 0) & ~found[-1].isfinite()).sum())
+                states = self.policy.predicting_states(part)
+            logprobs, entropy, slopes = through_head(
+                self.policy, part, states.detach(), inputs, objective, totals, clock
+            )
             with clock("backward"):
-                torch.autograd.backward(states, torch.cat(slopes))
-            totals.seen.append((part.index, torch.cat(found), torch.cat(entropies)))
+                torch.autograd.backward(states, slopes)
+            totals.seen.append((part.index, logprobs, entropy))
             if not self._unpublished:  # later a difference is what was learned, and no mismatch
-                totals.mismatch += measure_mismatch(part.batch, totals.seen[-1][1], self.version)
+                totals.mismatch += measure_mismatch(part.batch, logprobs, self.version)
 
     def _apply(self, totals: Totals) -> tuple[float, bool]:
         """Clip and step, unless something is not finite: ``(norm before clipping, whether the step was made)``."""
@@ -382,7 +320,7 @@ class Trainer:
         self._skipped_in_row = 0
         return norm, True
 
-    def _diagnosis(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs]) -> Fault:
+    def _diagnosis(self, batch: TokenBatch, inputs: Any, objective: Objective) -> Fault:
         """What went wrong. That it cannot be found out (for want of memory, say) must not end what only skips."""
         try:
             return diagnose(self.policy, batch, inputs, objective, self._parameters)
@@ -391,7 +329,7 @@ class Trainer:
                 raise
             return Fault(None, None, None, 0, batch.num_samples, (), len(self._parameters), None, {})
 
-    def _skip(self, batch: PackedBatch, inputs: Inputs, objective: Objective[Inputs], loss: float, norm: float) -> str:
+    def _skip(self, batch: TokenBatch, inputs: Any, objective: Objective, loss: float, norm: float) -> str:
         """Count an update that is not finite, find out why and keep it: what there is to say.
         Raises NumericalError: too many in a row."""
         fault = self._diagnosis(batch, inputs, objective)

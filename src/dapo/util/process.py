@@ -22,32 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, TypeVarTuple
 
+from dapo.util.tasks import until_done
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-class Clock:
-    """Seconds by phase. A phase may have several laps; they add up."""
-
-    def __init__(self, laps: dict[str, float] | None = None) -> None:
-        """``laps``: what has been counted already, to be added to."""
-        self._last = time.perf_counter()
-        self.laps = {} if laps is None else laps
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap went into ``phase``."""
-        now = time.perf_counter()
-        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Count time that another process took."""
-        self.laps[phase] = self.laps.get(phase, 0.0) + seconds
-
-    @property
-    def total(self) -> float:
-        """All laps, and the time since the last one."""
-        return sum(self.laps.values()) + time.perf_counter() - self._last
 
 
 async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolExecutor | None = None) -> T:
@@ -62,11 +40,8 @@ async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolEx
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):  # a second Ctrl-C stops no thread either
-                await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()  # taken note of: the cancellation matters more
+        with contextlib.suppress(asyncio.CancelledError):  # a second Ctrl-C stops no thread either
+            await until_done(work)
         raise
 
 

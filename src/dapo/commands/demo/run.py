@@ -62,12 +62,13 @@ def run_demo(
     }
     folder.write_summary(summary)
     if console is not None:
-        assert experiment.before is not None and experiment.after is not None  # the demo has held-out rows
+        before, after = experiment.evaluator.before, experiment.evaluator.after
+        assert before is not None and after is not None  # the demo has held-out rows
         said = (
             f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward "
         )
         lines = (f"{said}saw the final answer only.", _control(config.data.shuffle_answers))
-        groups = (experiment.before.groups, experiment.after.groups)
+        groups = (before.groups, after.groups)
         print_change(console, summary, "expressions", (("right answers", "greedy"),), groups, _expression, lines)
     return summary
 
@@ -195,12 +196,13 @@ def run_word_problems(
 
     experiment = Experiment(config, listener, RunOverrides())
     summary = run_to_end(experiment, shutdown)
-    assert experiment.before is not None and experiment.after is not None  # there are held-out rows
-    for name, evaluation in zip(WHEN, (experiment.before, experiment.after), strict=True):
+    before, after = experiment.evaluator.before, experiment.evaluator.after
+    assert before is not None and after is not None  # there are held-out rows
+    for name, evaluation in zip(WHEN, (before, after), strict=True):
         summary |= {f"{share}_{name}": value for share, value in shares(evaluation).items()}
     experiment.folder.write_summary(summary)
     if console is not None:
-        groups = (experiment.before.groups, experiment.after.groups)
+        groups = (before.groups, after.groups)
         said = f"{summary['seconds_total']:.0f} s in all. No pair of numbers is in both training and held-out problems."
         print_change(console, summary, "problems", _SHOWN_SHARES, groups, _question, (said,))
     return summary

@@ -16,9 +16,10 @@ from dapo.algorithm.objective import DapoObjective, TokenInputs, clipped_loss, p
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.commands.replay.stored import StoredStep
 from dapo.config import Config
-from dapo.orchestrator.batch_builder import Update
-from dapo.records import Group, Sample
-from dapo.training.packing import PackedBatch, pack, select_tokens
+from dapo.records import Group, Sample, TokenBatch
+from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
+from dapo.training.objective import Objective, unit_of
+from dapo.training.packing import pack
 from dapo.training.policy import Policy
 
 _VERDICTS = ("all_right", "all_wrong", "flat", "too_few_scored")
@@ -124,16 +125,17 @@ def planned_updates(groups: Sequence[Group], config: Config) -> list[dict[str, A
     packed = pack([g if g.prompt.token_ids else replace(g, prompt=replace(g.prompt, token_ids=(0,))) for g in groups])
     found: list[dict[str, Any]] = []
     for _ in range(config.training.epochs_per_rollout):
-        for batch in packed.updates(config.training.groups_per_update):
+        for batch in packed.minibatches(config.training.groups_per_update):
+            mask, sample_ids, group_ids = map(torch.from_numpy, (batch.mask, batch.sample_ids, batch.group_ids))
             weights = token_weights(
                 config.algorithm.loss_agg_mode,
-                mask=batch.mask,
-                sample_ids=batch.sample_ids,
-                group_ids=batch.group_ids,
+                mask=mask,
+                sample_ids=sample_ids,
+                group_ids=group_ids,
                 num_samples=batch.num_samples,
                 constant=config.algorithm.loss_constant or config.rollout.max_response_length,
             )
-            used = weights[batch.mask]
+            used = weights[mask]
             found.append(
                 {
                     "update": len(found),
@@ -179,14 +181,27 @@ def _close(was: Any, now: Any, tolerance: float) -> bool:
     return numbers and math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance / 100)
 
 
-def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, count: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """One optimizer step: the mini-batch and the objective's inputs for its R response tokens."""
+
+    batch: TokenBatch
+    inputs: TokenInputs
+
+
+def gradient_norms(policy: Policy, update: Update, objective: Objective, count: int) -> list[dict[str, Any]]:
     """Loss and gradient norm of single samples: their parts of the sums that the update adds up.
-    ``policy``: with the weights before the update. ``count``: look at so many, those first whose tokens weigh most
-    (weight times advantage); one backward pass each."""
+
+    Args:
+        policy: with the weights before the update.
+        count: look at so many, those first whose tokens weigh most (weight times advantage); one backward pass each.
+    """
     batch, inputs = update.batch, update.inputs
+    if unit_of(objective) == "pair":  # a sample alone has no loss
+        return []
     stakes = (inputs.weights * inputs.advantages.abs().nan_to_num()).double()
     by_sample = torch.zeros(batch.num_samples, dtype=torch.float64, device=stakes.device)
-    by_sample = by_sample.index_add(0, batch.sample_ids, stakes)
+    by_sample = by_sample.index_add(0, torch.from_numpy(batch.sample_ids).to(stakes.device), stakes)
     order = torch.argsort(by_sample, descending=True, stable=True).tolist()
     found = []
     for number in order[:count]:
@@ -196,9 +211,9 @@ def gradient_norms(policy: Policy, update: Update, objective: DapoObjective, cou
     return found
 
 
-def _gradient_norm(policy: Policy, update: Update, objective: DapoObjective, number: int) -> tuple[float, float]:
-    part, inputs = _alone(update, number)
-    if not part.num_response_tokens:
+def _gradient_norm(policy: Policy, update: Update, objective: Objective, number: int) -> tuple[float, float]:
+    part, inputs = _alone(policy, update, number)
+    if not len(part.targets):
         return 0.0, 0.0
     with torch.enable_grad():
         logprobs, entropy = policy.evaluate(part)
@@ -209,9 +224,9 @@ def _gradient_norm(policy: Policy, update: Update, objective: DapoObjective, num
     return float(loss.detach()), float(norm)
 
 
-def _alone(update: Update, number: int) -> tuple[PackedBatch, TokenInputs]:
-    part = update.batch.select(np.array([number]))
-    return part.batch, select_tokens(update.inputs, part.index)
+def _alone(policy: Policy, update: Update, number: int) -> tuple[MicroBatch, TokenInputs]:
+    part = micro_batch(update.batch, np.array([number]), policy.device)
+    return part, select_tokens(update.inputs, part.index)
 
 
 def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str, Any]]:
@@ -222,34 +237,51 @@ def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str
 
 
 @torch.no_grad()
-def traced_tokens(policy: Policy, update: Update, objective: DapoObjective, number: int) -> list[dict[str, Any]]:
+def traced_tokens(policy: Policy, update: Update, objective: Objective, number: int) -> list[dict[str, Any]]:
     """What the objective makes of each token of a sample: ``trainer_logprob``, ``ratio`` (to the proximal policy),
     ``advantage``, ``importance``, ``in_loss``, ``clip`` (``low``, ``high``, ``dual`` or None), ``entropy`` in nats and
-    ``loss``, its contribution to the loss of the update.
-    ``policy``: with the weights before the update. ``number``: of the sample in the update's batch."""
-    part, inputs = _alone(update, number)
-    if not part.num_response_tokens:
+    ``loss``, its contribution to the loss of the update. Of an objective of the user's there is neither ``clip`` nor
+    ``loss``.
+
+    Args:
+        policy: with the weights before the update.
+        number: of the sample in the update's batch.
+    """
+    part, inputs = _alone(policy, update, number)
+    if not len(part.targets):
         return []
     logprobs, entropy = policy.evaluate(part)
-    known = inputs.selected()
-    ratio = policy_ratio(logprobs, inputs.proximal_logprobs)
-    safe = torch.where(inputs.mask, logprobs, 0)
-    low, high, c = objective.clip_ratio_low, objective.clip_ratio_high, objective.clip_ratio_c
-    loss = clipped_loss(safe, known.proximal_logprobs, known.advantages, known.importance, low=low, high=high, c=c)
-    if objective.kl_in_loss and known.reference_logprobs is not None:
-        loss = loss + objective.kl_coef * kl_estimate(safe, known.reference_logprobs, objective.kl_estimator)
     columns = {
         "trainer_logprob": logprobs,
-        "ratio": ratio,
+        "ratio": policy_ratio(logprobs, inputs.proximal_logprobs),
         "advantage": inputs.advantages,
         "importance": inputs.importance,
         "in_loss": inputs.mask,
         "entropy": entropy,
-        "loss": known.weights * loss,
     }
+    if isinstance(objective, DapoObjective):
+        columns["loss"] = _losses(logprobs, inputs, objective)
     lists = {name: [plain_number(value) for value in column.tolist()] for name, column in columns.items()}
     rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
-    return [{**row, "clip": _clip(row, objective)} for row in rows]
+    return [{**row, "clip": _clip(row, objective)} if isinstance(objective, DapoObjective) else row for row in rows]
+
+
+def _losses(logprobs: torch.Tensor, inputs: TokenInputs, objective: DapoObjective) -> torch.Tensor:
+    """Of each token, with its weight."""
+    known = inputs.selected()
+    safe = torch.where(inputs.mask, logprobs, 0)
+    loss = clipped_loss(
+        safe,
+        known.proximal_logprobs,
+        known.advantages,
+        known.importance,
+        low=objective.clip_ratio_low,
+        high=objective.clip_ratio_high,
+        c=objective.clip_ratio_c,
+    )
+    if objective.kl_in_loss and known.reference_logprobs is not None:
+        loss = loss + objective.kl_coef * kl_estimate(safe, known.reference_logprobs, objective.kl_estimator)
+    return known.weights * loss
 
 
 def _clip(row: dict[str, Any], objective: DapoObjective) -> str | None:

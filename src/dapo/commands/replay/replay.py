@@ -29,11 +29,10 @@ from dapo.model.loading import load_tokenizer, read_config, stop_token_ids, with
 from dapo.model.placement import determinism
 from dapo.observe.changes import config_of_step
 from dapo.observe.run_view import RunView
-from dapo.orchestrator.batch_builder import Update, shape
+from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.step_metrics import statistic
 from dapo.records import Group, Sample
-from dapo.training.mismatch import Mismatch
-from dapo.training.trainer import UpdateReport
+from dapo.training.report import Mismatch, UpdateReport
 
 _TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
 """Relative difference of loss and gradient norm that other hardware or another order of additions may make."""
@@ -88,7 +87,8 @@ def replay(
     _require_step(view, step)
     stored = read_step(view.folder, step)
     wanted = _wanted(stored, sample)
-    again = [shape(group, config) for group in stored.trained]
+    in_memory = view.algorithm_from_python
+    again = stored.trained if in_memory else list(map(BatchBuilder(config).shape, stored.trained))
     planned = recompute.planned_updates(stored.trained, config)
     if update is not None and not 0 <= update < len(planned):
         there = f"there are 0 to {len(planned) - 1}" if planned else "it has none: there was nothing to train on"
@@ -242,7 +242,7 @@ class _Trace:
     traced: list[dict[str, Any]] | None = None
     traced_in: int | None = None
 
-    def visit(self, number: int, update: Update, objective: Any) -> None:
+    def visit(self, number: int, update: recompute.Update, objective: Any) -> None:
         assert self.rerun is not None
         policy = self.rerun.trainer.policy
         if self.update not in (None, number):
@@ -284,6 +284,8 @@ def _make_updates(
         return give_up(stored.no_tokens)
     if not stored.trained:
         return give_up("there was nothing to train on")
+    if in_memory := view.algorithm_from_python:
+        return give_up(f"trained with {' and '.join(in_memory)} from Python, which the folder does not hold")
     start = find_start(view.folder, config, found.step, trace.update or 0)
     if isinstance(start, str) and trace.update is None:  # those after a checkpoint from inside of the step, if any
         inside = find_start(view.folder, config, found.step, len(found.updates) - 1)

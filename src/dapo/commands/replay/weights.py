@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from dapo.algorithm.objective import DapoObjective
-from dapo.commands.replay.recompute import Difference, faults, reports_differ
+from dapo.commands.replay.recompute import Difference, Update, faults, reports_differ
 from dapo.commands.replay.stored import StoredStep, read_step
 from dapo.config import Config
 from dapo.errors import ConfigError, UserError
@@ -24,15 +23,17 @@ from dapo.observe.checkpoints import CheckpointId, Checkpoints, damages
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import tokens_path
-from dapo.orchestrator.batch_builder import Batch, BatchBuilder, Update
+from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.state import read_state
-from dapo.records import Group
+from dapo.records import Group, TokenBatch
+from dapo.training.learner import LocalLearner
 from dapo.training.lora import load_trainable
-from dapo.training.packing import PackedBatch, pack
-from dapo.training.trainer import Trainer, UpdateReport
+from dapo.training.packing import advantage_column, pack
+from dapo.training.report import UpdateReport
+from dapo.training.trainer import Trainer
 from dapo.util.files import holds_model
 
-Visit = Callable[[int, Update, DapoObjective], None]
+Visit = Callable[[int, Update, Any], None]
 """Called before an update is made, with its number in the step."""
 
 
@@ -115,14 +116,15 @@ class Rerun:
         set_threads(config, model)
         dtype = getattr(torch, config.model.compute_dtype)
         self.trainer = Trainer(model, config.training, config.rollout.temperature, dtype)
-        self.preparer = BatchBuilder(config, self.trainer.policy)
+        self.preparer = BatchBuilder(config)
+        self.learner = LocalLearner(self.trainer, config, self.preparer.kl)
         self._step = start.place.steps  # steps done
         self._under_way: dict[str, Any] | None = None
         if not start.is_beginning or start.folder != before:
             self.trainer.load(start.folder / "model")
         if state:
             self.trainer.load_state(start.folder / "optimizer")
-            self.preparer.use(of_step(start.place.begun))
+            self._use(of_step(start.place.begun))
             self.preparer.load_state(state["prepare"])
             self._under_way = state["step"] if start.place.updates else None
 
@@ -145,16 +147,16 @@ class Rerun:
         if self._under_way is not None:
             batch, earlier, self._under_way = self._under_way["batch"], self._under_way["reports"], None
             self.shaped = None
-            batch = replace(batch, packed=batch.packed.to(self.trainer.device))
         else:
             batch = self._batch(stored)
-        objective = self.preparer.objective
-        for number, update in enumerate(self.preparer.updates(batch.packed, done=len(earlier)), start=len(earlier)):
+        objective, watched = self.learner.objective, self.learner.watched_objective
+        for number, mini in self.preparer.minibatches(batch, start=len(earlier)):
             if last is not None and number > last:
                 return reports
+            update = Update(mini, self.learner.inputs(mini))
             if visit is not None:
                 visit(number, update, objective)
-            reports[number] = self.trainer.update(update.batch, update.inputs, objective)
+            reports[number] = self.trainer.update(mini, update.inputs, watched)
             self._compare(stored, number, reports[number])
         self.preparer.observe([*earlier, *reports.values()], batch)
         self.trainer.publish()
@@ -164,23 +166,25 @@ class Rerun:
     def _begin(self, stored: StoredStep) -> None:
         """With the settings of the step; a rate that falls follows clock and length of the run, so as recorded."""
         config = self._of_step(stored.step)
-        self.trainer.use(config.training)
-        self.preparer.use(config)
+        self._use(config)
         self.trainer.begin_step(stored.step - 1)
         if config.training.final_learning_rate is not None and stored.reports:
             self.trainer.set_learning_rate(stored.reports[0]["learning_rate"])
 
-    def _batch(self, stored: StoredStep) -> Batch:
+    def _use(self, config: Config) -> None:
+        self.learner.use(config)
+        self.preparer.use(config)
+
+    def _batch(self, stored: StoredStep) -> TokenBatch:
         """The batch with the advantages that were recorded, which are those that the run trained on."""
         self._require_vocabulary(stored)
         try:
-            prepared = self.preparer.batch(stored.trained, self.trainer.version)
-            recorded = pack(stored.trained, self.trainer.device)
+            annotated = self.learner.annotated(self.preparer.build(stored.trained))
+            self.shaped, batch = self.preparer.finish(stored.trained, annotated)
+            recorded = advantage_column(stored.trained)
         except ValueError as error:
             raise UserError(f"step {stored.step}: its stored samples do not make a batch: {error}") from None
-        self.shaped = prepared.groups
-        packed: PackedBatch = replace(prepared.packed, advantages=recorded.advantages, mask=recorded.mask)
-        return replace(prepared, packed=packed)
+        return replace(batch, mask=pack(stored.trained).mask).with_columns(advantages=recorded)
 
     def _require_vocabulary(self, stored: StoredStep) -> None:
         """Raises UserError: a token that the model does not have, which a GPU would fail on without a word of it."""

@@ -14,7 +14,7 @@ import contextvars
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -137,6 +137,7 @@ class NativeEngine:
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
         self._incomplete: int | None = None  # version of weights that have not arrived whole
+        self._missing: set[str] = set()
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -190,30 +191,38 @@ class NativeEngine:
         await self._call(lambda: found.extend(self._decoder.drafts()))
         return found
 
-    async def load_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        await self._call(lambda: self._copy_weights(version, tensors))
+    async def begin(self, version: int) -> None:
+        await self._call(lambda: self._begin(version))
 
-    def _copy_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _begin(self, version: int) -> None:
         if version < self.version:
             raise EngineError(f"weights: version {version} was given after version {self.version}")
-        missing = set(self._parameters)
-        targets: list[torch.Tensor] = []
-        given: list[torch.Tensor] = []
-        self._incomplete = version
-        with torch.no_grad():
-            for name, tensor in tensors:
-                target = self._parameters.get(name)
-                if target is None or target.shape != tensor.shape:
-                    have = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
-                    raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
-                targets.append(target)
-                given.append(tensor)
-                missing.discard(name)
-            torch._foreach_copy_(targets, given)  # in one call: launches would take longer than the bytes
-        if missing:
-            raise EngineError(f"weights: {len(missing)} parameters were not given, such as {min(missing)}")
+        self._incomplete, self._missing = version, set(self._parameters)
+
+    async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        await self._call(lambda: self._put(bucket))
+
+    @torch.no_grad()
+    def _put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in bucket:
+            target = self._parameters.get(name)
+            if target is None or target.shape != tensor.shape:
+                have = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
+                raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
+        if bucket:  # in one call: launches would take longer than the bytes
+            torch._foreach_copy_([self._parameters[name] for name, _ in bucket], [tensor for _, tensor in bucket])
+        self._missing.difference_update(name for name, _ in bucket)
+
+    async def commit(self) -> None:
+        await self._call(self._commit)
+
+    def _commit(self) -> None:
+        if self._incomplete is None:
+            raise EngineError("weights: a commit without a begin")
+        if self._missing:
+            raise EngineError(f"weights: {len(self._missing)} parameters were not given, such as {min(self._missing)}")
+        self._decoder.use_weights(self._incomplete)
         self._incomplete = None
-        self._decoder.use_weights(version)
 
     async def sleep(self) -> None:
         def drop() -> None:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from dapo.algorithm.shaping import shape_rewards
 from dapo.config import build_config
-from dapo.errors import RewardError, StarvedError
-from dapo.orchestrator.buffer import ExperienceBuffer, FillStats
-from dapo.orchestrator.rollout_batch import Filling
+from dapo.errors import DataError, RewardError, StarvedError
+from dapo.orchestrator.collector import Collector
+from dapo.orchestrator.dynamic_sampling import DynamicSampling
+from dapo.orchestrator.rollout_batch import FillStats
 from dapo.orchestrator.state import read_state, write_state
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Engine, EngineError
@@ -30,15 +31,22 @@ MIXED, RIGHT, WRONG = (1, 0, 1), (1, 1, 1), (0, 0, 0)
 
 @dataclass
 class FakeSource:
-    """Rows 0, 1, 2, ... for ever. All prompts have the same text (entry 74)."""
+    """Rows 0, 1, 2, ... for ever, or to an end. All prompts have the same text (entry 74)."""
 
     rows: int = 10**6
     position: int = 0
+    end: int = 10**9
+    heard: list = field(default_factory=list)
 
-    def draw(self):
+    def next(self):
+        if self.position == self.end:
+            return None
         self.position += 1
         row = (self.position - 1) % self.rows
         return Prompt(row, "2+2?", (5, 6), answer=str(row), meta={"row": row})
+
+    def feedback(self, groups):
+        self.heard += groups
 
     def state(self):
         return {"position": self.position}
@@ -61,6 +69,7 @@ class FakeEngine:
     requests: list = field(default_factory=list)
     came_back: Counter = field(default_factory=Counter)
     open_streams: int = 0
+    asleep: bool = False
     spoil: object = None
     """Called with (engine, sample) before a sample is handed out; returns samples to hand out."""
 
@@ -86,14 +95,20 @@ class FakeEngine:
         tokens = np.array([request.id, seeds.index(request.seeds[index]), 9], np.int32)
         return Sample(request.id, index, tokens, np.full(3, -0.1, np.float32), tokens * 0 + self.version, "stop")
 
-    async def load_weights(self, version, tensors):
+    async def begin(self, version):
         self.version = version
 
-    async def sleep(self):
+    async def put(self, bucket):
         pass
 
-    async def wake(self):
+    async def commit(self):
         pass
+
+    async def sleep(self):
+        self.asleep = True
+
+    async def wake(self):
+        self.asleep = False
 
     async def close(self):
         pass
@@ -132,7 +147,7 @@ def decode(tokens):
 
 
 def make(rule, *, seed=0, changes=None, rows=10**6, **engine):
-    """A buffer on fakes; ``changes`` are dotted config keys."""
+    """A collector on fakes; ``changes`` are dotted config keys."""
     tree = {
         "model": {"path": "none"},
         "rollout": {"prompts_per_step": N, "samples_per_prompt": G, "max_concurrent_samples": 12},
@@ -146,9 +161,7 @@ def make(rule, *, seed=0, changes=None, rows=10**6, **engine):
         place[last] = value
     rng = random.Random(seed)
     source, scorer = FakeSource(rows), FakeScorer(rule, random.Random(seed))
-    return ExperienceBuffer(
-        source, FakeEngine(rng, rows, tree.get("seed", 0), **engine), scorer, decode, build_config(tree)
-    )
+    return Collector(source, FakeEngine(rng, rows, tree.get("seed", 0), **engine), scorer, decode, build_config(tree))
 
 
 def run(work):
@@ -163,11 +176,21 @@ def run(work):
     return asyncio.run(guarded())
 
 
-def fill(buffer, step=0, **options):
+async def taken(collector, step=0, version=None):
+    count = collector._config.rollout.prompts_per_step
+    return await collector.take(step, count, collector.engine.version if version is None else version)
+
+
+async def one_round(collector, step=0, version=None):
+    async with collector.running():
+        return await taken(collector, step, version)
+
+
+def fill(collector, step=0, version=None):
     try:
-        return run(buffer.fill(step, **options))
+        return run(one_round(collector, step, version))
     finally:
-        assert buffer._engine.open_streams == 0 and buffer._scorer.running == 0
+        assert collector.engine.open_streams == 0 and collector._scorer.running == 0
 
 
 def through_a_file(folder, state):
@@ -204,14 +227,14 @@ def test_first_n_in_draw_order(task, timing, rate, staleness, deterministic):
         "runtime.deterministic": deterministic,
         "algorithm.filter_groups.max_num_gen_batches": 50,
     }
-    buffer = make(rule, seed=timing, changes=changes, slow=(1, 5))
-    result = fill(buffer)
+    collector = make(rule, seed=timing, changes=changes, slow=(1, 5))
+    result = fill(collector)
     assert draws(result.groups) == good[:N]
-    engine, stats = buffer._engine, result.stats
+    engine, stats = collector.engine, result.stats
     assert [r.id for r in engine.requests] == list(range(stats.drawn))
     assert set(engine.came_back.values()) == {1}
     finished = {g.draw for g in result.groups} | {g.draw for g, _ in result.rejected}
-    assert len(finished) + stats.cancelled == stats.drawn == buffer._source.position
+    assert len(finished) + stats.cancelled == stats.drawn == collector._source.position
     assert stats.all_right + stats.all_wrong + stats.mixed == len(finished)
     assert stats.samples == sum(engine.came_back.values()) and stats.tokens == 3 * stats.samples
     for group in result.groups:
@@ -236,9 +259,9 @@ def test_refill_instead_of_shrinking():
 
 def test_requests():
     changes = {"seed": 7, "rollout.temperature": 0.5, "rollout.max_response_length": 4096}
-    buffer = make(every_second, changes=changes, rows=3)
-    fill(buffer)
-    for request in buffer._engine.requests:
+    collector = make(every_second, changes=changes, rows=3)
+    fill(collector)
+    for request in collector.engine.requests:
         assert request.prompt_ids == (5, 6)
         assert request.seeds == tuple(sample_seed(7, request.id % 3, request.id, i) for i in range(G))
         assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 4096)
@@ -247,16 +270,16 @@ def test_requests():
 
 def test_same_row_again_is_another_group():
     """Entries 20 and 74: two rows only, with the same text; groups do not mix and their seeds differ."""
-    buffer = make(lambda row: MIXED, rows=2)
-    result = fill(buffer)
+    collector = make(lambda row: MIXED, rows=2)
+    result = fill(collector)
     assert [(g.draw, g.prompt.row) for g in result.groups] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert len({seed for r in buffer._engine.requests for seed in r.seeds}) == N * G
+    assert len({seed for r in collector.engine.requests for seed in r.seeds}) == N * G
 
 
 def test_shaped_reward_is_not_looked_at():
-    """Entry 27: what leaves the buffer is raw, and a group of wrong answers never gets through for its lengths."""
-    buffer = make(lambda row: MIXED if row >= N else WRONG, changes={"algorithm.overlong_buffer.enable": True})
-    result = fill(buffer)
+    """Entry 27: what leaves the collector is raw, and a group of wrong answers never gets through for its lengths."""
+    collector = make(lambda row: MIXED if row >= N else WRONG, changes={"algorithm.overlong_buffer.enable": True})
+    result = fill(collector)
     assert draws(result.groups) == [4, 5, 6, 7]
     assert all(np.isnan(s.shaped_reward) for g in result.groups for s in g.samples)
     group, status = result.rejected[0]
@@ -297,11 +320,11 @@ def test_accuracy_without_correct():
 def test_surplus_is_cancelled_or_counted_on_policy():
     """Entry 25: with max_staleness 0 no group is carried over, and none disappears without being counted."""
     for seed in range(10):
-        buffer = make(every_second, seed=seed, changes={"rollout.max_concurrent_samples": 200})
-        stats = fill(buffer).stats
+        collector = make(every_second, seed=seed, changes={"rollout.max_concurrent_samples": 200})
+        stats = fill(collector).stats
         assert stats.mixed == N + stats.surplus and stats.carried == 0
         assert stats.all_right + stats.all_wrong + stats.mixed + stats.cancelled == stats.drawn
-        assert buffer.state()["carried"] == ()
+        assert collector.state()["carried"] == ()
 
 
 def test_stops_early():
@@ -310,9 +333,9 @@ def test_stops_early():
     def rule(row):
         return MIXED if row != 0 else WRONG
 
-    buffer = make(rule, changes={"rollout.max_concurrent_samples": 60}, slow=tuple(range(6, 60)))
-    buffer._keep_rate.learn(1, 60)  # so low that far too many are drawn
-    result = fill(buffer)
+    collector = make(rule, changes={"rollout.max_concurrent_samples": 60}, slow=tuple(range(6, 60)))
+    collector._position.rate.learn(1, 60)  # so low that far too many are drawn
+    result = fill(collector)
     assert draws(result.groups) == [1, 2, 3, 4]
     assert result.stats.cancelled > 10 and result.stats.wasted_tokens >= 3 * 3 * result.stats.surplus
     assert result.stats.samples < result.stats.drawn * G
@@ -323,13 +346,13 @@ def test_stops_early():
 def test_surplus_is_carried_over():
     """Entry 25: batch 4; the surplus of one step comes first in the next, while it is fresh."""
     changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
-    buffer = make(every_second, changes=changes)
-    buffer._keep_rate.learn(10, 60)
-    first = fill(buffer)
+    collector = make(every_second, changes=changes)
+    collector._position.rate.learn(10, 60)
+    first = fill(collector)
     assert first.stats.carried >= 2 and first.stats.surplus == first.stats.cancelled == 0
     carried = [g.draw for g, status in first.rejected if status == "carried"]
-    buffer._engine.version = 1
-    second = fill(buffer, 1)
+    collector.engine.version = 1
+    second = fill(collector, 1)
     numbers = draws(second.groups)
     assert draws(first.groups) + numbers == [1, 3, 5, 7, 9, 11, 13, 15]
     assert numbers[: len(carried)] == carried[:N]
@@ -342,21 +365,20 @@ def test_surplus_is_carried_over():
 def test_carried_groups_over_the_limit_are_dropped_and_counted():
     changes = {"rollout.max_staleness": 1, "rollout.max_response_length": 5, "algorithm.overlong_buffer.len": 1}
     carried = [waiting_group(0, 5, 0), waiting_group(1, 6, 0), waiting_group(2, 9, 0)]
-    buffer = in_order(every_second, carried, version=0, changes=changes)
-    assert buffer.drop_longer() == 2 and buffer.drop_longer() == 0
-    assert [group.draw for group in buffer.state()["carried"]] == [0]
+    collector = in_order(every_second, carried, version=0, changes=changes)
+    assert collector.drop_longer() == 2 and collector.drop_longer() == 0
+    assert [group.draw for group in collector.state()["carried"]] == [0]
 
 
 def test_stale_groups_are_dropped_and_counted():
     changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
-    for train_version in (None, 2):  # the engine is two versions on, or the trainer will be
-        buffer = make(every_second, changes=changes)
-        buffer._keep_rate.learn(10, 60)
-        carried = fill(buffer).stats.carried
-        buffer._engine.version = 2 if train_version is None else 1
-        second = fill(buffer, 1, train_version=train_version)
-        assert second.stats.stale == carried and second.stats.kept == N
-        assert all(g.samples[0].versions[0] >= 1 for g in second.groups)
+    collector = make(every_second, changes=changes)
+    collector._position.rate.learn(10, 60)
+    carried = fill(collector).stats.carried
+    collector.engine.version = 1
+    second = fill(collector, 1, version=2)  # that of the trainer
+    assert second.stats.stale == carried and second.stats.kept == N
+    assert all(g.samples[0].versions[0] >= 1 for g in second.groups)
 
 
 def sample_of(number, index, length, version, reward=None):
@@ -372,11 +394,9 @@ def waiting_group(number, length, version):
 
 
 class InOrder(FakeEngine):
-    """Samples in the order asked for, each of request ``r`` of r + 2 tokens; those of ``never`` do not come, and
-    weights of version ``late`` arrive while a stream without its last samples is closed."""
+    """Samples in the order asked for, each of request ``r`` of r + 2 tokens; those of ``never`` do not come."""
 
     never = ()
-    late = None
 
     async def generate(self, requests):
         self.open_streams += 1
@@ -387,9 +407,6 @@ class InOrder(FakeEngine):
                     yield sample_of(number, index, number + 2, self.version)
             if set(asked) & set(self.never):
                 await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.version = self.version if self.late is None else self.late
-            raise
         finally:
             self.open_streams -= 1
 
@@ -399,14 +416,14 @@ class AtOnce(random.Random):
         return 0
 
 
-def in_order(rule, carried, *, version, changes, never=(), late=None):
-    """A buffer with groups of earlier steps, numbered from 0, whose engine and scorer finish things in order."""
-    buffer = make(rule, changes=changes)
-    buffer._engine, buffer._scorer = InOrder(version=version), FakeScorer(rule, AtOnce())
-    buffer._engine.never, buffer._engine.late = never, late
+def in_order(rule, carried, *, version, changes, never=()):
+    """A collector with groups of earlier steps, numbered from 0, whose engine and scorer finish things in order."""
+    collector = make(rule, changes=changes)
+    collector.engine, collector._scorer = InOrder(version=version), FakeScorer(rule, AtOnce())
+    collector.engine.never = never
     count = len(carried)
-    buffer.load_state(buffer.state() | {"draws": count, "source": {"position": count}, "carried": tuple(carried)})
-    return buffer
+    collector.load_state(collector.state() | {"draws": count, "source": {"position": count}, "carried": tuple(carried)})
+    return collector
 
 
 def test_counts_of_a_fill_with_carried_and_stale_groups():
@@ -414,8 +431,8 @@ def test_counts_of_a_fill_with_carried_and_stale_groups():
     and 5 of which 4 is wrong, then, at a keep-rate of (2 + 1) / (3 + 1), 1 / 0.75, so two for the one missing."""
     changes = {"rollout.max_staleness": 1, "runtime.deterministic": True}
     waiting = [waiting_group(0, 5, version=0), waiting_group(1, 7, version=1), waiting_group(2, 8, version=0)]
-    buffer = in_order(lambda row: WRONG if row == 4 else MIXED, waiting, version=2, changes=changes)
-    result = fill(buffer, 1)
+    collector = in_order(lambda row: WRONG if row == 4 else MIXED, waiting, version=2, changes=changes)
+    result = fill(collector, 1)
     assert draws(result.groups) == [1, 3, 5, 6]
     assert [(g.draw, status) for g, status in result.rejected] == [
         (0, "stale"),
@@ -455,9 +472,9 @@ def test_counts_of_a_fill_with_surplus_stale_and_cancelled_draws(at_once):
     changes = {"rollout.max_concurrent_samples": at_once}
     never = {(7, 1), (7, 2), *((number, index) for number in (8, 9, 10) for index in range(G))}
     rule, waiting = (lambda row: WRONG if row == 1 else MIXED), [waiting_group(0, 5, version=0)]
-    buffer = in_order(rule, waiting, version=1, changes=changes, never=never)
-    buffer._keep_rate.learn(1, 60)  # so low that more are drawn than the engine has room for
-    result = fill(buffer, 1)
+    collector = in_order(rule, waiting, version=1, changes=changes, never=never)
+    collector._position.rate.learn(1, 60)  # so low that more are drawn than the engine has room for
+    result = fill(collector, 1)
     assert draws(result.groups) == [2, 3, 4, 5]
     assert [(g.draw, status) for g, status in result.rejected] == [(0, "stale"), (1, "all_wrong"), (6, "surplus")]
     assert result.stats == FillStats(
@@ -485,24 +502,6 @@ def test_counts_of_a_fill_with_surplus_stale_and_cancelled_draws(at_once):
     )
 
 
-def test_weights_that_arrive_after_the_decision_undo_nothing():
-    """They come while what is not needed any more is stopped: the groups decided upon are of the version before."""
-    never = [(5, index) for index in range(G)]
-    buffer = in_order(
-        lambda row: WRONG if row == 0 else MIXED,
-        [],
-        version=0,
-        changes={"rollout.max_concurrent_samples": 18},
-        never=never,
-        late=1,
-    )
-    buffer._keep_rate.learn(1, 60)
-    result = fill(buffer)
-    assert buffer._engine.version == 1 and result.stats.cancelled == 1
-    assert draws(result.groups) == [1, 2, 3, 4]
-    assert (result.stats.staleness_max, result.stats.staleness_mean, result.stats.stale) == (0, 0.0, 0)
-
-
 def test_bounded():
     """Entry 23: a reward that is always wrong ends the step, with the counts and with advice."""
     changes = {"algorithm.filter_groups.max_num_gen_batches": 3}
@@ -511,22 +510,22 @@ def test_bounded():
         (lambda row: RIGHT, "0 all wrong, 0 mixed, 12 all right", "harder prompts"),
         (lambda row: MIXED if row < 2 else WRONG, "kept 2 of the 4 .* 10 all wrong, 2 mixed", "on_starved=train"),
     ]:
-        buffer = make(rule, changes=changes)
+        collector = make(rule, changes=changes)
         with pytest.raises(StarvedError, match=counts) as caught:
-            fill(buffer, 6)
+            fill(collector, 6)
         assert advice in str(caught.value) and str(caught.value).startswith("step 7: ")
-        assert buffer._source.position == len(buffer._engine.requests) == 3 * N
+        assert collector._source.position == len(collector.engine.requests) == 3 * N
 
 
 def test_starved_groups_wait_for_the_next_fill():
     """What was kept is still on-policy when the run goes on from its checkpoint."""
-    buffer = make(
+    collector = make(
         lambda row: MIXED if row in (2, 3) or row > 8 else WRONG,
         changes={"algorithm.filter_groups.max_num_gen_batches": 2},
     )
     with pytest.raises(StarvedError):
-        fill(buffer)
-    assert draws(fill(buffer).groups) == [2, 3, 9, 10]
+        fill(collector)
+    assert draws(fill(collector).groups) == [2, 3, 9, 10]
 
 
 def test_starved_but_told_to_train():
@@ -539,8 +538,8 @@ def test_starved_but_told_to_train():
 
 def test_keep_rate_sizes_the_refills():
     """Entry 104: at a steady keep-rate of one half, later steps draw about 2 N, in few rounds, and waste little."""
-    buffer = make(every_second, changes={"runtime.deterministic": True})
-    results = [fill(buffer, step) for step in range(8)]
+    collector = make(every_second, changes={"runtime.deterministic": True})
+    results = [fill(collector, step) for step in range(8)]
     assert all(r.stats.kept == N and r.stats.rounds <= 3 for r in results)
     assert all(2 * N <= r.stats.drawn <= 3 * N for r in results)
     assert results[-1].stats.keep_rate == pytest.approx(0.5, abs=0.1)
@@ -551,13 +550,13 @@ def test_deterministic_in_all_numbers():
     changes = {"runtime.deterministic": True}
 
     def trace(seed):
-        buffer = make(every_second, seed=seed, changes=changes, slow=(1, 2))
+        collector = make(every_second, seed=seed, changes=changes, slow=(1, 2))
         for step in range(3):
-            result = fill(buffer, step)
+            result = fill(collector, step)
             s = result.stats
             yield draws(result.groups), [(g.draw, status) for g, status in result.rejected]
             yield s.drawn, s.rounds, s.samples, s.tokens, s.surplus, s.cancelled, s.wasted_tokens, s.keep_rate
-        yield json.dumps(buffer.state())
+        yield json.dumps(collector.state())
 
     assert len({str(list(trace(seed))) for seed in range(8)}) == 1
 
@@ -568,8 +567,8 @@ def test_deterministic_in_all_numbers():
 def test_failed_scores_are_left_out():
     """Entry 60: no wrong answers; a group with fewer than two scores is dropped."""
     rules = {0: (1, None, 0), 1: (None, 1, None), 2: (1, None, 1)}
-    buffer = make(lambda row: rules.get(row, MIXED), changes={"reward.max_error_rate": 0.5})
-    result = fill(buffer)
+    collector = make(lambda row: rules.get(row, MIXED), changes={"reward.max_error_rate": 0.5})
+    result = fill(collector)
     assert draws(result.groups) == [0, 3, 4, 5]
     assert [s.scored for s in result.groups[0].samples] == [True, False, True]
     assert [(g.draw, status) for g, status in result.rejected][:2] == [(1, "too_few_scored"), (2, "all_right")]
@@ -586,10 +585,10 @@ def test_failed_scores_with_a_value():
 
 def test_too_many_failed_scores():
     """Entry 91: the run stops with the cause, long before the budget is spent."""
-    buffer = make(lambda row: (None,) * G)
+    collector = make(lambda row: (None,) * G)
     with pytest.raises(RewardError, match=r"20 of 20 scores failed \(100%; .* allows 20%\): time-out"):
-        fill(buffer, 2)
-    assert len(buffer._engine.requests) < 5 * N
+        fill(collector, 2)
+    assert len(collector.engine.requests) < 5 * N
     few = make(lambda row: (None, 1, 0), changes={"rollout.prompts_per_step": 1, "training.groups_per_update": 1})
     with pytest.raises(RewardError, match="1 of 3 scores failed"):  # at the end, though there were few
         fill(few)
@@ -617,15 +616,15 @@ def test_exceptions_come_through_at_once():
         (every_second, explode_at(2), EngineError),
         (lambda row: (broken,) * G if row == 3 else every_second(row), None, RuntimeError),
     ]:
-        buffer = make(rule, spoil=spoil)
+        collector = make(rule, spoil=spoil)
         with pytest.raises(kind) as caught:
-            fill(buffer)
+            fill(collector)
         assert type(caught.value) is kind
         assert caught.value.__cause__ is (cause if kind is RuntimeError else None)
-        assert buffer._engine.came_back
-        buffer._engine.spoil, buffer._scorer.rule = None, every_second
-        assert draws(fill(buffer).groups) == [1, 3, 5, 7]
-        sampled = Counter(draw for draw, _ in buffer._engine.came_back.elements())
+        assert collector.engine.came_back
+        collector.engine.spoil, collector._scorer.rule = None, every_second
+        assert draws(fill(collector).groups) == [1, 3, 5, 7]
+        sampled = Counter(draw for draw, _ in collector.engine.came_back.elements())
         assert all(sampled[draw] == G for draw in (1, 3, 5, 7))  # what had come was not sampled again
 
 
@@ -662,16 +661,66 @@ def test_streams_are_closed_after_the_last_sample():
                 self.open_streams -= 1
 
     streams = []
-    buffer = make(every_second)
-    buffer._engine = Lingering()
-    assert draws(fill(buffer).groups) == [1, 3, 5, 7]
+    collector = make(every_second)
+    collector.engine = Lingering()
+    assert draws(fill(collector).groups) == [1, 3, 5, 7]
 
 
-def interrupt(buffer, turns):
+def test_nobody_waits_for_a_producer_that_is_gone():
+    """Failed, starved or out of prompts: who asks again hears the same, at once."""
+    few = {"algorithm.filter_groups.max_num_gen_batches": 1}
+    ending = make(every_second)
+    ending._source.end = 6
+    for collector, reason in [
+        (make(every_second, spoil=explode_at(2)), EngineError),
+        (make(lambda row: WRONG, changes=few), StarvedError),
+        (ending, DataError),
+    ]:
+
+        async def twice(collector=collector, reason=reason):
+            async with collector.running():
+                for _ in range(2):
+                    with pytest.raises(reason):
+                        await taken(collector)
+
+        run(twice())
+    with pytest.raises(DataError, match="after 6 draws"):
+        fill(ending)
+
+
+def test_rounds_of_one_producer_and_what_the_source_hears_of_them():
+    collector = make(every_second, changes={"runtime.deterministic": True})
+
+    async def steps():
+        async with collector.running():
+            for step in range(3):
+                batch = await taken(collector, step)
+                async with collector.parked(True):
+                    assert collector.engine.asleep
+                assert not collector.engine.asleep
+                collector.release(batch)
+
+    run(steps())
+    assert draws(collector._source.heard) == list(range(collector._source.position))
+
+
+def test_after_an_error_the_engine_stays_asleep():
+    collector = make(every_second)
+
+    async def fail():
+        async with collector.parked(True):
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        run(fail())
+    assert collector.engine.asleep
+
+
+def interrupt(collector, turns):
     """Cancel a fill after so many turns of the event loop; False: it was done before that."""
 
     async def cancel():
-        task = asyncio.create_task(buffer.fill(0))
+        task = asyncio.create_task(one_round(collector))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
@@ -681,53 +730,51 @@ def interrupt(buffer, turns):
     try:
         return run(cancel())
     finally:
-        assert buffer._engine.open_streams == buffer._scorer.running == 0
+        assert collector.engine.open_streams == collector._scorer.running == 0
 
 
-def test_one_fill_at_a_time_and_its_state_is_that_before_it():
-    buffer = make(every_second, slow=(0,))
-    before = buffer.state()
+def test_the_state_of_a_running_round_is_that_before_it():
+    collector = make(every_second, slow=(0,))
+    before = collector.state()
 
-    async def twice():
-        task = asyncio.create_task(buffer.fill(0))
+    async def look():
+        task = asyncio.create_task(one_round(collector))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert buffer._engine.open_streams and buffer.state() == before
-        with pytest.raises(RuntimeError, match="already"):
-            await buffer.fill(0)
+        assert collector.engine.open_streams and collector.state() == before
         task.cancel()
         await asyncio.wait([task])
 
-    run(twice())
+    run(look())
 
 
 def test_an_interrupted_fill_is_drawn_again_in_deterministic_mode():
-    buffer = make(every_second, slow=(0,), changes={"runtime.deterministic": True})
-    before = buffer.state()
-    assert interrupt(buffer, 20)
-    assert buffer.state() == before
-    assert draws(fill(buffer).groups) == [1, 3, 5, 7]
+    collector = make(every_second, slow=(0,), changes={"runtime.deterministic": True})
+    before = collector.state()
+    assert interrupt(collector, 20)
+    assert collector.state() == before
+    assert draws(fill(collector).groups) == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("metric", ["acc", "score"])
 @pytest.mark.parametrize("turns", [2, 5, 9, 14, 20, 30, 40])
 def test_an_interrupted_fill_goes_on_with_the_samples_that_had_come(tmp_path, turns, metric):
-    """Through a checkpoint and into another buffer. No sample that had come is asked for again, none is missing."""
+    """Through a checkpoint and into another collector. No sample that had come is asked for again, none is missing."""
     changes = {"algorithm.filter_groups.metric": metric}
     whole = fill(make(every_second, seed=3, changes=changes))
-    buffer = make(every_second, seed=3, changes=changes)
-    assert interrupt(buffer, turns)
-    kept = {(g.draw, s.index) for g in buffer.state()["under_way"] for s in g.samples}
-    assert kept == set(buffer._engine.came_back) and (kept or turns <= 5)
+    collector = make(every_second, seed=3, changes=changes)
+    assert interrupt(collector, turns)
+    kept = {(g.draw, s.index) for g in collector.state()["under_way"] for s in g.samples}
+    assert kept == set(collector.engine.came_back) and (kept or turns <= 5)
     again = make(every_second, seed=turns, changes=changes)
-    again.load_state(through_a_file(tmp_path, buffer.state()))
+    again.load_state(through_a_file(tmp_path, collector.state()))
     result = fill(again)
     assert draws(result.groups) == draws(whole.groups)
     for one, two in zip(result.groups, whole.groups, strict=True):
         assert [s.index for s in one.samples] == list(range(G))
         for a, b in zip(one.samples, two.samples, strict=True):
             assert a.reward == b.reward
-    for request in again._engine.requests:
+    for request in again.engine.requests:
         missing = [i for i in range(G) if (request.id, i) not in kept]
         assert request.seeds == tuple(sample_seed(0, request.id, request.id, i) for i in missing)
     assert again.state()["under_way"] == () and again.state()["rounds"] == 0
@@ -735,11 +782,11 @@ def test_an_interrupted_fill_goes_on_with_the_samples_that_had_come(tmp_path, tu
 
 def test_failed_scores_of_an_interrupted_fill_are_made_again():
     changes = {"reward.max_error_rate": 0.99}
-    buffer = make(lambda row: (None, 1, 0), slow=(1, 2, 3), changes=changes)
-    assert interrupt(buffer, 200)
-    assert any(s.reward and s.reward.error for g in buffer.state()["under_way"] for s in g.samples)
-    buffer._scorer.rule = lambda row: (1, 1, 0)
-    result = fill(buffer)
+    collector = make(lambda row: (None, 1, 0), slow=(1, 2, 3), changes=changes)
+    assert interrupt(collector, 200)
+    assert any(s.reward and s.reward.error for g in collector.state()["under_way"] for s in g.samples)
+    collector._scorer.rule = lambda row: (1, 1, 0)
+    result = fill(collector)
     stats, samples = result.stats, [s for group in result.groups for s in group.samples]
     assert stats.failed_scores == 0 and stats.kept == N and stats.scores >= N * G
     assert len(samples) == N * G and all(s.reward is not None and s.reward.error is None for s in samples)
@@ -748,22 +795,22 @@ def test_failed_scores_of_an_interrupted_fill_are_made_again():
 def test_an_interrupted_fill_keeps_to_its_budget():
     """The draws made before count: at most max_num_gen_batches x N in one step, however often it is interrupted."""
     changes = {"algorithm.filter_groups.max_num_gen_batches": 2}
-    buffer = make(lambda row: WRONG, slow=(2,), changes=changes)
-    assert interrupt(buffer, 60)
+    collector = make(lambda row: WRONG, slow=(2,), changes=changes)
+    assert interrupt(collector, 60)
     with pytest.raises(StarvedError):
-        fill(buffer)
-    assert buffer._draws == 2 * N
+        fill(collector)
+    assert collector._position.draws == 2 * N
 
 
 def test_resume_is_exact(tmp_path):
-    """Entries 85 and 88: a buffer restored from a file goes on as the first one does, carried-over groups included."""
+    """Entries 85 and 88: one restored from a file goes on as the first one does, carried-over groups included."""
     for staleness in (0, 1):
         changes = {"runtime.deterministic": True, "rollout.max_staleness": staleness}
 
-        def steps(buffer, numbers):
+        def steps(collector, numbers):
             for step in numbers:
-                buffer._engine.version = step
-                result = fill(buffer, step)
+                collector.engine.version = step
+                result = fill(collector, step)
                 yield draws(result.groups), [(g.draw, status) for g, status in result.rejected], result.stats.keep_rate
 
         whole = make(every_second, changes=changes)
@@ -776,13 +823,13 @@ def test_resume_is_exact(tmp_path):
 
 def test_state_keeps_every_field_of_a_carried_group(tmp_path):
     changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60, "reward.max_error_rate": 0.9}
-    buffer = make(lambda row: (1, None, 0), changes=changes)
-    buffer._keep_rate.learn(10, 60)
-    fill(buffer)
+    collector = make(lambda row: (1, None, 0), changes=changes)
+    collector._position.rate.learn(10, 60)
+    fill(collector)
     other = make(every_second)
-    other.load_state(through_a_file(tmp_path, buffer.state()))
-    assert buffer._carried and len(other._carried) == len(buffer._carried)
-    for one, two in zip(buffer._carried, other._carried, strict=True):
+    other.load_state(through_a_file(tmp_path, collector.state()))
+    assert collector._position.carried and len(other._position.carried) == len(collector._position.carried)
+    for one, two in zip(collector._position.carried, other._position.carried, strict=True):
         assert (one.draw, one.prompt) == (two.draw, two.prompt)
         for a, b in zip(one.samples, two.samples, strict=True):
             assert (a.request_id, a.index, a.finish_reason, a.text) == (b.request_id, b.index, b.finish_reason, b.text)
@@ -800,44 +847,36 @@ def test_state_keeps_every_field_of_a_carried_group(tmp_path):
 
 
 @pytest.mark.parametrize(("finished", "concurrent", "room"), [(4, 13, 5), (4, 12, 4), (3, 13, 4), (4, 2, 4)])
-def test_draws_at_once_are_those_that_the_engine_has_rows_for(monkeypatch, finished, concurrent, room):
+def test_draws_at_once_are_those_that_the_engine_has_rows_for(finished, concurrent, room):
     """13 rows are begun by 5 groups of 3; at least N = 4, and no more as long as fewer than N draws have finished."""
-    rooms = []
-    plain = Filling._room
-
-    def noted(self, new):
-        rooms.append(plain(self, new) + self._in_flight)
-        return rooms[-1] - self._in_flight
-
-    monkeypatch.setattr(Filling, "_room", noted)
-    buffer = make(every_second, changes={"rollout.max_concurrent_samples": concurrent})
-    buffer._keep_rate.learn(1, finished)
-    fill(buffer)
-    assert rooms[0] == room
+    collector = make(every_second, changes={"rollout.max_concurrent_samples": concurrent})
+    rate = collector._position.rate
+    rate.learn(1, finished)
+    assert DynamicSampling(collector._config, 0, N, 0, rate)._slots(0) == room
 
 
 def test_the_first_round_is_n_prompts_whatever_the_keep_rate():
     """What comes of them sizes the others: a rate of one in sixty would draw the whole budget at once."""
-    buffer = make(every_second, changes={"runtime.deterministic": True})
-    buffer._keep_rate.learn(1, 60)
-    sizes, generate = [], buffer._engine.generate
+    collector = make(every_second, changes={"runtime.deterministic": True})
+    collector._position.rate.learn(1, 60)
+    sizes, generate = [], collector.engine.generate
 
     def noted(requests):
         sizes.append(len(requests))
         return generate(requests)
 
-    buffer._engine.generate = noted
-    result = fill(buffer)
+    collector.engine.generate = noted
+    result = fill(collector)
     assert sizes[0] == N and len(sizes) == result.stats.rounds > 1 and sum(sizes) == result.stats.drawn
 
 
 def test_groups_carried_over_are_taken_in_the_order_of_their_draws():
     """And so are trained on in that order, whatever order a checkpoint has them in; new draws go on behind them."""
     changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
-    buffer = make(every_second, changes=changes)
-    buffer._keep_rate.learn(10, 60)
-    assert fill(buffer).stats.carried >= 2
-    state = buffer.state()
+    collector = make(every_second, changes=changes)
+    collector._position.rate.learn(10, 60)
+    assert fill(collector).stats.carried >= 2
+    state = collector.state()
     again = make(every_second, changes=changes)
     again.load_state(state | {"carried": state["carried"][::-1]})
     result = fill(again, 1)
@@ -848,7 +887,7 @@ def test_groups_carried_over_are_taken_in_the_order_of_their_draws():
 
 
 def test_every_number_of_a_position_comes_back():
-    buffer = make(every_second)
-    state = buffer.state() | {"draws": 7, "keep_rate_kept": 2.5, "keep_rate_finished": 8.0, "rounds": 3}
-    buffer.load_state(state)
-    assert buffer.state() == state
+    collector = make(every_second)
+    state = collector.state() | {"draws": 7, "keep_rate_kept": 2.5, "keep_rate_finished": 8.0, "rounds": 3}
+    collector.load_state(state)
+    assert collector.state() == state

@@ -1,0 +1,94 @@
+"""What is written and told of a run: the metrics and samples of each step, alarms, and what it came to.
+
+Consumes: finished steps. Produces: lines of ``metrics.jsonl`` and of the trackers, ``samples/``, ``summary.json``, and
+warnings. Waits for: the held-out check and the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dapo.config import Config
+from dapo.errors import UserError
+from dapo.observe.alarms import Alarms
+from dapo.observe.indexing import BackgroundIndex
+from dapo.observe.metrics import MetricsLog
+from dapo.observe.progress import Listener
+from dapo.observe.resources import ResourceRecorder
+from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.batch_builder import batch_mismatch
+from dapo.orchestrator.budget import Budget
+from dapo.orchestrator.build import Roles
+from dapo.orchestrator.evaluator import when
+from dapo.orchestrator.rollout_batch import RolloutBatch
+from dapo.orchestrator.run_state import RunState
+from dapo.orchestrator.step_state import StepState
+from dapo.reward.monitor import Monitor
+from dapo.util.process import in_thread, peak_memory
+
+
+@dataclass
+class Recorder:
+    """Writes down and tells what comes of a run."""
+
+    config: Config
+    folder: RunFolder
+    metrics: MetricsLog
+    index: BackgroundIndex
+    resources: ResourceRecorder | None
+    listener: Listener
+    monitor: Monitor
+    alarms: Alarms
+    state: RunState
+    roles: Roles
+
+    def begin(self, step: StepState) -> None:
+        """Start to look at the samples of a step, beside other work."""
+        self.monitor.begin(step.rollout.sampled)
+
+    async def write(self, step: StepState, after: Budget, evaluation: Mapping[str, float]) -> None:
+        """Metrics, samples and warnings of a step. ``after``: the budget with it."""
+        number, mismatch = after.steps, batch_mismatch(step.batch, step.version) if step.batch else None
+        metrics: dict[str, Any] = {
+            **step.metrics(self.roles.builder.config, mismatch),  # the settings of this step
+            **self.roles.facts(step),
+            "time/training": after.seconds,
+            "time/elapsed": self.state.seconds.total,
+            "memory/rss": peak_memory(),
+            **evaluation,
+            **(self.resources.step_means() if self.resources is not None else {}),
+        }
+        audit, found = await self.monitor.finish()
+        metrics |= audit
+        count, alarms = self.alarms.observe(number, metrics)
+        for warning in [*step.warnings(), *found, *alarms]:
+            self.listener.warning(f"step {number}: {warning}")
+        await self._write_samples(number, step)
+        entry = self.metrics.append(number, metrics | count)
+        self.listener.step(number, self.config.training.steps, entry)
+        if evaluation:
+            self.listener.evaluated(when(after), dict(evaluation))
+
+    async def write_starved(self, rollout: RolloutBatch) -> None:
+        """The samples of a step that found too few groups. No error of this must stand before that one."""
+        with contextlib.suppress(UserError):
+            await self._write_samples(rollout.step + 1, StepState(rollout))
+
+    def settle(self) -> None:
+        """The step is done: what was seen of it counts from now on."""
+        self.monitor.settle()
+        self.alarms.settle()
+
+    async def _write_samples(self, number: int, step: StepState) -> None:
+        if share := float(self.config.run.save_samples):
+            seed, checks = self.config.seed, self.monitor.verdicts
+            await in_thread(step.write_samples, self.folder.samples, number, share, seed, checks)
+            self.index.notify()
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """Write what the run came to."""
+        self.folder.write_summary(summary)
+        self.metrics.summarise(summary)

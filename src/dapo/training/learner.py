@@ -1,0 +1,258 @@
+"""The learner: token batches in, annotated or trained on. Numpy at the door, torch arithmetic behind it.
+
+Consumes: :class:`~dapo.records.TokenBatch` records. Produces: columns that advantages need (``annotate``), and for each
+optimizer step a report (``update``). Holds what turns a batch into a loss: objective, importance weights, token weights
+and the reference policy. Waits for: its one training thread, since cuBLAS keeps 32 MiB for each thread that ever
+multiplied matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dapo.algorithm.kl import AdaptiveKL, KLEstimator
+from dapo.algorithm.objective import (
+    DapoObjective,
+    Stats,
+    TokenInputs,
+    importance_weights,
+    token_statistics,
+    token_weights,
+)
+from dapo.config import AlgorithmConfig, Config
+from dapo.errors import ConfigError
+from dapo.records import TokenBatch
+from dapo.training.micro_batch import upload
+from dapo.training.objective import Objective, Unit, unit_of
+from dapo.training.report import UpdateReport
+from dapo.training.snapshot import snapshot
+from dapo.training.trainer import Trainer
+from dapo.util.named import load_named
+from dapo.util.process import Stopped, give_back_memory, in_thread
+
+
+class UpdatesOfAStep(Protocol):
+    """What an update leaves its report in."""
+
+    reports: list[UpdateReport]
+    """Of the updates of the step that were made, in their order."""
+
+
+class LocalLearner:
+    """A learner in this process, over one trainer.
+
+    Attributes:
+        trainer: to be used between two calls only.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: Config,
+        kl: AdaptiveKL,
+        objective: Objective | None = None,
+        out_of_time: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            trainer: if the KL is asked for, a copy of its policy as it is now becomes the reference.
+            kl: the coefficient of a KL in the loss; others may change it.
+            objective: in place of the recipe's.
+            out_of_time: whether an update that is under way is to end with :class:`~dapo.util.process.Stopped`, between
+                two chunks of tokens. Weights and optimizer are those before it then.
+        """
+        self.trainer = trainer
+        self._kl, self._given, self._out_of_time = kl, objective, out_of_time
+        self._config, self._own = config, own_objective(config, objective)
+        self._reference = trainer.policy.frozen_copy() if config.algorithm.kl.mode != "off" else None
+        self._pool = ThreadPoolExecutor(1, "dapo-training")
+        self._compute = partial(in_thread, pool=self._pool)
+
+    def use(self, config: Config) -> None:
+        """Go on with other settings."""
+        if config.algorithm.objective != self._config.algorithm.objective:
+            self._own = own_objective(config, self._given)
+        self._config = config
+        self.trainer.use(config.training)
+
+    def close(self) -> None:
+        """Let go of the training thread; what it is doing is not waited for."""
+        self._pool.shutdown(wait=False)
+
+    # --- the door (orchestrator/roles.py) -------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the weights last handed out."""
+        return self.trainer.version
+
+    def begin_step(self, step: int, spent: float) -> None:
+        """Set the learning rate of rollout step ``step`` (from 0); ``spent``: the share of the run that is over."""
+        self.trainer.begin_step(step, spent)
+
+    async def annotate(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the log-probabilities that the recipe asks for, see :meth:`annotated`."""
+        return await self._compute(self.annotated, batch)
+
+    async def update(self, step: int, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
+        """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
+
+        A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
+
+        Raises:
+            NumericalError: too many updates in a row were skipped; says why and what to try.
+        """
+        await self._compute(self._update, index, mini, into)
+
+    def publish(self) -> tuple[int, Iterator[tuple[str, torch.Tensor]]]:
+        """The weights for the rollout engine, see :meth:`dapo.training.trainer.Trainer.publish`."""
+        return self.trainer.publish()
+
+    async def save(self, folder: Path) -> None:
+        """Write ``model`` and ``optimizer`` as they are now into ``folder``; updates may go on meanwhile.
+        Raises FileExistsError: one of them is there."""
+        frozen = await self._compute(snapshot, self.trainer)
+        await in_thread(frozen.save, folder / "model")
+        await in_thread(frozen.save_state, folder / "optimizer")
+
+    async def load(self, folder: Path) -> None:
+        """Go on from :meth:`save`. Raises UserError: missing or damaged, or of another model."""
+        await self._compute(self.trainer.load, folder / "model")
+        await self._compute(self.trainer.load_state, folder / "optimizer")
+
+    # --- in its thread --------------------------------------------------------------------------------------------
+
+    def annotated(self, batch: TokenBatch) -> TokenBatch:
+        """With the columns ``proximal`` (``proximal: recompute``) and ``reference`` (KL), where they are asked for."""
+        columns: dict[str, Any] = {}
+        if self._config.proximal == "recompute":
+            columns["proximal"] = self.trainer.policy.logprobs(batch).cpu().numpy()
+        if self._reference is not None:
+            columns["reference"] = self._reference.logprobs(batch).cpu().numpy()
+        return batch.with_columns(**columns)
+
+    def _update(self, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
+        made = len(into.reports)
+        if index < made:
+            return
+        if index > made:
+            raise ValueError(f"update {index} of a step of which {made} were made")
+        if into.reports:  # a step that was resumed inside of it has one rate
+            self.trainer.set_learning_rate(into.reports[0].learning_rate)
+        into.reports.append(self.trainer.update(mini, self.inputs(mini), self.watched_objective))
+        give_back_memory()
+
+    # --- from a mini-batch to its loss ----------------------------------------------------------------------------
+
+    @property
+    def objective(self) -> Objective:
+        """As the recipe configures it now."""
+        if self._own is not None:
+            return self._own
+        algorithm = self._config.algorithm
+        return DapoObjective(
+            clip_ratio_low=algorithm.clip_ratio_low,
+            clip_ratio_high=algorithm.clip_ratio_high,
+            clip_ratio_c=algorithm.clip_ratio_c,
+            kl_coef=self._kl.coef,
+            kl_estimator=algorithm.kl.estimator,
+            kl_in_loss=algorithm.kl.mode == "loss",
+        )
+
+    @property
+    def watched_objective(self) -> Objective:
+        """The same as it is trained on: with all statistics, and an eye on the time."""
+        estimator = None if self._own is None else self._config.algorithm.kl.estimator
+        return _Guarded(self.objective, estimator, self._out_of_time)
+
+    def inputs(self, mini: TokenBatch) -> TokenInputs:
+        """What the objective gets to know of an optimizer mini-batch."""
+        longest = self._config.rollout.max_response_length
+        return objective_inputs(mini, self._config.algorithm, longest, self.trainer.device)
+
+
+def own_objective(config: Config, given: Objective | None = None) -> Objective | None:
+    """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
+    Raises ConfigError: there is none of this name, or its unit is unknown."""
+    name = config.algorithm.objective
+    if given is None and name == "dapo":
+        return None
+    own: Any = load_named(name, "algorithm.objective") if given is None else given
+    try:
+        own = own() if isinstance(own, type) else own
+        unit_of(own)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"algorithm.objective: {name if given is None else own}: {error}") from None
+    return own  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """An objective that ends an update which there is no time left for, between two chunks of tokens. ``estimator``: of
+    the KL among the statistics that are measured whatever is minimised; None: it measures them itself."""
+
+    objective: Objective
+    estimator: KLEstimator | None
+    out_of_time: Callable[[], bool]
+
+    @property
+    def unit(self) -> Unit:
+        return unit_of(self.objective)
+
+    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Stats]:
+        if self.out_of_time():
+            raise Stopped("there is no time left for this update")
+        loss, statistics = self.objective(logprobs, entropy, inputs)
+        if self.estimator is not None:
+            statistics = token_statistics(logprobs, entropy, inputs, self.estimator) | statistics
+        return loss, statistics
+
+
+def objective_inputs(
+    mini: TokenBatch, algorithm: AlgorithmConfig, max_response_length: int, device: torch.device
+) -> TokenInputs:
+    """Importance and weight of each token of a whole optimizer mini-batch, with what its columns say, on ``device``.
+    ``max_response_length``: the constant of ``loss_agg_mode: constant``, if the recipe names none."""
+    correction = algorithm.correction
+    columns = {name: upload(values, device) for name, values in mini.columns.items()}
+    behaviour = upload(mini.behaviour_logprobs, device)
+    proximal = columns.get("proximal", behaviour)
+    sample_ids = upload(mini.sample_ids, device)
+    importance, mask = importance_weights(
+        proximal,
+        behaviour,
+        kind=correction.kind,
+        level=correction.level,
+        cap=correction.cap,
+        low=correction.low,
+        high=correction.high,
+        sample_ids=sample_ids,
+        mask=upload(mini.mask, device),
+    )
+    group_ids = upload(mini.group_ids, device)
+    weights = token_weights(
+        algorithm.loss_agg_mode,
+        mask=mask,
+        sample_ids=sample_ids,
+        group_ids=group_ids,
+        num_samples=mini.num_samples,
+        constant=algorithm.loss_constant or max_response_length,
+    )
+    return TokenInputs(
+        behaviour_logprobs=behaviour,
+        proximal_logprobs=proximal,
+        advantages=columns["advantages"],
+        importance=importance,
+        mask=mask,
+        weights=weights,
+        sample_ids=sample_ids,
+        group_ids=group_ids,
+        reference_logprobs=columns.get("reference"),
+    )

@@ -1,0 +1,103 @@
+"""A part of a batch on the trainer's device: what one forward and backward pass works on.
+
+Samples of one draw have one and the same prompt. The model computes it once for all of them that are in the same
+micro-batch, forward and backward: a prompt attends to nothing but itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dapo.records import IntArray, TokenBatch, joined_ranges, starts_of
+from dapo.training.packing import cut
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """S sequences with T tokens, R of them in responses, and the row of U <= T tokens that the model computes.
+
+    Attributes:
+        batch: the sequences, on the host.
+        index: ``[R]``: where their response tokens stand in the batch that this is a part of.
+        row_ids: ``[U]``: the tokens of the row, in which the prompt of a group stands once.
+        row_positions: ``[U]``: place of each in its own sequence, from 0.
+        place: ``[T]``: where in the row each token stands.
+        shared: for each sequence, how many tokens of it, its prompt or none, stand in the place of another's.
+        predictors: ``[R]``: where in the row the token stands whose hidden state predicts each response token.
+        targets: ``[R]``: the response tokens.
+    """
+
+    batch: TokenBatch
+    index: torch.Tensor
+    row_ids: torch.Tensor
+    row_positions: torch.Tensor
+    place: torch.Tensor
+    shared: Sequence[int]
+    predictors: torch.Tensor
+    targets: torch.Tensor
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """U."""
+        return len(self.row_ids)
+
+
+def micro_batch(whole: TokenBatch, sequences: IntArray, device: torch.device) -> MicroBatch:
+    """Some sequences of a batch, in the order wanted."""
+    batch = whole.select(sequences)
+    starts = starts_of(batch.lengths)
+    _, firsts, inverse = np.unique(batch.draws, return_index=True, return_inverse=True)
+    first = firsts[inverse]
+    shared = np.where(first == np.arange(batch.num_samples), 0, batch.prompt_lengths)
+    elsewhere = joined_ranges(starts, shared)
+    source, own = np.arange(batch.num_tokens), np.ones(batch.num_tokens, dtype=np.bool_)
+    source[elsewhere] = joined_ranges(starts[first], shared)
+    own[elsewhere] = False
+    place = (np.cumsum(own) - 1)[source]
+    positions = joined_ranges(np.zeros_like(batch.lengths), batch.lengths)
+    predictors = joined_ranges(starts + batch.prompt_lengths - 1, batch.response_lengths)
+    return MicroBatch(
+        batch,
+        index=upload(whole.response_index(sequences), device),
+        row_ids=upload(batch.token_ids[own], device),
+        row_positions=upload(positions[own], device),
+        place=upload(place, device),
+        shared=shared.tolist(),
+        predictors=upload(place[predictors], device),
+        targets=upload(batch.token_ids[predictors + 1], device),
+    )
+
+
+def micro_batches(
+    batch: TokenBatch, token_budget: int, device: torch.device, whole_groups: bool = False
+) -> Iterator[MicroBatch]:
+    """Parts of whole sequences with at most ``token_budget`` computed tokens each, see :func:`cut`.
+    Raises ConfigError: one that is not to be divided is longer than the budget."""
+    for sequences in cut(batch, token_budget, whole_groups):
+        yield micro_batch(batch, sequences, device)
+
+
+def select_tokens(record: Record, index: torch.Tensor) -> Record:
+    """A dataclass of per-token tensors, cut to some tokens.
+
+    Every field that holds a tensor (``[R, ...]``) is indexed by ``index``; other fields (None, numbers) stay.
+    """
+    values = {field.name: getattr(record, field.name) for field in fields(record)}  # type: ignore[arg-type]
+    cut = {name: value[index] for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return replace(record, **cut)  # type: ignore[type-var]
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """``array`` on ``device``. From pageable memory the copy would wait for all that the GPU has still to do."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,105 @@
+"""What a user names in a recipe: ``package.module:name`` or ``path/file.py:name``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dapo.errors import ConfigError, UserError, shortened
+
+
+def load_named(
+    spec: str,
+    what: str,
+    error: type[UserError] = ConfigError,
+    declared: Callable[[str], Mapping[str, Any]] = lambda module: {},
+) -> Any:
+    """What ``spec`` names, which can be called. A relative path starts in the working folder.
+
+    Args:
+        what: it is, for messages: ``reward function``.
+        error: to raise.
+        declared: of a module's name: what else it holds, by names that it gave.
+
+    Raises:
+        UserError: (``error``) the file or module is missing, fails while being imported, or holds no such thing.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise error(f"{what} {spec!r}: expected package.module:name or path/file.py:name")
+
+    def wrong(why: str) -> UserError:
+        return error(f"{what} {spec}: {why}")
+
+    module = _import_file(Path(place), wrong) if place.endswith(".py") else _import_module(place, wrong)
+    own = declared(module.__name__)
+    found = own.get(name) or getattr(module, name, None)
+    if found is None:
+        functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        advice = _nearest(name, list(dict.fromkeys([*own, *functions])))
+        raise wrong(f"{place} has no {name!r}; {advice}")
+    if not callable(found):
+        raise wrong(f"{name!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _import_file(path: Path, wrong: Callable[[str], UserError]) -> ModuleType:
+    if not path.is_file():
+        raise wrong(f"no such file: {path.absolute()}")
+    folder = str(path.absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: helpers beside the file can be imported, but shadow nothing
+    name = f"dapo_user_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise wrong(f"importing {path} failed: {describe(error)}") from None
+    return module
+
+
+def _import_module(name: str, wrong: Callable[[str], UserError]) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing and (name == missing or name.startswith(missing + ".")):
+            raise wrong(
+                f"no module named {missing!r} (looked in the working folder and the installed packages); a file is "
+                "named as path/file.py:name"
+            ) from None
+        raise wrong(f"importing {name} failed: {describe(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise wrong(f"importing {name} failed: {describe(error)}") from None
+
+
+def _nearest(name: str, functions: list[str]) -> str:
+    near = difflib.get_close_matches(name, functions, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"it has {', '.join(functions)}" if functions else "it has no functions"
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, with the place in the user's code where it was raised."""
+    # it goes into every sample's line and onto the terminal, and some hold the whole response
+    line = shortened(traceback.format_exception_only(error)[-1].strip(), 500, " ...")
+    if isinstance(error, SyntaxError):
+        return f"{line} ({error.filename}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    ours = str(Path(__file__).parents[1])
+    outside = [f for f in frames if not f.filename.startswith(ours)]
+    if not outside:
+        return line
+    return f"{line} ({outside[-1].filename}:{outside[-1].lineno} in {outside[-1].name})"
