@@ -20,9 +20,9 @@ from starlette.staticfiles import StaticFiles
 
 from dapo.commands.ui import curves, playground, queries, samples
 from dapo.commands.ui.answering import Answerer
+from dapo.commands.ui.guard import Guard
 from dapo.commands.ui.live import PERIOD, Live, LiveResponse
 from dapo.commands.ui.runs import Points, Refused, Run, RunAsked, Runs
-from dapo.commands.ui.serving import Guard
 from dapo.config import Config, flat
 from dapo.config.reference import keys_in
 from dapo.errors import UserError
