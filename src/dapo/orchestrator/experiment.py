@@ -264,7 +264,8 @@ class Experiment:
     async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
         if isinstance(error, StarvedError) and isinstance(error.rollout_batch, RolloutBatch):
-            await self.recorder.write_starved(error.rollout_batch)
+            with contextlib.suppress(asyncio.CancelledError):  # the state is still to be saved
+                await self.recorder.write_starved(error.rollout_batch)
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
         done = "1 step was done" if self.state.steps_done == 1 else f"{self.state.steps_done} steps were done"
