@@ -72,6 +72,7 @@ class Experiment:
         self.listener = listener
         self.setup = Setup.of(config, listener, overrides)
         self._closing = contextlib.AsyncExitStack()
+        self._closing.enter_context(self.state.seconds.counting())
         # a reward model may multiply matrices, too
         self._closing.enter_context(determinism(self.config, self.setup.device))
         self.rewards = Rewards(self.setup)
@@ -104,7 +105,7 @@ class Experiment:
         self.state.seconds.credit("start")
         plan = Plan(self.config.rollout.prompts_per_step, self.early_stopping)
         try:
-            with shortage_explained(self.config, self.roles.model):
+            with shortage_explained(self.config, self.roles.model), self.state.spans.counting():
                 await train(
                     self.state,
                     plan,
@@ -123,7 +124,8 @@ class Experiment:
             self.listener.warning(note)
             raise
         self.shutdown.doing = "the final weights to be written"
-        await in_thread(self.checkpointer.models.write_after)
+        with self.state.seconds("writing"):
+            await in_thread(self.checkpointer.models.write_after)
         return self._summarise(plan.reason(self.state))
 
     async def close(self) -> None:
@@ -274,7 +276,8 @@ class Experiment:
         with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
             await self.checkpointer.settle()
         try:
-            await self.checkpointer.save_checkpoint(self.roles.collector.unsettled, wait=True)
+            with self.state.seconds("writing"):
+                await self.checkpointer.save_checkpoint(self.roles.collector.unsettled, wait=True)
             with contextlib.suppress(UserError):  # a summary is not what is rescued
                 self._summarise(reason)
         except Exception as fault:
@@ -284,15 +287,14 @@ class Experiment:
         return f"{done}; the state is in {self.shutdown.saved}; to go on: {how}"
 
     def _summarise(self, stopped: str) -> dict[str, Any]:
-        seconds = self.state.seconds
         facts = {
             "run_dir": str(self.folder.root),
             "seed": self.config.seed,
             "steps": self.state.steps_done,
             "updates": self.roles.learner.trainer.updates,
             "stopped": redact(stopped),
-            "seconds_rl": round(seconds.total - seconds.seconds.get("start", 0.0), 2),
-            "seconds_total": round(seconds.total, 2),
+            "seconds_rl": round(self.state.seconds.seconds["rest"], 2),
+            "seconds_total": round(self.state.seconds.total, 2),
         }
         trained = bool(self.state.steps_done or not self.config.training.steps)
         scores = self.state.scores if trained else {}
