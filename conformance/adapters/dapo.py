@@ -25,7 +25,8 @@ from dapo.model.loading import copy_model, load_model, stop_token_ids
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Request, Sampling
 from dapo.rollout.native.decoder import Decoder
-from dapo.training.packing import pack, select_tokens
+from dapo.training.micro_batch import select_tokens
+from dapo.training.packing import pack
 from dapo.training.trainer import Trainer
 
 
@@ -87,15 +88,12 @@ class DapoAdapter(Adapter):
             filter_truncated=True,
         )
         finished = with_advantages(shaped, kind="group-norm")
-        packed = pack([finished])
+        batch = pack([finished])
+        mask, sample_ids, group_ids = map(torch.from_numpy, (batch.mask, batch.sample_ids, batch.group_ids))
         weights = token_weights(
-            "token-mean",
-            mask=packed.mask,
-            sample_ids=packed.sample_ids,
-            group_ids=packed.group_ids,
-            num_samples=packed.num_samples,
+            "token-mean", mask=mask, sample_ids=sample_ids, group_ids=group_ids, num_samples=batch.num_samples
         )
-        counted = torch.zeros(packed.num_samples, dtype=torch.int64).index_add(0, packed.sample_ids, packed.mask.long())
+        counted = torch.zeros(batch.num_samples, dtype=torch.int64).index_add(0, sample_ids, mask.long())
         return {
             "advantages": [s.advantage for s in finished.samples],
             "loss_tokens": counted.tolist(),
@@ -149,9 +147,9 @@ class DapoAdapter(Adapter):
             replace(samples[i], reward=Reward(None, 0.0), advantage=0.0, index=i, request_id=i)
             for i in range(len(prompts))
         ]
-        packed = pack([Group(0, Prompt(0, "", tuple(prompts[0])), tuple(scored))])
-        targets = packed.targets.split(packed.response_lengths.tolist())
-        masks = packed.mask.split(packed.response_lengths.tolist())
+        batch = pack([Group(0, Prompt(0, "", tuple(prompts[0])), tuple(scored))])
+        targets = [ids[len(prompts[0]) :] for ids in np.split(batch.token_ids, np.cumsum(batch.lengths)[:-1])]
+        masks = np.split(batch.mask, np.cumsum(batch.response_lengths)[:-1])
         return {
             "tokens": [ids[mask].tolist() for ids, mask in zip(targets, masks, strict=True)],
             "truncated": [sample.truncated for sample in scored],
@@ -202,11 +200,12 @@ def _inputs(batch: LossBatch, wanted: torch.Tensor, sample_ids: torch.Tensor, le
         mask=mask,
     )
     groups = torch.tensor([0] * len(lengths) if batch.groups is None else list(batch.groups))
+    group_ids = groups.repeat_interleave(lengths)
     weights = token_weights(
         batch.aggregation,
         mask=mask,
         sample_ids=sample_ids,
-        group_ids=groups.repeat_interleave(lengths),
+        group_ids=group_ids,
         num_samples=len(batch.rows),
         constant=batch.constant,
     )
@@ -217,6 +216,8 @@ def _inputs(batch: LossBatch, wanted: torch.Tensor, sample_ids: torch.Tensor, le
         importance=importance,
         mask=mask,
         weights=weights,
+        sample_ids=sample_ids,
+        group_ids=group_ids,
         reference_logprobs=None if batch.reference_logprobs is None else _flat(batch.reference_logprobs),
     )
 

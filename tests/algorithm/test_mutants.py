@@ -74,7 +74,7 @@ MUTANTS = [
     ("objective.py", "            known.proximal_logprobs,\n", "            known.behaviour_logprobs,\n"),
     # objective: masks and divisors
     ("objective.py", "return torch.where(mask, values, torch.zeros_like(values))", "return values * mask"),
-    ("objective.py", "weights=_select(mask, self.weights)", "weights=self.weights"),
+    ("objective.py", "value.is_floating_point()}", "value.is_floating_point() and name != 'weights'}"),
     ("objective.py", "logprobs = _select(inputs.mask, logprobs)", "logprobs = logprobs"),
     ("objective.py", "(known.weights * loss).sum()", "(known.weights * loss).mean()"),
     ("objective.py", "(known.weights * loss).sum()", "(known.weights * loss).sum().detach()"),

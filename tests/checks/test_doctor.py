@@ -22,7 +22,6 @@ from dapo.checks import rows as prompt_rows
 from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
 from dapo.checks.finding import Finding, exit_code
 from dapo.checks.patient import CheckContext, NotAtHand
-from dapo.checks.reading import as_batch
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config
@@ -35,6 +34,7 @@ from dapo.reward.check import running
 from dapo.reward.contract import Doubt
 from dapo.training.lora import trainable_shape
 from dapo.training.micro_batch import micro_batch
+from dapo.training.packing import pack_demonstrations
 from dapo.training.policy import Policy
 from helpers import random_model
 
@@ -189,7 +189,7 @@ def teach(case: Path, updates: int, text_of: Callable[[dict[str, Any]], tuple[st
     texts = [tuple(tokenizer(text)["input_ids"] for text in text_of(row)) for row in rows(0, 6)]
     policy = Policy(taught, 1.0, 4096, torch.float32)
     optimizer = torch.optim.Adam(taught.parameters(), lr=0.01)
-    batch = as_batch([(given, read) for given, read in texts])
+    batch = pack_demonstrations((given, read) for given, read in texts)
     whole = micro_batch(batch, np.arange(batch.num_samples), policy.device)
     for _ in range(updates):
         optimizer.zero_grad()
@@ -248,7 +248,7 @@ def test_a_probe_of_a_reward_that_leaves_right_and_wrong_open_is_no_fault_of_dap
 
     monkeypatch.setattr(sampling, "_scored", scored)
     monkeypatch.setattr(sampling, "set_threads", lambda *_: None)
-    source = SimpleNamespace(draw=lambda: Prompt(0, "1+1=", (1,), "2"))
+    source = SimpleNamespace(next=lambda: Prompt(0, "1+1=", (1,), "2"))
     config = load_config("recipe.yaml", ["model.path=./model"])
     patient = CheckContext(config, probe=1, model=object(), source=cast("Any", source), reward_works=True)
     with pytest.raises(NotAtHand, match="right or wrong"):

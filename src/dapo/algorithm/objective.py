@@ -11,7 +11,7 @@ NaN times 0 is NaN, and even a ``where`` on the result would let NaN into the gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -51,19 +51,9 @@ class TokenInputs:
 
     def selected(self) -> TokenInputs:
         """A copy in which masked positions hold neutral numbers."""
-        mask = self.mask
-        reference = self.reference_logprobs
-        return TokenInputs(
-            behaviour_logprobs=_select(mask, self.behaviour_logprobs),
-            proximal_logprobs=_select(mask, self.proximal_logprobs),
-            advantages=_select(mask, self.advantages),
-            importance=_select(mask, self.importance),
-            mask=mask,
-            weights=_select(mask, self.weights),
-            sample_ids=self.sample_ids,
-            group_ids=self.group_ids,
-            reference_logprobs=None if reference is None else _select(mask, reference),
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        numbers = {name: value for name, value in values.items() if value is not None and value.is_floating_point()}
+        return replace(self, **{name: _select(self.mask, value) for name, value in numbers.items()})
 
 
 def _select(mask: Tensor, values: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from dapo.checks.finding import Finding
 from dapo.checks.patient import CheckContext
 from dapo.checks.rewards import forms_of
 from dapo.model.placement import set_threads
-from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
-from dapo.training.packing import pack
+from dapo.records import Prompt
+from dapo.training.packing import pack_demonstrations
 from dapo.training.policy import Policy
 
 _PROMPTS, _TOKENS, _ENOUGH = 16, 64, 60
@@ -111,15 +111,4 @@ def _solution(prompt: Prompt) -> str | None:
 
 def log_loss(policy: Policy, pairs: Sequence[Pair]) -> float:
     """Mean of -log p over all tokens that are read, in nats."""
-    return -float(policy.logprobs(as_batch(pairs)).mean())
-
-
-def as_batch(pairs: Sequence[Pair]) -> TokenBatch:
-    """Texts in place of samples."""
-    groups = []
-    for place, (given, read) in enumerate(pairs):
-        zeros = np.zeros(len(read), dtype=np.float32)
-        ids, versions = np.asarray(read, dtype=np.int32), np.zeros(len(read), dtype=np.int32)
-        sample = Sample(place, 0, ids, zeros, versions, "stop", reward=Reward(None, 0.0), advantage=0.0)
-        groups.append(Group(place, Prompt(place, "", tuple(given)), (sample,)))
-    return pack(groups)
+    return -float(policy.logprobs(pack_demonstrations(pairs)).mean())

@@ -124,7 +124,7 @@ def diagnose(
     policy: Policy,
     batch: TokenBatch,
     inputs: Any,
-    objective: Objective[Any],
+    objective: Objective,
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> Fault:
     """Compute the mini-batch once more, without the model's gradient, and see where numbers stop being finite.
@@ -165,7 +165,7 @@ def diagnose(
 
 
 def _bad_tokens(
-    logprobs: torch.Tensor, entropy: torch.Tensor, batch: TokenBatch, inputs: Any, objective: Objective[Any]
+    logprobs: torch.Tensor, entropy: torch.Tensor, batch: TokenBatch, inputs: Any, objective: Objective
 ) -> tuple[str, torch.Tensor]:
     """What is not finite, and at which loss tokens of a micro-batch (on the host): the first of the three found."""
     in_loss = inputs.weights != 0
@@ -190,12 +190,12 @@ def _bad_tokens(
     return "loss", torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.long)
 
 
-def _loss_is_finite(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective[Any]) -> bool:
+def _loss_is_finite(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective) -> bool:
     with torch.no_grad():
         return math.isfinite(float(objective(logprobs, entropy, inputs)[0]))
 
 
-def _slopes(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective[Any]) -> torch.Tensor:
+def _slopes(logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, objective: Objective) -> torch.Tensor:
     """``[R]``: derivative of the loss by log-probability plus that by entropy."""
     leaves = [logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()]
     loss, _ = objective(leaves[0], leaves[1], inputs)

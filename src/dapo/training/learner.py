@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
@@ -57,7 +57,7 @@ class LocalLearner:
         trainer: Trainer,
         config: Config,
         kl: AdaptiveKL,
-        objective: Objective[TokenInputs] | None = None,
+        objective: Objective | None = None,
         out_of_time: Callable[[], bool] = lambda: False,
     ) -> None:
         """
@@ -146,18 +146,17 @@ class LocalLearner:
             raise ValueError(f"update {index} of a step of which {made} were made")
         if into.reports:  # a step that was resumed inside of it has one rate
             self.trainer.set_learning_rate(into.reports[0].learning_rate)
-        objective = _WithinTime(self.objective, self._out_of_time)
-        into.reports.append(self.trainer.update(mini, self.inputs(mini), objective))
+        into.reports.append(self.trainer.update(mini, self.inputs(mini), self.watched_objective))
         give_back_memory()
 
     # --- from a mini-batch to its loss ----------------------------------------------------------------------------
 
     @property
-    def objective(self) -> Objective[TokenInputs]:
+    def objective(self) -> Objective:
         """As the recipe configures it now."""
-        algorithm = self._config.algorithm
         if self._own is not None:
-            return _Watched(self._own, algorithm.kl.estimator)
+            return self._own
+        algorithm = self._config.algorithm
         return DapoObjective(
             clip_ratio_low=algorithm.clip_ratio_low,
             clip_ratio_high=algorithm.clip_ratio_high,
@@ -167,13 +166,19 @@ class LocalLearner:
             kl_in_loss=algorithm.kl.mode == "loss",
         )
 
+    @property
+    def watched_objective(self) -> Objective:
+        """The same as it is trained on: with all statistics, and an eye on the time."""
+        estimator = None if self._own is None else self._config.algorithm.kl.estimator
+        return _Guarded(self.objective, estimator, self._out_of_time)
+
     def inputs(self, mini: TokenBatch) -> TokenInputs:
         """What the objective gets to know of an optimizer mini-batch."""
         longest = self._config.rollout.max_response_length
         return objective_inputs(mini, self._config.algorithm, longest, self.trainer.device)
 
 
-def own_objective(config: Config, given: Objective[TokenInputs] | None = None) -> Objective[TokenInputs] | None:
+def own_objective(config: Config, given: Objective | None = None) -> Objective | None:
     """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
     Raises ConfigError: there is none of this name, or its unit is unknown."""
     name = config.algorithm.objective
@@ -185,44 +190,29 @@ def own_objective(config: Config, given: Objective[TokenInputs] | None = None) -
         unit_of(own)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.objective: {name if given is None else own}: {error}") from None
-    return cast(Objective[TokenInputs], own)
+    return own  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
-    """A user's objective with the statistics that there are of any. ``own``: it."""
+class _Guarded:
+    """An objective that ends an update which there is no time left for, between two chunks of tokens. ``estimator``: of
+    the KL among the statistics that are measured whatever is minimised; None: it measures them itself."""
 
-    own: Objective[TokenInputs]
-    estimator: KLEstimator
-
-    @property
-    def unit(self) -> Unit:
-        return unit_of(self.own)
-
-    def __call__(
-        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs
-    ) -> tuple[torch.Tensor, Stats]:
-        loss, statistics = self.own(logprobs, entropy, inputs)
-        return loss, token_statistics(logprobs, entropy, inputs, self.estimator) | statistics
-
-
-@dataclass(frozen=True, slots=True)
-class _WithinTime:
-    """An objective that ends an update which there is no time left for, between two chunks of tokens."""
-
-    objective: Objective[TokenInputs]
+    objective: Objective
+    estimator: KLEstimator | None
     out_of_time: Callable[[], bool]
 
     @property
     def unit(self) -> Unit:
         return unit_of(self.objective)
 
-    def __call__(
-        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs
-    ) -> tuple[torch.Tensor, Stats]:
+    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Stats]:
         if self.out_of_time():
             raise Stopped("there is no time left for this update")
-        return self.objective(logprobs, entropy, inputs)
+        loss, statistics = self.objective(logprobs, entropy, inputs)
+        if self.estimator is not None:
+            statistics = token_statistics(logprobs, entropy, inputs, self.estimator) | statistics
+        return loss, statistics
 
 
 def objective_inputs(

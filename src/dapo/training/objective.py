@@ -1,29 +1,15 @@
-"""What the trainer wants of an objective: a loss that is a sum over response tokens."""
+"""What the trainer wants of an objective: a loss that is a sum over response tokens, sequences or pairs."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
-
-
-class TokenRecord(Protocol):
-    """A dataclass of ``[R]`` tensors. The trainer reads ``weights`` and cuts the rest by token."""
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """Weight of each token in the loss of the whole mini-batch; 0: not in the loss."""
-        ...
-
-
-Inputs = TypeVar("Inputs", bound=TokenRecord)
-InputsIn = TypeVar("InputsIn", bound=TokenRecord, contravariant=True)
-
 
 Unit = Literal["token", "sequence", "pair"]
 
 
-class Objective(Protocol[InputsIn]):
+class Objective(Protocol):
     """What a mini-batch is trained on.
 
     Its attribute ``unit`` says what it needs to see together: a ``token`` (where it has none), a ``sequence``, or a
@@ -31,9 +17,13 @@ class Objective(Protocol[InputsIn]):
     """
 
     def __call__(
-        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: InputsIn, /
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any, /
     ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-        """``(loss, statistics)`` of some tokens: a scalar that adds up over parts, and name -> (sum, count)."""
+        """``(loss, statistics)`` of some tokens: a scalar that adds up over parts, and name -> (sum, count).
+
+        ``inputs``: a dataclass of ``[R]`` tensors. The trainer reads ``weights``, the weight of each token in the loss
+        of the whole mini-batch (0: not in the loss), and cuts the rest by token.
+        """
         ...
 
 

@@ -19,7 +19,9 @@ def snapshot(trainer: Trainer) -> Trainer:
 
     Takes main memory for the weights that are trained and the two moments (12 bytes a parameter), and the time to copy
     them there. The trainer must not be at an update meanwhile.
+    Raises NumericalError or UserError: the weights are of no use (:meth:`~dapo.training.trainer.Trainer.check_finite`).
     """
+    trainer.check_finite()
     memo: dict[int, Any] = {}
     for parameter in trainer.policy.model.parameters():
         if not parameter.requires_grad:  # it never changes

@@ -26,10 +26,10 @@ from dapo.model.compiling import compile_layers
 from dapo.records import TokenBatch
 from dapo.training.checkpoint import load_optimizer, load_weights, save_model, save_optimizer
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
-from dapo.training.head_passes import as_a_whole, by_chunks
+from dapo.training.head_passes import through_head
 from dapo.training.micro_batch import micro_batches
 from dapo.training.mismatch import measure_mismatch
-from dapo.training.objective import Inputs, Objective, unit_of
+from dapo.training.objective import Objective, unit_of
 from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.policy import Policy
 from dapo.training.report import UpdateReport
@@ -149,7 +149,7 @@ class Trainer:
         """Log-probabilities ``[R]`` of the response tokens under the current weights, without gradient."""
         return self.policy.logprobs(batch)
 
-    def update(self, batch: TokenBatch, inputs: Inputs, objective: Objective[Inputs]) -> UpdateReport:
+    def update(self, batch: TokenBatch, inputs: Any, objective: Objective) -> UpdateReport:
         """One optimizer step on one mini-batch.
 
         It is skipped, with weights and optimizer state untouched, if no token is in the loss, or if loss, gradient or
@@ -286,19 +286,20 @@ class Trainer:
     # --- one update -----------------------------------------------------------------------------------------------
 
     def _accumulate(
-        self, batch: TokenBatch, inputs: Inputs, objective: Objective[Inputs], totals: Totals, clock: PhaseClock
+        self, batch: TokenBatch, inputs: Any, objective: Objective, totals: Totals, clock: PhaseClock
     ) -> None:
         """Add up gradient, loss and statistics over micro-batches."""
-        unit = unit_of(objective)
-        backward = by_chunks if unit == "token" else as_a_whole
-        for part in micro_batches(batch, self.policy.tokens_per_micro_batch, self.device, unit == "pair"):
+        whole_groups = unit_of(objective) == "pair"
+        for part in micro_batches(batch, self.policy.tokens_per_micro_batch, self.device, whole_groups):
             if not part.batch.num_response_tokens:
                 continue
             totals.micro_batches += 1
             totals.computed_tokens += part.num_computed_tokens
             with clock("forward"):
                 states = self.policy.predicting_states(part)
-            logprobs, entropy, slopes = backward(self.policy, part, states.detach(), inputs, objective, totals, clock)
+            logprobs, entropy, slopes = through_head(
+                self.policy, part, states.detach(), inputs, objective, totals, clock
+            )
             with clock("backward"):
                 torch.autograd.backward(states, slopes)
             totals.seen.append((part.index, logprobs, entropy))
@@ -319,7 +320,7 @@ class Trainer:
         self._skipped_in_row = 0
         return norm, True
 
-    def _diagnosis(self, batch: TokenBatch, inputs: Inputs, objective: Objective[Inputs]) -> Fault:
+    def _diagnosis(self, batch: TokenBatch, inputs: Any, objective: Objective) -> Fault:
         """What went wrong. That it cannot be found out (for want of memory, say) must not end what only skips."""
         try:
             return diagnose(self.policy, batch, inputs, objective, self._parameters)
@@ -328,7 +329,7 @@ class Trainer:
                 raise
             return Fault(None, None, None, 0, batch.num_samples, (), len(self._parameters), None, {})
 
-    def _skip(self, batch: TokenBatch, inputs: Inputs, objective: Objective[Inputs], loss: float, norm: float) -> str:
+    def _skip(self, batch: TokenBatch, inputs: Any, objective: Objective, loss: float, norm: float) -> str:
         """Count an update that is not finite, find out why and keep it: what there is to say.
         Raises NumericalError: too many in a row."""
         fault = self._diagnosis(batch, inputs, objective)

@@ -34,28 +34,25 @@ def load_named(
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise error(f"{what} {spec!r}: expected package.module:name or path/file.py:name")
-    try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    except _CannotImport as reason:
-        raise error(f"{what} {spec}: {reason}") from None
+
+    def wrong(why: str) -> UserError:
+        return error(f"{what} {spec}: {why}")
+
+    module = _import_file(Path(place), wrong) if place.endswith(".py") else _import_module(place, wrong)
     own = declared(module.__name__)
     found = own.get(name) or getattr(module, name, None)
     if found is None:
         functions = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         advice = _nearest(name, list(dict.fromkeys([*own, *functions])))
-        raise error(f"{what} {spec}: {place} has no {name!r}; {advice}")
+        raise wrong(f"{place} has no {name!r}; {advice}")
     if not callable(found):
-        raise error(f"{what} {spec}: {name!r} is a {type(found).__name__}, not a function")
+        raise wrong(f"{name!r} is a {type(found).__name__}, not a function")
     return found
 
 
-class _CannotImport(Exception):
-    """Why."""
-
-
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, wrong: Callable[[str], UserError]) -> ModuleType:
     if not path.is_file():
-        raise _CannotImport(f"no such file: {path.absolute()}")
+        raise wrong(f"no such file: {path.absolute()}")
     folder = str(path.absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last: helpers beside the file can be imported, but shadow nothing
@@ -68,23 +65,23 @@ def _import_file(path: Path) -> ModuleType:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _CannotImport(f"importing {path} failed: {describe(error)}") from None
+        raise wrong(f"importing {path} failed: {describe(error)}") from None
     return module
 
 
-def _import_module(name: str) -> ModuleType:
+def _import_module(name: str, wrong: Callable[[str], UserError]) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing and (name == missing or name.startswith(missing + ".")):
-            raise _CannotImport(
+            raise wrong(
                 f"no module named {missing!r} (looked in the working folder and the installed packages); a file is "
                 "named as path/file.py:name"
             ) from None
-        raise _CannotImport(f"importing {name} failed: {describe(error)}") from None
+        raise wrong(f"importing {name} failed: {describe(error)}") from None
     except (Exception, SystemExit) as error:
-        raise _CannotImport(f"importing {name} failed: {describe(error)}") from None
+        raise wrong(f"importing {name} failed: {describe(error)}") from None
 
 
 def _nearest(name: str, functions: list[str]) -> str:

@@ -29,9 +29,7 @@ class Update:
     inputs: TokenInputs
 
 
-def gradient_norms(
-    policy: Policy, update: Update, objective: Objective[TokenInputs], count: int
-) -> list[dict[str, Any]]:
+def gradient_norms(policy: Policy, update: Update, objective: Objective, count: int) -> list[dict[str, Any]]:
     """Loss and gradient norm of single samples: their parts of the sums that the update adds up.
 
     Args:
@@ -53,9 +51,7 @@ def gradient_norms(
     return found
 
 
-def _gradient_norm(
-    policy: Policy, update: Update, objective: Objective[TokenInputs], number: int
-) -> tuple[float, float]:
+def _gradient_norm(policy: Policy, update: Update, objective: Objective, number: int) -> tuple[float, float]:
     part, inputs = _alone(policy, update, number)
     if not len(part.targets):
         return 0.0, 0.0
@@ -88,9 +84,7 @@ def stored_tokens(sample: Sample, decode: Callable[[int], str]) -> list[dict[str
 
 
 @torch.no_grad()
-def traced_tokens(
-    policy: Policy, update: Update, objective: Objective[TokenInputs], number: int
-) -> list[dict[str, Any]]:
+def traced_tokens(policy: Policy, update: Update, objective: Objective, number: int) -> list[dict[str, Any]]:
     """What the objective makes of each token of a sample: ``trainer_logprob``, ``ratio`` (to the proximal policy),
     ``advantage``, ``importance``, ``in_loss``, ``clip`` (``low``, ``high``, ``dual`` or None), ``entropy`` in nats and
     ``loss``, its contribution to the loss of the update. Of an objective of the user's there is neither ``clip`` nor

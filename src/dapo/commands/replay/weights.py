@@ -155,14 +155,14 @@ class Rerun:
             self.shaped = None
         else:
             batch = self._batch(stored)
-        objective = self.learner.objective
+        objective, watched = self.learner.objective, self.learner.watched_objective
         for number, mini in self.preparer.minibatches(batch, start=len(earlier)):
             if last is not None and number > last:
                 return reports
             update = Update(mini, self.learner.inputs(mini))
             if visit is not None:
                 visit(number, update, objective)
-            reports[number] = self.trainer.update(mini, update.inputs, objective)
+            reports[number] = self.trainer.update(mini, update.inputs, watched)
             self._compare(stored, number, reports[number])
         self.preparer.observe([*earlier, *reports.values()], batch)
         self.trainer.publish()
