@@ -47,7 +47,6 @@ from dapo.orchestrator.resume import changes_at, how_to_resume
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
-from dapo.orchestrator.summary import summarise
 from dapo.orchestrator.sync import CopySync
 from dapo.training.faults import FaultFolder
 from dapo.util.files import write_json, writing
@@ -296,8 +295,6 @@ class Experiment:
             "seconds_rl": round(self.state.seconds.seconds["rest"], 2),
             "seconds_total": round(self.state.seconds.total, 2),
         }
-        trained = bool(self.state.steps_done or not self.config.training.steps)
-        scores = self.state.scores if trained else {}
-        summary = summarise(facts, scores, self.early_stopping, len(self.setup.heldout))
+        summary = facts | self.evaluator.summary(self.state.steps_done)
         self.recorder.summarise(summary)
         return summary
