@@ -307,6 +307,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, float | str]] = [
     ("seed", 4, {}, "weights", "moves"),
 ]
 TESTED_ELSEWHERE = {
+    "algorithm.objective": "tests/orchestrator/test_own_methods.py",
     "algorithm.loss_agg_mode": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
     "algorithm.loss_constant": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
     "training.tokens_per_micro_batch": "must change nothing: tests/training/test_packing_properties.py",
