@@ -490,7 +490,7 @@ def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:
     where = RunState(Budget(config))
     where.load_state(state)
     found = where.state()
-    assert all(0 < found[name].pop("rest") < 1 for name in ("laps", "seconds"))  # of this process
+    assert all(found[name].pop("rest") == 0 for name in ("laps", "seconds"))  # nothing counts in this process
     assert found == state and where.steps_done == 3
 
 
@@ -499,7 +499,11 @@ def test_a_rollout_that_an_earlier_version_kept_with_its_seconds_goes_on(tmp_pat
     step = {"fill": rollout, "seconds": {"rollout": 1.5}, "batch": None, "reports": [], "decode_steps": 3}
     where = RunState(Budget(config_for(tmp_path).training))
     where.load_state({"steps_done": 0, "step": step, "laps": {}, "scores": {}, "seconds": {"start": 1.0, "rl": 2.0}})
-    assert where.step == StepState(rollout) and where.spans.seconds["rollout"] == 1.5 and where.seconds.total > 3
+    assert (
+        where.step == StepState(rollout)
+        and where.spans.seconds["rollout"] == 1.5
+        and where.seconds.seconds == {"start": 1.0, "rest": 2.0}
+    )
 
 
 def test_who_fails_to_keep_a_run_does_not_lock_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,9 +540,9 @@ def test_an_optimizer_that_is_too_large_for_one_file_goes_into_several(
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 32)
     save_tensors(tmp_path / "many", tensors, {"version": 3})
     assert {path.name for path in (tmp_path / "one").iterdir()} == {"trainer.safetensors", "trainer.json"}
-    shards = [f"trainer-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]
+    shards = [f"trainer-{n:05d}-of-00002.safetensors" for n in (1, 2)]
     index = json.loads((tmp_path / "many" / "trainer.safetensors.index.json").read_text())
-    assert index["weight_map"] == {"a": shards[0], "b": shards[0], "c": shards[1], "d": shards[2]}
+    assert index["weight_map"] == {"c": shards[0], "a": shards[1], "b": shards[1], "d": shards[1]}
     assert index["metadata"] == {"total_size": 112}
     for folder in ("one", "many"):
         found, metadata = load_tensors(tmp_path / folder)

@@ -307,6 +307,7 @@ EFFECTS: list[tuple[str, Any, dict[str, Any], str, float | str]] = [
     ("seed", 4, {}, "weights", "moves"),
 ]
 TESTED_ELSEWHERE = {
+    "algorithm.objective": "tests/orchestrator/test_own_methods.py",
     "algorithm.loss_agg_mode": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
     "algorithm.loss_constant": "test_the_first_loss_of_a_run_is_that_of_its_aggregation",
     "training.tokens_per_micro_batch": "must change nothing: tests/training/test_packing_properties.py",
@@ -721,7 +722,7 @@ def test_what_needs_no_weights_is_refused_before_they_are_loaded(
     changes: dict[str, Any], reward: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    monkeypatch.setattr("dapo.orchestrator.build.policy_model", lambda *_: loaded.append("the model"))
+    monkeypatch.setattr("dapo.orchestrator.build.load_trainable", lambda *_: loaded.append("the model"))
     monkeypatch.setattr("dapo.training.lora.load_model", lambda *_, **__: loaded.append("the weights"))
     monkeypatch.chdir(tmp_path)
     settings = {"model.path": saved_model(tmp_path / "model"), "model.compute_dtype": "float32"} | changes

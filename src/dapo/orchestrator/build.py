@@ -28,7 +28,6 @@ from dapo.orchestrator.inputs import (
     described_model,
     heldout_prompts,
     native_engine,
-    policy_model,
     training_prompts,
 )
 from dapo.orchestrator.mfu import CardLimits
@@ -40,7 +39,7 @@ from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
 from dapo.rollout.engine import Engine
 from dapo.training.learner import LocalLearner, own_objective
-from dapo.training.lora import begin_adapter
+from dapo.training.lora import begin_adapter, load_trainable
 from dapo.training.trainer import Trainer
 from dapo.util.terminal import visible
 
@@ -163,7 +162,7 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     """
     config, overrides, source, template = setup.config, setup.overrides, setup.source, setup.template
     listener.phase("loading the model")
-    model = policy_model(config, overrides, setup.device)
+    model = load_trainable(overrides.model or config.model.path, config.model, setup.device)
     found = fingerprint(
         config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, overrides.functions
     )

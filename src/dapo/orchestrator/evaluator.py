@@ -7,6 +7,7 @@ Waits for: the engine and the scorer, between two rollouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dapo.config import Config
 from dapo.evaluation.early_stopping import EarlyStopping
@@ -16,7 +17,6 @@ from dapo.observe.changes import Change
 from dapo.observe.progress import Listener
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.run_state import RunState
-from dapo.orchestrator.summary import scores_of
 from dapo.records import Prompt
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
@@ -55,7 +55,7 @@ class Evaluator:
         if found is None:
             return {}
         self._listener.evaluated("before training", found.metrics())
-        self._state.scores = {"before": scores_of(found), "after": scores_of(found)}
+        self._state.scores = {"before": _scores(found), "after": _scores(found)}
         self._early_stopping.observe(0, found.metrics())
         return found.metrics()
 
@@ -72,9 +72,22 @@ class Evaluator:
             self._early_stopping.forget()
             self._state.scores = {}
         self.after = found
-        self._state.scores["after"] = scores_of(found)
+        self._state.scores["after"] = _scores(found)
         self._early_stopping.observe(after.steps, found.metrics())
         return found.metrics()
+
+    def summary(self, steps: int) -> dict[str, Any]:
+        """What the evaluations before and after ``steps`` of training found. Without what was before: that was another
+        evaluation. If the last one was before training, there is nothing after it, and no best one."""
+        scores, best = self._state.scores, self._early_stopping
+        if not scores or (not steps and self._config.training.steps):
+            return {}
+        found: dict[str, Any] = {"heldout_rows": len(self._heldout)}
+        found |= {f"{name}_before": value for name, value in scores.get("before", {}).items()}
+        if steps and best.observed <= 0:
+            return found
+        found |= {f"{name}_after": value for name, value in scores["after"].items()}
+        return found | {"best": {"step": best.step, best.metric: best.value}}
 
     @property
     def evaluated_otherwise(self) -> bool:
@@ -90,6 +103,11 @@ class Evaluator:
         return await evaluate(
             self._heldout, self._engine, self._scorer, self._decode, self._config, self._listener.advance
         )
+
+
+def _scores(found: Evaluation) -> dict[str, Any]:
+    """What the summary compares."""
+    return {"accuracy": found.accuracy, "response_length": found.response_length}
 
 
 def when(after: Budget) -> str:

@@ -47,7 +47,6 @@ from dapo.orchestrator.resume import changes_at, how_to_resume
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
-from dapo.orchestrator.summary import summarise
 from dapo.orchestrator.sync import CopySync
 from dapo.training.faults import FaultFolder
 from dapo.util.files import write_json, writing
@@ -72,6 +71,7 @@ class Experiment:
         self.listener = listener
         self.setup = Setup.of(config, listener, overrides)
         self._closing = contextlib.AsyncExitStack()
+        self._closing.enter_context(self.state.seconds.counting())
         # a reward model may multiply matrices, too
         self._closing.enter_context(determinism(self.config, self.setup.device))
         self.rewards = Rewards(self.setup)
@@ -104,7 +104,7 @@ class Experiment:
         self.state.seconds.credit("start")
         plan = Plan(self.config.rollout.prompts_per_step, self.early_stopping)
         try:
-            with shortage_explained(self.config, self.roles.model):
+            with shortage_explained(self.config, self.roles.model), self.state.spans.counting():
                 await train(
                     self.state,
                     plan,
@@ -123,7 +123,8 @@ class Experiment:
             self.listener.warning(note)
             raise
         self.shutdown.doing = "the final weights to be written"
-        await in_thread(self.checkpointer.models.write_after)
+        with self.state.seconds("writing"):
+            await in_thread(self.checkpointer.models.write_after)
         return self._summarise(plan.reason(self.state))
 
     async def close(self) -> None:
@@ -264,7 +265,8 @@ class Experiment:
     async def _rescue(self, error: BaseException) -> str:
         """Write down what was learned before ``error`` ended the run, and say where. Raises no error of its own."""
         if isinstance(error, StarvedError) and isinstance(error.rollout_batch, RolloutBatch):
-            await self.recorder.write_starved(error.rollout_batch)
+            with contextlib.suppress(asyncio.CancelledError):  # the state is still to be saved
+                await self.recorder.write_starved(error.rollout_batch)
         stopped_by_hand = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
         reason = "interrupted" if stopped_by_hand else f"{type(error).__name__}: {error}"
         done = "1 step was done" if self.state.steps_done == 1 else f"{self.state.steps_done} steps were done"
@@ -273,7 +275,8 @@ class Experiment:
         with contextlib.suppress(Exception):  # this state is further than that of the checkpoint that failed
             await self.checkpointer.settle()
         try:
-            await self.checkpointer.save_checkpoint(self.roles.collector.unsettled, wait=True)
+            with self.state.seconds("writing"):
+                await self.checkpointer.save_checkpoint(self.roles.collector.unsettled, wait=True)
             with contextlib.suppress(UserError):  # a summary is not what is rescued
                 self._summarise(reason)
         except Exception as fault:
@@ -283,18 +286,15 @@ class Experiment:
         return f"{done}; the state is in {self.shutdown.saved}; to go on: {how}"
 
     def _summarise(self, stopped: str) -> dict[str, Any]:
-        seconds = self.state.seconds
         facts = {
             "run_dir": str(self.folder.root),
             "seed": self.config.seed,
             "steps": self.state.steps_done,
             "updates": self.roles.learner.trainer.updates,
             "stopped": redact(stopped),
-            "seconds_rl": round(seconds.total - seconds.seconds.get("start", 0.0), 2),
-            "seconds_total": round(seconds.total, 2),
+            "seconds_rl": round(self.state.seconds.seconds["rest"], 2),
+            "seconds_total": round(self.state.seconds.total, 2),
         }
-        trained = bool(self.state.steps_done or not self.config.training.steps)
-        scores = self.state.scores if trained else {}
-        summary = summarise(facts, scores, self.early_stopping, len(self.setup.heldout))
+        summary = facts | self.evaluator.summary(self.state.steps_done)
         self.recorder.summarise(summary)
         return summary

@@ -34,7 +34,7 @@ from dapo.records import Prompt
 from dapo.reward.build import needs_answer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
-from dapo.training.lora import load_trainable, trainable_shape
+from dapo.training.lora import trainable_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,6 @@ class RunOverrides:
     def functions(self) -> dict[str, Callable[..., Any] | None]:
         """Those that stand in for what the recipe names."""
         return {"reward": self.reward, "objective": self.objective, "advantage": self.advantage}
-
-
-def policy_model(config: Config, inputs: RunOverrides, device: torch.device) -> Any:
-    """The model to train, on its device; a new adapter is not on it yet.
-    Raises ModelError: it cannot be loaded, or not be trained."""
-    return load_trainable(inputs.model or config.model.path, config.model, device)
 
 
 def native_engine(

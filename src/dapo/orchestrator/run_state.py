@@ -27,7 +27,7 @@ class RunState:
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of the evaluations before and after training."""
     seconds: Spans = field(default_factory=Spans)
-    """Of the whole run: ``start``, and training."""
+    """Of the whole run: ``start``, ``writing`` at its end, and the rest, which is training."""
     tell: Callable[[str, str, int, int], object] = lambda role, what, done, total: None
     """Hears what the run waits for: the role, in words, and how much of it is done."""
     on_commit: Callable[[StepState], object] = lambda step: None
@@ -78,7 +78,7 @@ class RunState:
         self.spans.cut()
         self.spans.add(laps)
         self.scores = state["scores"]
-        self.seconds.add(state["seconds"])
+        self.seconds.add({"rest" if role == "rl" else role: taken for role, taken in state["seconds"].items()})
 
 
 @dataclass(frozen=True)

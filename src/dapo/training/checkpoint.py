@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -87,15 +88,13 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Ma
     Raises:
         FileExistsError: the folder exists and is not empty.
     """
-    shards = _shards(tensors)
-    names = [TENSORS] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(len(shards))]
+    pattern = TENSORS.replace(".", "{suffix}.")
+    split = split_torch_state_dict_into_shards(dict(tensors), filename_pattern=pattern, max_shard_size=SHARD_BYTES)
     with new_folder(folder) as staging:
-        for file, shard in zip(names, shards, strict=True):
-            save_file({name: tensors[name].detach().cpu().contiguous() for name in shard}, staging / file)
-        if len(shards) > 1:
-            places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-            size = sum(map(_bytes, tensors.values()))
-            write_json(staging / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+        for file, names in (split.filename_to_tensors or {TENSORS: []}).items():
+            save_file({name: tensors[name].detach().cpu().contiguous() for name in names}, staging / file)
+        if split.is_sharded:
+            write_json(staging / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         write_json(staging / METADATA, {**metadata, "tensors": sorted(tensors)})
 
 
@@ -123,28 +122,6 @@ def load_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
             "earlier checkpoint, or start a new run with model.path=.../model of this one"
         )
     return tensors, metadata
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _shards(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Names of the tensors of each file, in their order; at least one file, be it empty."""
-    shards: list[list[str]] = [[]]
-    room = SHARD_BYTES
-    for name, tensor in tensors.items():
-        if shards[-1] and _bytes(tensor) > room:
-            shards.append([])
-            room = SHARD_BYTES
-        shards[-1].append(name)
-        room -= _bytes(tensor)
-    return shards
-
-
-def _shard_name(number: int, count: int) -> str:
-    stem, dot, ending = TENSORS.rpartition(".")
-    return f"{stem}-{number + 1:05d}-of-{count:05d}{dot}{ending}"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -39,10 +39,9 @@ from dapo.util.process import Stopped, give_back_memory, in_thread
 
 
 class UpdatesOfAStep(Protocol):
-    """What an update leaves its report in."""
+    """What an update leaves its report in, after those before it."""
 
     reports: list[UpdateReport]
-    """Of the updates of the step that were made, in their order."""
 
 
 class LocalLearner:
@@ -220,23 +219,13 @@ def objective_inputs(
 ) -> TokenInputs:
     """Importance and weight of each token of a whole optimizer mini-batch, with what its columns say, on ``device``.
     ``max_response_length``: the constant of ``loss_agg_mode: constant``, if the recipe names none."""
-    correction = algorithm.correction
     columns = {name: upload(values, device) for name, values in mini.columns.items()}
     behaviour = upload(mini.behaviour_logprobs, device)
     proximal = columns.get("proximal", behaviour)
     sample_ids = upload(mini.sample_ids, device)
-    importance, mask = importance_weights(
-        proximal,
-        behaviour,
-        kind=correction.kind,
-        level=correction.level,
-        cap=correction.cap,
-        low=correction.low,
-        high=correction.high,
-        sample_ids=sample_ids,
-        mask=upload(mini.mask, device),
-    )
-    group_ids = upload(mini.group_ids, device)
+    group_ids, mask = upload(mini.group_ids, device), upload(mini.mask, device)
+    correction = algorithm.correction.model_dump()  # its keys are the parameters
+    importance, mask = importance_weights(proximal, behaviour, sample_ids=sample_ids, mask=mask, **correction)
     weights = token_weights(
         algorithm.loss_agg_mode,
         mask=mask,

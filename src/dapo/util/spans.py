@@ -13,7 +13,16 @@ class Spans:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._earlier = 0.0
-        self._began = time.perf_counter()
+        self._since: float | None = None
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Time counts from the begin of this to its end."""
+        self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._earlier, self._since = self.total, None
 
     @contextlib.contextmanager
     def __call__(self, role: str) -> Iterator[None]:
@@ -25,13 +34,14 @@ class Spans:
             self._seconds[role] = self._seconds.get(role, 0.0) + time.perf_counter() - began
 
     def credit(self, role: str) -> None:
-        """All the time since the count began in this process is ``role``'s."""
-        self._seconds[role] = self._seconds.get(role, 0.0) + time.perf_counter() - self._began
+        """All that was counted in this process so far was ``role``'s."""
+        assert self._since is not None
+        self._seconds[role] = self._seconds.get(role, 0.0) + time.perf_counter() - self._since
 
     @property
     def total(self) -> float:
         """Seconds in all."""
-        return self._earlier + time.perf_counter() - self._began
+        return self._earlier + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -48,5 +58,6 @@ class Spans:
     def cut(self) -> dict[str, float]:
         """:attr:`seconds`, and the count starts anew."""
         found = self.seconds
-        self._seconds, self._earlier, self._began = {}, 0.0, time.perf_counter()
+        self._seconds, self._earlier = {}, 0.0
+        self._since = self._since and time.perf_counter()
         return found

@@ -1,0 +1,56 @@
+"""Where time goes, by a clock that the test turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dapo.util.spans import Spans
+
+
+@pytest.fixture
+def turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def later(seconds: float) -> None:
+        now[0] += seconds
+
+    return later
+
+
+def test_what_no_role_takes_is_the_rest_and_nothing_counts_outside(turn: Callable[[float], None]) -> None:
+    spans = Spans()
+    turn(50)
+    with spans.counting():
+        turn(1)
+        with pytest.raises(ValueError), spans("rollout"):
+            turn(2)
+            raise ValueError
+        with spans("rollout"), spans("reward"):  # side by side
+            turn(4)
+    turn(50)
+    assert spans.total == 7 and spans.seconds == {"rollout": 6, "reward": 4, "rest": 0}
+
+
+def test_a_count_goes_on_from_that_of_another_process_and_is_cut_at_a_commit(turn: Callable[[float], None]) -> None:
+    spans = Spans()
+    spans.add({"rollout": 3.0, "rest": 2.0})
+    with spans.counting():
+        turn(1)
+        assert spans.cut() == {"rollout": 3, "rest": 3}
+        turn(5)
+        with spans("sync"):
+            turn(7)
+    assert spans.cut() == {"sync": 7, "rest": 5} and spans.total == 0
+
+
+def test_the_start_of_a_run_is_what_this_process_took_so_far(turn: Callable[[float], None]) -> None:
+    spans = Spans()
+    with spans.counting():
+        turn(2)
+        spans.add({"start": 3.0, "rest": 10.0})
+        spans.credit("start")
+        turn(4)
+        assert spans.seconds == {"start": 5, "rest": 14}
