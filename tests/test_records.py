@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dapo.errors import UserError
 from dapo.orchestrator.state import STATE, read_state, write_state
 from dapo.records import LONGEST_TEXT, Reward, Sample
 
@@ -52,6 +53,13 @@ def test_a_step_under_way_of_an_older_version_is_read(tmp_path: Path) -> None:
     mismatch = {"$record": "Mismatch", "tokens": 0, "absolute_sum": 0.0, "maximum": 0.0, "k3_sum": 0.0}
     (tmp_path / STATE).write_text(json.dumps({"reports": [{**report, "statistics": {}, "mismatch": mismatch}]}))
     assert read_state(tmp_path)["reports"][0].loss_tokens == 3
+
+
+def test_a_batch_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    write_state(tmp_path, {"step": None})
+    (tmp_path / STATE).write_text(json.dumps({"step": {"batch": {"$record": "PackedBatch", "lengths": []}}}))
+    with pytest.raises(UserError, match="holds a PackedBatch, as another version of dapo wrote it inside of a step"):
+        read_state(tmp_path)
 
 
 def test_what_a_reward_says_of_a_response_is_cut_with_a_mark() -> None:

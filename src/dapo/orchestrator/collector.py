@@ -76,13 +76,13 @@ class Collector:
         self.unsettled = False
         """Whether the last round did not come to its end, so that there is more here than between two steps."""
         self._untaken: RolloutBatch | None = None
-        self._asked: Channel[tuple[int, int, int]] = Channel()
-        self._ready: Channel[RolloutBatch] = Channel()
+        """Ready in the moment in which whoever waited for it was cancelled."""
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Inside, batches are produced. Nothing of it is left behind, however it ends."""
-        self._asked, self._ready = Channel(), Channel()
+        self._asked: Channel[tuple[int, int, int]] = Channel()
+        self._ready: Channel[RolloutBatch] = Channel()
         producer = asyncio.create_task(self._produce(), name="dapo-collector")
         try:
             yield
@@ -91,7 +91,7 @@ class Collector:
             try:
                 await until_done(producer)
             finally:
-                for batch in self._ready.drain():  # whoever waited for it was cancelled in the same moment
+                for batch in self._ready.drain():
                     self._untaken, self.unsettled = batch, True
 
     async def take(self, step: int, count: int, version: int) -> RolloutBatch:
