@@ -49,8 +49,8 @@ class Config(Section):
         """`algorithm.proximal` with `auto` resolved."""
         if self.algorithm.proximal != "auto":
             return self.algorithm.proximal
-        wants_recompute = self.rollout.max_staleness > 0 or self.algorithm.correction.kind != "none"
-        return "recompute" if wants_recompute else "engine"
+        same = self.rollout.max_staleness == 0 and self.rollout.engine == "native"
+        return "engine" if same and self.algorithm.correction.kind == "none" else "recompute"
 
     @property
     def evaluated_length(self) -> int:
