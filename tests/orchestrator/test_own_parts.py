@@ -138,6 +138,7 @@ def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
     fingerprint = fingerprint_of(result.run_dir)
     assert fingerprint["source"] == {"kind": "python", "function": "Curriculum"}
     assert {"source", "engine"} <= set(fingerprint["in_memory"])
+    assert fingerprint["evaluation.metrics"]["distinct"] == {"kind": "python", "function": "distinct"}
 
 
 @pytest.mark.usefixtures("file")

@@ -31,13 +31,15 @@ def fingerprint(
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """All that a run starts from. ``train``: fingerprint of the training rows. ``prompt``: the first one to train on.
-    ``given``: what was passed from Python in place of the recipe's ``reward`` and ``_OWN``."""
+    ``given``: what was passed from Python in place of the recipe's ``reward`` and ``_OWN``, and beside its
+    trackers and metrics."""
     parts = own_parts(config)
     found = {name: _of_function(parts.get(key, ""), given.get(name)) for key, name in _OWN.items()}
     own = {name: one for name, one in found.items() if one["function"]}
     for key in ("run.trackers", "evaluation.metrics"):
-        if several := {k.removeprefix(f"{key}."): _of_function(v) for k, v in parts.items() if k.startswith(f"{key}.")}:
-            own[key] = several
+        several = {k.removeprefix(f"{key}."): _of_function(v) for k, v in parts.items() if k.startswith(f"{key}.")}
+        several |= {str(name): _of_function("", one) for name, one in given.get(key, {}).items()}
+        own |= {key: several} if several else {}
     return {
         "device": next(model.parameters()).device.type,
         "model": fingerprint_model(model),

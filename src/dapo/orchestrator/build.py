@@ -167,9 +167,9 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     drawn = own_source(config, overrides, source)
     listener.phase("loading the model")
     model = load_trainable(overrides.model or config.model.path, config.model, setup.device)
-    found = fingerprint(
-        config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, overrides.functions
-    )
+    given = overrides.functions | {"evaluation.metrics": overrides.metrics or {}}
+    given["run.trackers"] = {f"python {place}": one for place, one in enumerate(overrides.trackers)}
+    found = fingerprint(config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, given)
     model = begin_adapter(model, config.model, config.seed)
     set_threads(config, model)
     dtype = getattr(torch, config.model.compute_dtype)
