@@ -14,7 +14,7 @@ import dapo
 import own_methods
 from command_cases import dapo as dapo_command
 from command_cases import save_model, sums, write_rows
-from dapo.config import load_config
+from dapo.config import load_config, warnings_for
 from dapo.errors import ConfigError, UserError
 from dapo.observe.run_folder import RunFolder
 from run_cases import (
@@ -121,9 +121,22 @@ def test_a_metric_of_a_file_is_among_those_of_each_evaluation(tmp_path: Path, fi
         run(tmp_path / "bad", {"evaluation.metrics.bad": f"{file}:broken"}, heldout=PROMPTS[:5])
 
 
+def test_a_run_whose_metric_failed_goes_on_once_it_is_mended(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("seen = []\n\ndef size(groups):\n    seen.append(1)\n    return 1 / (2 - len(seen))\n")
+    named = {"evaluation.metrics.size": f"{file}:size", "evaluation.every": 1, "training.steps": 2}
+    with pytest.raises(ConfigError, match=r"evaluation.metrics.size: ZeroDivisionError"):
+        run(tmp_path / "run", named, heldout=PROMPTS[:3])
+    file.write_text("def size(groups):\n    return len(groups)\n")
+    run(tmp_path / "run", named, heldout=PROMPTS[:3], resume=RunFolder(tmp_path / "run"))
+    assert [step["eval/metric/size"] for step in steps_of(tmp_path / "run")] == [3, 3]
+    run(tmp_path / "whole", named, heldout=PROMPTS[:3])
+    assert weights_hash(tmp_path / "run/model-after") == weights_hash(tmp_path / "whole/model-after")
+
+
 def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
     settings = {name: value for name, value in SETTINGS.items() if name != "model.path"}
-    settings |= {"run.dir": str(tmp_path / "run"), "training.steps": 2, "algorithm.proximal": "recompute"}
+    settings |= {"run.dir": str(tmp_path / "run"), "training.steps": 2}
     model, made = tiny_model(), []
 
     def engine(config: Any, model: Any, stop_ids: Any, decode: Any) -> own_methods.PlainEngine:
@@ -135,6 +148,7 @@ def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
     result = dapo.train(model, PROMPTS, text_sum, settings, tokenizer=TOKENIZER, **given)
     assert made[0].version == 2 and (result.run_dir / "notes.txt").is_file()
     assert "eval/metric/distinct" in result.metrics[-1]
+    assert result.run.config["algorithm"]["proximal"] == "recompute"
     fingerprint = fingerprint_of(result.run_dir)
     assert fingerprint["source"] == {"kind": "python", "function": "Curriculum"}
     assert {"source", "engine"} <= set(fingerprint["in_memory"])
@@ -174,6 +188,7 @@ def test_files_are_looked_for_beside_the_recipe(tmp_path: Path, file: Path) -> N
     found = (config.data.source, config.rollout.engine, *config.run.trackers, *config.evaluation.metrics.values())
     assert found == (f"{file}:Curriculum", f"{file}:PlainEngine", f"{file}:Notes", f"{file}:distinct")
     assert config.proximal == "recompute"
+    assert any(text.startswith("evaluation.metrics: has no effect without") for text in warnings_for(config))
 
 
 def test_dapo_evaluate_takes_a_benchmark_and_metrics_of_a_file(tmp_path: Path, file: Path) -> None:

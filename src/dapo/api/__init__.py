@@ -130,6 +130,8 @@ def train(
     if not by_name:
         require_loaded(model, tokenizer, tree)
     tree["model.path"] = str(model) if by_name else type(model).__name__
+    if engine is not None:  # whose numbers are not quite the trainer's
+        tree.setdefault("algorithm.proximal", "recompute")
     with closing(listener or make_listener()) as listener:
         train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
         heldout_files, held = ([], None) if heldout is None else files_or_rows(heldout, "heldout", listener.phase)
