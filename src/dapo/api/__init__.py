@@ -86,6 +86,10 @@ def train(
     heldout: Data | None = None,
     objective: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
+    source: Callable[..., Any] | None = None,
+    engine: Any = None,
+    trackers: Sequence[Any] = (),
+    metrics: Mapping[str, Callable[..., float]] | None = None,
     listener: Listener | None = None,
     resume: str | Path | None = None,
 ) -> Result:
@@ -108,6 +112,8 @@ def train(
         heldout: rows or files to evaluate on before and after, as for ``prompts``; None: as ``settings`` say.
         objective: what each update minimises, and ``advantage``: ``def f(rewards, epsilon)`` of one group, in place of
             those that ``algorithm.objective`` and ``algorithm.advantage.kind`` name (extending.md).
+        source, engine, trackers, metrics: as ``data.source``, ``rollout.engine``, ``run.trackers`` and
+            ``evaluation.metrics`` name them; of engine and trackers objects will do, too.
         listener: hears what happens; by default progress is printed.
         resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run,
             and ``settings`` only what is to change.
@@ -124,6 +130,8 @@ def train(
     if not by_name:
         require_loaded(model, tokenizer, tree)
     tree["model.path"] = str(model) if by_name else type(model).__name__
+    if engine is not None:  # whose numbers are not quite the trainer's
+        tree.setdefault("algorithm.proximal", "recompute")
     with closing(listener or make_listener()) as listener:
         train_files, rows = files_or_rows(prompts, "prompts", listener.phase)
         heldout_files, held = ([], None) if heldout is None else files_or_rows(heldout, "heldout", listener.phase)
@@ -135,8 +143,8 @@ def train(
         from dapo.orchestrator.inputs import RunOverrides
 
         scorer = named(reward) if isinstance(reward, str) else reward
-        given = (None if by_name else model, tokenizer, rows, held, scorer, objective, advantage)
-        return _run(config, listener, RunOverrides(*given, resume=folder))
+        given = (None if by_name else model, tokenizer, rows, held, scorer, objective, advantage, source, engine)
+        return _run(config, listener, RunOverrides(*given, trackers=trackers, metrics=metrics, resume=folder))
 
 
 def _config(tree: Mapping[str, Any], folder: RunFolder | None, tokenizer: Any) -> Config:

@@ -53,6 +53,7 @@ def evaluate(
     samples: int | None = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
+    metrics: Mapping[str, Callable[..., float]] | None = None,
     listener: Listener | None = None,
 ) -> EvaluationResult:
     """Measure ``model`` on every row of ``data``, as ``dapo evaluate`` does.
@@ -67,6 +68,7 @@ def evaluate(
         samples: k, of each row; by default 1.
         temperature: of sampling; by default 0, which is greedy.
         max_tokens: longest response, in tokens; by default 1024.
+        metrics: functions of the groups by name, beside those of ``evaluation.metrics``.
         listener: hears what happens; by default progress is printed.
 
     Raises:
@@ -89,7 +91,7 @@ def evaluate(
         from dapo.orchestrator.inputs import RunOverrides
 
         scorer = named(reward) if isinstance(reward, str) else reward
-        inputs = RunOverrides(model=_loaded(model), tokenizer=tokenizer, heldout=rows, reward=scorer)
+        inputs = RunOverrides(_loaded(model), tokenizer, heldout=rows, reward=scorer, metrics=metrics)
         results, told = evaluate_files(
             config, listener, lambda config, results: report(config, results, {}, sys.argv), inputs=inputs
         )

@@ -11,6 +11,7 @@ from dapo.checks.context import CheckContext, Finding
 from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
 from dapo.config import CodeReward, Config, ExactReward, RewardConfig, warnings_for
 from dapo.config.compose import plain_rewards
+from dapo.config.own import check_own_parts
 from dapo.config.plan import missing_files, plan_line, plan_of
 from dapo.errors import UserError
 from dapo.observe.trackers import check_trackers
@@ -30,10 +31,11 @@ def check_settings(context: CheckContext) -> Iterator[Finding]:
     found = [(text, "") for text in warnings_for(config)] + list(_doubtful(config))
     for text, fix in found:
         yield Finding("recipe", "settings", "warn", text, fix)
-    try:
-        check_trackers(config)
-    except UserError as error:
-        yield Finding("recipe", "trackers", "fail", str(error))
+    for name, check in (("trackers", check_trackers), ("own-parts", check_own_parts)):
+        try:
+            check(config)
+        except UserError as error:
+            yield Finding("recipe", name, "fail", str(error))
     if not found:
         yield Finding("recipe", "settings", "pass", plan_line(plan_of(config)))
 

@@ -32,7 +32,10 @@ Data = Annotated[
     typer.Option(metavar="FILE", help="Rows to evaluate on; several files are evaluated one by one."),
 ]
 Benchmark = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Prompt, answer rule and sampling of gsm8k, math500, aime or amc.")
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Prompt, answer rule and sampling of gsm8k, math500, aime or amc, or of your file.py:name."
+    ),
 ]
 Recipe = Annotated[
     Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
@@ -71,6 +74,7 @@ def evaluate(
         from dapo.evaluation.benchmarks import benchmark_named
         from dapo.inference.model import function_of, settings_for
         from dapo.observe.progress import make_listener
+        from dapo.util.files import file_hash
 
         given = options.given_options(locals(), *options.SAMPLING, "rows")
         more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
@@ -82,6 +86,8 @@ def evaluate(
         place = _place(output, save_samples)
         trained = recipe or found.recipe
         about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
+        if benchmark and ".py:" in benchmark:
+            about["benchmark_sha256"] = file_hash(Path(benchmark.rpartition(":")[0]))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
             if found.path != model:
                 listener.phase(f"{model}: its model is {found.path}")
@@ -150,6 +156,8 @@ def _show(console: Console, results: Sequence[FileResult], report: Mapping[str, 
         for name, estimate in found["metrics"].items():
             if name not in ("pass@1", "maj@1"):  # the same as avg@k
                 table.add_row(name, *_estimate(name, estimate))
+        for name, value in found["own"].items():
+            table.add_row(name, f"{value:.4g}", "-")
         for name, share in found["shares"].items():
             if name in _SHARES and (share or name != "failed"):
                 table.add_row(_SHARES[name], f"{share:.1%}")

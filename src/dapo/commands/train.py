@@ -161,6 +161,7 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
 
 def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     from dapo.config import warnings_for
+    from dapo.config.own import check_own_parts, own_parts
     from dapo.config.plan import plan_of, require_files
     from dapo.observe.run_folder import config_yaml
 
@@ -169,6 +170,8 @@ def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     plan["memory"] = _predicted_memory(config)
     if resume is not None:
         plan |= _where_it_goes_on(resume, config)
+    check_own_parts(config)
+    plan |= own_parts(config)
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
     if console.is_terminal:
         from rich.syntax import Syntax

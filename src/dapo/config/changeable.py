@@ -14,7 +14,7 @@ MAY_CHANGE = (
     *_keys("training", "steps minutes max_skipped_updates mismatch_alarm offload_optimizer"),
     *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
     *_keys("evaluation", "rows every patience min_improvement samples_per_prompt max_response_length stop"),
-    *_keys("evaluation", "temperature top_p top_k min_p"),
+    *_keys("evaluation", "temperature top_p top_k min_p metrics"),
     *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
     *_keys("reward", "url token_env api_key_env cache"),
     *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
@@ -66,7 +66,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "it would be another model": _keys("model", "compute_dtype trust_remote_code lora"),
     "prompts or their order would be others": (
         *_keys("data", "prompt_key answer_key template chat_template_kwargs instruction system max_prompt_length"),
-        *_keys("data", "shuffle shuffle_answers"),
+        *_keys("data", "shuffle shuffle_answers source"),
     ),
     "it would be another policy": _keys("rollout", "engine temperature top_p top_k stop_token_ids stop"),
     "Adam's moments were made with it": ("training.betas",),

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from dapo.config.section import JsonMapping, PathText, Section
+from dapo.config.section import JsonMapping, Named, PathText, Section
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILE = (".jsonl", ".json", ".ndjson", ".parquet", ".txt", ".gz", ".zst")
@@ -83,6 +83,9 @@ class DataConfig(Section):
     names on the hub. An item is a path, or a mapping with `path` and, as needed, `name` and `split` (of a data set),
     `prompt_key`, `answer_key` and `weight`. With weights the items are a mixture, each drawn from in that proportion;
     without, they follow one another. Relative paths are looked up beside the recipe, then in the working folder."""
+    source: Named | None = None
+    """A prompt source of yours, such as a curriculum, that is put around the prompts of `train` and gives the next one.
+    By default they are drawn as `shuffle` and weights say."""
     prompt_key: str = "prompt"
     """Key of the prompt in a row: text, or a list of chat messages. Dots lead into mappings."""
     answer_key: str = "answer"

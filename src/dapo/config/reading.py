@@ -163,10 +163,14 @@ def _beside(config: Config, folder: Path) -> Config:
     values = {
         "algorithm.objective": own(config.algorithm.objective),
         "algorithm.advantage": advantage.model_copy(update={"kind": own(advantage.kind)}),
+        "data.source": config.data.source and own(config.data.source),
         "data.train": resolve(config.data.train),
         "data.chat_template": config.data.chat_template and _file_beside(config.data.chat_template, folder),
         "evaluation.data": resolve(config.evaluation.data),
+        "evaluation.metrics": {metric: own(name) for metric, name in config.evaluation.metrics.items()},
         "monitor.check": config.monitor.check and _reward_beside(config.monitor.check, folder),
+        "rollout.engine": own(config.rollout.engine),
+        "run.trackers": list(map(own, config.run.trackers)),
     }
     return with_values(config, values).model_copy(update={"reward": _reward_beside(config.reward, folder)})
 

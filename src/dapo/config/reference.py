@@ -99,7 +99,7 @@ def _own(metadata: list[Any]) -> OneOf | None:
 
 def _type_in_words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
-        return _type_in_words(get_args(annotation)[0], metadata)
+        return _type_in_words(get_args(annotation)[0], [*metadata, *annotation.__metadata__])
     leaves = leaf_types(annotation)
     if own := _own(metadata):
         return f"one of {own}"

@@ -41,7 +41,11 @@ class OneOf:
         raise ValueError(f"is {value!r}, but can be {self}")
 
     def __str__(self) -> str:
-        return f"{', '.join(self.names)}, file.py:name or package.module:name"
+        return ", ".join([*self.names, "file.py:name or package.module:name"])
+
+
+Named = Annotated[PathText, AfterValidator(OneOf(()))]
+"""A function or class of the user's."""
 
 
 class Problems(ValueError):

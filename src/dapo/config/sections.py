@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from dapo.config.data import DataItem, Files
-from dapo.config.section import OneOf, PathText, Section
+from dapo.config.secrets import is_secret
+from dapo.config.section import Named, OneOf, PathText, Section
 
 
 class LoraConfig(Section):
@@ -61,8 +62,8 @@ StopTexts = Annotated[list[str], BeforeValidator(_stop_texts)]
 
 
 class RolloutConfig(Section):
-    engine: Literal["native"] = "native"
-    """Rollout engine."""
+    engine: Annotated[PathText, AfterValidator(OneOf(("native",)))] = "native"
+    """What samples in training. An evaluation by `dapo evaluate` is sampled by `native` always."""
     cache_gib: float | None = Field(None, gt=0, le=2**20)
     """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
     wait, or are interrupted and started again from the tokens they have."""
@@ -178,7 +179,8 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     proximal: Literal["auto", "engine", "recompute"] = "auto"
     """Where log pi_prox comes from: the engine's log-probabilities, or a forward pass before the first update.
-    `auto`: `engine` when max_staleness is 0 and no correction is asked for, else `recompute`."""
+    `auto`: `engine` when max_staleness is 0, rollout.engine is `native` and no correction is asked for, else
+    `recompute`."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
 
@@ -256,12 +258,23 @@ class EvaluationConfig(Section):
     """Stop training when so many evaluations in a row brought no improvement. null: never."""
     min_improvement: float = Field(0.0, ge=0)
     """What the held-out metric has to rise by to count as an improvement."""
+    metrics: dict[str, Named] = Field(default_factory=dict)
+    """Functions of yours by name, each a number over the evaluated groups: the metric `eval/metric/NAME`."""
 
     @field_validator("temperature")
     @classmethod
     def _no_overflow(cls, value: float) -> float:
         if 0 < value < 1e-4:
             raise ValueError("must be 0 (greedy) or at least 0.0001")
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _names_of_metrics(cls, value: dict[str, str]) -> dict[str, str]:
+        if wrong := [name for name in value if not name.isidentifier() or is_secret(name)]:
+            raise ValueError(
+                f"{wrong[0]!r} is no name for a metric; use letters, digits and _, and no name of a secret"
+            )
         return value
 
     @field_validator("data")
@@ -304,8 +317,11 @@ class RunConfig(Section):
     """Write every sample (text, reward, advantage, kept or why not) to samples/step-*.jsonl, and its tokens and
     log-probabilities beside it. A number, such as 0.1: this share of the groups, from which a step cannot be
     replayed."""
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
-    """Where metrics, recipe and summary go beside the run folder (each needs the extra of its name; trackers.md)."""
+    trackers: list[Annotated[PathText, AfterValidator(OneOf(("tensorboard", "wandb", "mlflow", "trackio")))]] = Field(
+        default_factory=list
+    )
+    """Where metrics, recipe and summary go beside the run folder (each needs the extra of its name; trackers.md), and
+    observers of yours (extending.md)."""
     resources_every_s: float = Field(5.0, ge=0)
     """Look at CPU, memory, GPUs, disk and network every so many seconds, for resources.jsonl (needs
     `dapo-rl[resources]`, else nothing is looked at); 0: never."""

@@ -49,8 +49,8 @@ class Config(Section):
         """`algorithm.proximal` with `auto` resolved."""
         if self.algorithm.proximal != "auto":
             return self.algorithm.proximal
-        wants_recompute = self.rollout.max_staleness > 0 or self.algorithm.correction.kind != "none"
-        return "recompute" if wants_recompute else "engine"
+        same = self.rollout.max_staleness == 0 and self.rollout.engine == "native"
+        return "engine" if same and self.algorithm.correction.kind == "none" else "recompute"
 
     @property
     def evaluated_length(self) -> int:
@@ -176,8 +176,9 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
             "one update per rollout step: the ratio stays 1 and clipping does nothing; the paper makes 16 (smaller "
             "training.groups_per_update, or more training.epochs_per_rollout)"
         )
-    if config.evaluation.every and not rows:
-        found.append("evaluation.every: has no effect without evaluation.data (files of held-out rows)")
+    for key in ("every", "metrics"):
+        if getattr(config.evaluation, key) and not rows:
+            found.append(f"evaluation.{key}: has no effect without evaluation.data (files of held-out rows)")
     if config.evaluation.patience and not (config.evaluation.every and rows):
         found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
     if config.data.system is not None and config.data.template == "plain":

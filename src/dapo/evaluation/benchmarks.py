@@ -1,8 +1,8 @@
 """Presets for public benchmarks: what goes with the problems, where the answer stands, and how one samples.
 
 A preset is a layer of the config, so each of its keys can be overridden; and, where no key could say how, a way to read
-rows as the benchmark's authors publish them. It names no data: the files are the user's. Add a benchmark by adding an
-entry.
+rows as the benchmark's authors publish them. It names no data: the files are the user's. A benchmark of the user's is a
+function without arguments that returns settings or a :class:`Benchmark`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dapo.config import flat, nested
 from dapo.errors import ConfigError
+from dapo.util.named import load_named, made
 
 STEP_BY_STEP = "\nReason step by step, and put the final answer in \\boxed{}."
 
@@ -78,8 +80,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def benchmark_named(name: str) -> Benchmark:
-    """Raises ConfigError: there is none of this name."""
+    """One of ours, or what the user's function ``file.py:name`` returns.
+    Raises ConfigError: there is none of this name, or the function fails or returns something else."""
+    if ":" in name:
+        own = made(f"--benchmark {name}", load_named(name, "--benchmark"), object)
+        if isinstance(own, Mapping):
+            own = Benchmark(name, "", nested(dict(flat(own))))
+        if not isinstance(own, Benchmark):
+            raise ConfigError(f"--benchmark {name}: returned a {type(own).__name__}; return a mapping of settings")
+        return own
     found = BENCHMARKS.get(name.lower().replace("-", ""))
     if found is None:
-        raise ConfigError(f"--benchmark: there is no {name!r}; there are: {', '.join(BENCHMARKS)}")
+        raise ConfigError(f"--benchmark: there is no {name!r}; there are: {', '.join(BENCHMARKS)}; or file.py:name")
     return found

@@ -5,17 +5,23 @@ Consumes: prompts. Produces: an :class:`Evaluation`. Waits for the engine and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from dapo.config import Config
-from dapo.errors import RewardError
+from dapo.errors import ConfigError, RewardError
 from dapo.evaluation.result import Evaluation
 from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
 from dapo.rollout.seeds import sample_seed
+from dapo.util.named import describe
 from dapo.util.tasks import task_group
+
+Metric = Callable[[Sequence[Group]], float]
+"""A number over all evaluated groups: prompts, with samples that have text and reward."""
 
 _DRAW = -1  # of an evaluation: none of training's, so that the two never share a random stream
 
@@ -27,15 +33,17 @@ async def evaluate(
     decode: Callable[[Sequence[int]], str],
     config: Config,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
     """Sample ``evaluation.samples_per_prompt`` responses to each prompt and score them.
 
     The same run seed gives the same samples for the same weights, whatever was trained in between.
-    ``progress``: called with samples done and samples in all.
+    ``progress``: called with samples done and samples in all. ``metrics``: the user's own, by name.
 
     Raises:
         RewardError: the reward function broke its contract, or too many scores failed.
         EngineError: the engine failed.
+        ConfigError: one of ``metrics`` failed, or gave no finite number.
     """
     sampling = evaluation_sampling(config)
     wanted = range(config.evaluation.samples_per_prompt)
@@ -58,8 +66,21 @@ async def evaluate(
         async for sample in engine.generate(requests):
             tasks.create_task(score(sample))
     _check_errors([s.reward.error for s in found.values() if s.reward and s.reward.error], total, config)
-    groups = (Group(place, prompt, tuple(found[place, i] for i in wanted)) for place, prompt in enumerate(prompts))
-    return Evaluation(tuple(groups))
+    each = (Group(place, prompt, tuple(found[place, i] for i in wanted)) for place, prompt in enumerate(prompts))
+    groups = tuple(each)
+    own = {name: await asyncio.to_thread(_measure, name, metric, groups) for name, metric in (metrics or {}).items()}
+    return Evaluation(groups, own)
+
+
+def _measure(name: str, metric: Metric, groups: Sequence[Group]) -> float:
+    """Raises ConfigError: it failed, or gave no finite number."""
+    try:
+        value = float(metric(groups))
+    except Exception as error:
+        raise ConfigError(f"evaluation.metrics.{name}: {describe(error)}") from error
+    if not math.isfinite(value):
+        raise ConfigError(f"evaluation.metrics.{name}: gave {value}, but a finite number is needed")
+    return value
 
 
 def _check_errors(errors: Sequence[str], total: int, config: Config) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from decimal import Decimal
 from typing import Any
 
@@ -27,9 +27,10 @@ _REFERENCE = re.compile(rf"\$?-?{_DIGITS}%?")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Scored samples of every prompt, in the order of the prompts."""
+    """Scored samples of every prompt, in the order of the prompts. ``own``: what the user's metrics gave, by name."""
 
     groups: tuple[Group, ...]
+    own: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> list[Sample]:
@@ -68,6 +69,7 @@ class Evaluation:
             "errors": shares["failed"] or None,
             **{name: shares.get(name) for name in ("no_answer", "lenient")},
             **{f"part/{name}": sum(values) / len(values) for name, values in parts.items()},
+            **{f"metric/{name}": value for name, value in self.own.items()},
         }
         estimates = self.estimates([k])
         if "reward" in estimates:
@@ -150,6 +152,7 @@ class Evaluation:
             "metrics": {name: asdict(estimate) for name, estimate in self.estimates().items()},
             "interval": INTERVAL,
             "shares": self.shares(),
+            "own": dict(self.own),
             "response_length": {"mean": self.response_length, "median": float(np.median(lengths)), "max": max(lengths)},
             "rows": [_row_counts(group) for group in self.groups],
         }

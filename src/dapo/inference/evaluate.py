@@ -17,6 +17,7 @@ from dapo.checks.answers import doubts_about
 from dapo.checks.start import examine_rows
 from dapo.config import Config
 from dapo.config.data import DataItem
+from dapo.config.own import own_metrics
 from dapo.config.reading import with_values
 from dapo.config.secrets import redact
 from dapo.data.parts import open_table
@@ -84,13 +85,15 @@ def evaluate_files(
     inputs = inputs or RunOverrides()
     config = _keys_as_published(config, published) if published else config
     prompting = load_prompting(config, inputs.model, inputs.tokenizer)
-    items = prompting.config.evaluation.data
+    config = prompting.config
+    items = config.evaluation.data
     prompts = {label_of(item): _prompts(prompting, item, listener, inputs) for item in items}
     if published and config.reward.kind in ("math", "exact"):  # any other may want the solution
         prompts = {file: _bare_answers(file, found, published, listener) for file, found in prompts.items()}
     _tell(prompting, prompts, listener, inputs)
     listener.phase("loading the model")
     wanted = max(map(len, prompts.values())) * config.evaluation.samples_per_prompt
+    metrics = own_metrics(config, inputs.metrics)
     engine = load_engine(prompting, prompts, wanted, listener)
 
     async def run() -> tuple[list[FileResult], Report]:
@@ -106,7 +109,7 @@ def evaluate_files(
                 listener.phase(f"evaluating on {name}: {len(found)} rows")
                 started = time.perf_counter()
                 decode = prompting.template.decode
-                evaluation = await evaluate(found, engine, scorer, decode, prompting.config, listener.advance)
+                evaluation = await evaluate(found, engine, scorer, decode, config, listener.advance, metrics)
                 results.append(FileResult(name, file, evaluation, time.perf_counter() - started))
                 listener.evaluated(name, evaluation.metrics())
                 written = write(prompting.config, results)

@@ -87,7 +87,7 @@ _FROM_RECIPE = {
     "reward": True,
     "evaluation": {
         *("data", "rows", "samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "stop"),
-        "max_response_length",
+        *("max_response_length", "metrics"),
     },
     "runtime": {"threads", "deterministic"},  # not the device: it may be another machine
 }

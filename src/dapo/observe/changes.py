@@ -15,7 +15,7 @@ from dapo.util.files import read_json
 
 _LEARNED = ("algorithm.", "rollout.", "training.")
 _EVALUATED = ("evaluation.", "rollout.max_response_length", "fingerprint.evaluation", "fingerprint.reward")
-_GOES_ON = ("evaluation.every", "evaluation.patience", "evaluation.min_improvement")
+_GOES_ON = ("evaluation.every", "evaluation.patience", "evaluation.min_improvement", "evaluation.metrics")
 """Keys of evaluation that leave what is measured as it is."""
 
 
@@ -35,7 +35,7 @@ class Change:
     @property
     def of_evaluation(self) -> bool:
         """Whether evaluations before it cannot be compared with those after it."""
-        return self.key.startswith(_EVALUATED) and self.key not in _GOES_ON
+        return self.key.startswith(_EVALUATED) and not self.key.removeprefix("fingerprint.").startswith(_GOES_ON)
 
 
 def read_changes(file: Path) -> list[Change]:

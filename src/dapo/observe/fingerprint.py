@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dapo.config import ComposeReward, Config
+from dapo.config.own import own_parts
 from dapo.errors import UserError
 from dapo.observe.progress import Listener
 from dapo.records import Prompt
@@ -27,12 +28,18 @@ def fingerprint(
     train: Mapping[str, Any],
     prompt: Prompt,
     heldout: Sequence[Prompt],
-    given: Mapping[str, Callable[..., Any] | None],
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """All that a run starts from. ``train``: fingerprint of the training rows. ``prompt``: the first one to train on.
-    ``given``: what was passed from Python in place of the recipe's ``reward``, ``objective`` and ``advantage``."""
-    named = {"objective": config.algorithm.objective, "advantage": config.algorithm.advantage.kind}
-    own = {key: _of_function(name, given.get(key)) for key, name in named.items() if given.get(key) or ":" in name}
+    ``given``: what was passed from Python in place of the recipe's ``reward`` and ``_OWN``, and beside its
+    trackers and metrics."""
+    parts = own_parts(config)
+    found = {name: _of_function(parts.get(key, ""), given.get(name)) for key, name in _OWN.items()}
+    own = {name: one for name, one in found.items() if one["function"]}
+    for key in ("run.trackers", "evaluation.metrics"):
+        several = {k.removeprefix(f"{key}."): _of_function(v) for k, v in parts.items() if k.startswith(f"{key}.")}
+        several |= {str(name): _of_function("", one) for name, one in given.get(key, {}).items()}
+        own |= {key: several} if several else {}
     return {
         "device": next(model.parameters()).device.type,
         "model": fingerprint_model(model),
@@ -98,7 +105,16 @@ def _of_one(reward: Any) -> dict[str, Any]:
     return found
 
 
-def _of_function(name: str, given: Callable[..., Any] | None = None) -> dict[str, Any]:
+_OWN = {
+    "algorithm.objective": "objective",
+    "algorithm.advantage.kind": "advantage",
+    "data.source": "source",
+    "rollout.engine": "engine",
+}
+"""Keys that may name a part of the user's, with its name here and as an argument of Python."""
+
+
+def _of_function(name: str, given: Any = None) -> dict[str, Any]:
     """Of a function that a recipe names, or that was passed from Python in its place."""
     if given is not None:
         return {"kind": "python", "function": getattr(given, "__qualname__", type(given).__name__)}
@@ -113,7 +129,7 @@ def _hash_of_file(file: Path) -> str | None:
         return None  # said with its reason when it is loaded
 
 
-_LATER = ("device", "prompts", "prompt")  # what older versions did not record
+_LATER = ("device", "prompts", "prompt", "run.trackers")  # what older versions did not record, or is dropped below
 
 
 def check_fingerprint(
@@ -131,15 +147,19 @@ def check_fingerprint(
             unknown = "whether data and model are still the same is not known, nor what was changed so far"
             listener.warning(f"{file}: cannot be read, so {unknown}")
         return []
-    for name in ("settings", "in_memory", "changes"):  # resume.py has looked at them
+    # resume.py has looked at the first ones, and trackers only hear
+    for name in ("settings", "in_memory", "changes", "run.trackers"):
         then.pop(name, None)
     of_older = "prompts" not in then
     if "prompt" in then:  # without the rows to evaluate on, which may be others
         then.pop("prompts", None)
     known = {key: value for key, value in now.items() if key in then or key not in _LATER}
     changed = list(differences(then, json.loads(json.dumps(plain(known)))))
-    allowed = ("reward", "objective", "advantage", "evaluation", *(() if deterministic else ("device",)))
-    refused = [str(found) for found in changed if found.key.partition(".")[0] not in allowed]
+    allowed = ("reward", "objective", "advantage", "engine", "evaluation", *(() if deterministic else ("device",)))
+    of_source = ("source.file",)  # its code may be mended; another source could not go on from its position
+    refused = [
+        str(found) for found in changed if found.key.partition(".")[0] not in allowed and found.key not in of_source
+    ]
     if refused:
         lines = [f"{file.parent}: cannot go on with this run, because what it started from has changed:", *refused]
         older = "An older version of dapo began it, and read some tokenizers otherwise: go on with it"

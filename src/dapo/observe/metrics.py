@@ -146,6 +146,7 @@ eval/truncated             | share        | truncated samples on the evaluation 
 eval/no_answer             | share        | evaluation samples in which no final answer was found
 eval/lenient               | share        | correct, or ending with the right number, if all references are numbers
 eval/part/{}               | reward       | mean of one part of the reward on the evaluation rows, by its name
+eval/metric/{}             | its own      | what a function of evaluation.metrics gave, by its name
 eval/rows                  | rows         | evaluation rows used
 eval/errors                | share        | evaluation samples whose score failed, if any; they count nowhere else
 """

@@ -20,6 +20,7 @@ from dapo.observe.run_folder import RunFolder, config_yaml
 from dapo.observe.services import TRACKERS, TensorBoardTracker
 from dapo.observe.tracker import Background, Tracker
 from dapo.util.files import read_json, write_json
+from dapo.util.named import load_named, made
 
 _PROMETHEUS = ("prometheus_client", "starlette", "uvicorn")
 
@@ -32,7 +33,7 @@ def check_trackers(config: Config) -> None:
             needs = f"needs {', '.join(missing)}, which is not installed"
             raise ConfigError(f"run.prometheus_port: {needs}: {install('prometheus')}, or leave it out")
     for name in config.run.trackers:  # its package and the extra of dapo have this name, too
-        if importlib.util.find_spec(name) is None:
+        if ":" not in name and importlib.util.find_spec(name) is None:
             needs = f"{name} needs the package {name}, which is not installed"
             raise ConfigError(f"run.trackers: {needs}: {install(name)}, or leave it out")
 
@@ -43,8 +44,9 @@ def make_trackers(
     keep_until: int | None = None,
     tell: Callable[[str], object] = lambda text: None,
     looks: Callable[[], Sequence[Mapping[str, Any]]] = list,
+    given: Sequence[Any] = (),
 ) -> list[Tracker]:
-    """The trackers that ``config`` asks for.
+    """The trackers that ``config`` asks for, and those that were ``given`` from Python.
 
     Args:
         keep_until: on resume, the last step to keep: what was kept of later steps is no longer shown by those trackers
@@ -52,23 +54,28 @@ def make_trackers(
         looks: gives the latest lines of resources.jsonl, for Prometheus.
 
     Raises:
-        ConfigError: a package is missing.
+        ConfigError: a package is missing, or a tracker of the user's cannot be loaded.
     """
     check_trackers(config)
-    makers: dict[str, Callable[[], Tracker]] = {}
-    for name in config.run.trackers:
+    makers: list[tuple[str, Callable[[], Tracker]]] = []
+    for name in [*config.run.trackers, *given]:
         if name == "tensorboard":
             yaml = config_yaml(config)
-            makers[name] = partial(TensorBoardTracker, folder.tensorboard, yaml, keep_until)
-        else:
+            makers.append((name, partial(TensorBoardTracker, folder.tensorboard, yaml, keep_until)))
+        elif isinstance(name, str) and name in TRACKERS:
             recipe = redact(config.model_dump(mode="json"))
-            makers[name] = partial(TRACKERS[name], folder.root, _key(folder), recipe)
+            makers.append((name, partial(TRACKERS[name], folder.root, _key(folder), recipe)))
+        else:
+            own = load_named(name, "run.trackers") if isinstance(name, str) else name
+            recipe = redact(config.model_dump(mode="json"))
+            label = name if own is not name else getattr(own, "__qualname__", type(own).__name__)
+            makers.append((label, partial(made, label, own, Tracker, folder.root, _key(folder), recipe)))
     port = config.run.prometheus_port
     if port is not None:
         from dapo.observe.prometheus import PrometheusTracker
 
-        makers["prometheus"] = lambda: PrometheusTracker(port, looks, folder.root.name)
-    return [Background(name, make, tell) for name, make in makers.items()]
+        makers.append(("prometheus", lambda: PrometheusTracker(port, looks, folder.root.name)))
+    return [Background(name, make, tell) for name, make in makers]
 
 
 def _key(folder: RunFolder) -> str:

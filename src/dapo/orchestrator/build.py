@@ -13,6 +13,7 @@ import torch
 from dapo.checks.examination import brief
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config, try_check, try_reward
 from dapo.config import Config, warnings_for
+from dapo.config.own import check_own_parts
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
 from dapo.model.loading import embedding_rows, load_tokenizer, stop_token_ids
@@ -27,7 +28,8 @@ from dapo.orchestrator.inputs import (
     RunOverrides,
     described_model,
     heldout_prompts,
-    native_engine,
+    make_engine,
+    own_source,
     training_prompts,
 )
 from dapo.orchestrator.mfu import CardLimits
@@ -62,6 +64,7 @@ class Setup:
         Raises UserError: what is wrong, where, and what would work."""
         config = on_its_day(config, overrides.resume) if overrides.resume else config
         check_trackers(config)
+        check_own_parts(config)
         for warning in warnings_for(config, overrides.heldout):
             listener.warning(warning)
         device = device_of(config)
@@ -161,11 +164,12 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
         UserError: it cannot be loaded or trained, or does not fit into the memory.
     """
     config, overrides, source, template = setup.config, setup.overrides, setup.source, setup.template
+    drawn = own_source(config, overrides, source)
     listener.phase("loading the model")
     model = load_trainable(overrides.model or config.model.path, config.model, setup.device)
-    found = fingerprint(
-        config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, overrides.functions
-    )
+    given = overrides.functions | {"evaluation.metrics": overrides.metrics or {}}
+    given["run.trackers"] = {f"python {place}": one for place, one in enumerate(overrides.trackers)}
+    found = fingerprint(config, model, setup.tokenizer, source.fingerprint, source.prompts[0], setup.heldout, given)
     model = begin_adapter(model, config.model, config.seed)
     set_threads(config, model)
     dtype = getattr(torch, config.model.compute_dtype)
@@ -178,8 +182,7 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     template.ends_with(stop_ids)
     notice_generation_config(model, listener)
     spare = trainer.bytes_to_come
-    engine = overrides.engine or native_engine(config, model, stop_ids, template, setup.heldout, spare)
-    drawn = source if overrides.source is None else overrides.source(source)
+    engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
     collector = Collector(drawn, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
     return Roles(learner, builder, engine, collector, source, stop_ids, found, limits)
 

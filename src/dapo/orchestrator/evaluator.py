@@ -11,7 +11,7 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.evaluation.early_stopping import EarlyStopping
-from dapo.evaluation.evaluate import evaluate
+from dapo.evaluation.evaluate import Metric, evaluate
 from dapo.evaluation.result import Evaluation
 from dapo.observe.changes import Change
 from dapo.observe.progress import Listener
@@ -41,10 +41,12 @@ class Evaluator:
         state: RunState,
         early_stopping: EarlyStopping,
         listener: Listener,
+        metrics: Mapping[str, Metric],
     ) -> None:
         self._config, self._heldout = config, heldout
         self._engine, self._scorer, self._decode = engine, scorer, decode
         self._state, self._early_stopping, self._listener = state, early_stopping, listener
+        self._metrics = metrics
         self.changes: Sequence[Change] = ()
         self.before: Evaluation | None = None
         self.after: Evaluation | None = None
@@ -100,9 +102,8 @@ class Evaluator:
             return None
         self._state.tell("", f"the evaluation {name}", 0, 0)
         self._listener.phase(f"evaluating {name}")
-        return await evaluate(
-            self._heldout, self._engine, self._scorer, self._decode, self._config, self._listener.advance
-        )
+        work = (self._heldout, self._engine, self._scorer, self._decode, self._config)
+        return await evaluate(*work, self._listener.advance, self._metrics)
 
 
 def _scores(found: Evaluation) -> dict[str, Any]:

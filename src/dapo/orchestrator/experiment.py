@@ -17,6 +17,7 @@ from typing import Any
 
 from dapo.checks.memory import shortage_explained
 from dapo.config import Config
+from dapo.config.own import own_metrics
 from dapo.config.plan import plan_of
 from dapo.config.secrets import redact
 from dapo.errors import StarvedError, UserError
@@ -201,6 +202,7 @@ class Experiment:
             self.state,
             self.early_stopping,
             self.listener,
+            own_metrics(self.config, self.setup.overrides.metrics),
         )
 
     def _recorder(self, alarms: Alarms, index: BackgroundIndex, kept: int | None) -> Recorder:
@@ -210,7 +212,8 @@ class Experiment:
         if resources is not None:
             self._closing.callback(resources.close)
         looks = resources.latest if resources else list
-        trackers = make_trackers(config, folder, kept, self.listener.warning, looks)
+        own = self.setup.overrides.trackers
+        trackers = make_trackers(config, folder, kept, self.listener.warning, looks, own)
         metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
         heard, seen = self.listener, self.rewards.monitor
         return Recorder(config, folder, metrics, index, resources, heard, seen, alarms, self.state, self.roles)

@@ -15,6 +15,7 @@ import torch
 
 from dapo.checks.start import longest_sequence, smaller_step
 from dapo.config import Config
+from dapo.config.own import own_part
 from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
@@ -29,21 +30,23 @@ from dapo.model.loading import (
 from dapo.model.placement import cache_bytes
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
+from dapo.observe.tracker import Tracker
 from dapo.orchestrator import roles
-from dapo.records import Prompt
+from dapo.records import Group, Prompt
 from dapo.reward.build import needs_answer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
+from dapo.util.named import made
 
 
 @dataclass(frozen=True, slots=True)
 class RunOverrides:
     """What a Python caller passes in place of the names in a recipe; None: as the recipe says.
 
-    ``objective`` and ``advantage``: as ``algorithm.objective`` and ``algorithm.advantage.kind`` name them.
-    ``source``: makes what is trained on of the recipe's prompts, such as a curriculum (``roles.PromptSource``).
-    ``engine``: holds the weights that the run starts from; give ``algorithm.proximal=recompute`` with it.
+    ``objective``, ``advantage``, ``source``, ``engine``, ``trackers`` and ``metrics``: what ``algorithm.objective``,
+    ``algorithm.advantage.kind``, ``data.source``, ``rollout.engine``, ``run.trackers`` and ``evaluation.metrics`` name.
+    The last two come beside those of the recipe. With an engine give ``algorithm.proximal=recompute``.
     ``folder``: a run folder that has been made already; ``lock``: holds its lock, until the run takes that over.
     ``resume``: that of a run to go on with.
     """
@@ -56,7 +59,9 @@ class RunOverrides:
     objective: Callable[..., Any] | None = None
     advantage: Callable[..., Any] | None = None
     source: Callable[[PromptSource], roles.PromptSource] | None = None
-    engine: Engine | None = None
+    engine: Callable[..., Engine] | Engine | None = None
+    trackers: Sequence[Callable[..., Tracker] | Tracker] = ()
+    metrics: Mapping[str, Callable[[Sequence[Group]], float]] | None = None
     folder: RunFolder | None = None
     lock: ExitStack | None = None
     resume: RunFolder | None = None
@@ -65,35 +70,49 @@ class RunOverrides:
     def in_memory(self) -> list[str]:
         """What the run folder does not hold of what was passed."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
-        given |= self.functions | {"source": self.source}
+        given |= self.functions
         return [name for name, value in given.items() if value is not None]
 
     @property
-    def functions(self) -> dict[str, Callable[..., Any] | None]:
+    def functions(self) -> dict[str, Any]:
         """Those that stand in for what the recipe names."""
-        return {"reward": self.reward, "objective": self.objective, "advantage": self.advantage}
+        return {name: getattr(self, name) for name in ("reward", "objective", "advantage", "source", "engine")}
 
 
-def native_engine(
+def own_source(config: Config, inputs: RunOverrides, prompts: PromptSource) -> roles.PromptSource:
+    """What is drawn from: the recipe's prompts, or what the user's source makes of them.
+    Raises ConfigError: there is no such source, or it lacks something of the protocol."""
+    own = own_part(config, "data.source", inputs.source)
+    return prompts if own is None else made("data.source", own, roles.PromptSource, prompts)
+
+
+def make_engine(
     config: Config,
+    inputs: RunOverrides,
     model: Any,
     stop_ids: Sequence[int],
     template: PromptTemplate,
     heldout: Sequence[Prompt],
     spare_bytes: int,
-) -> NativeEngine:
-    """The engine of this process, with a copy of the model's weights.
+) -> Engine:
+    """The user's engine, or that of this process, with a copy of the model's weights.
 
     Args:
         heldout: prompts that it has to have room for, beside those to train on.
         spare_bytes: memory to leave to the trainer.
 
     Raises:
+        ConfigError: there is no such engine, or it lacks something of the protocol.
         ModelError: it does not fit into the memory.
     """
+    own = own_part(config, "rollout.engine", inputs.engine)
     try:
+        twin = copy_model(model, getattr(torch, config.model.compute_dtype))
+        if own is not None:
+            twin.set_attn_implementation("sdpa")  # ours works in its own engine and trainer only
+            return made("rollout.engine", own, Engine, config, twin, stop_ids, template.decode)  # type: ignore[no-any-return]
         return NativeEngine(
-            copy_model(model, getattr(torch, config.model.compute_dtype)),
+            twin,
             stop_ids,
             max_sequence_tokens=longest_sequence(config, heldout),
             max_concurrent_samples=config.rollout.max_concurrent_samples,

@@ -50,6 +50,24 @@ def load_named(
     return found
 
 
+def made(what: str, part: Any, protocol: type, *given: Any) -> Any:
+    """What a user's class or function makes of ``given``; an object stands for itself.
+
+    Raises:
+        ConfigError: the call failed, or what it made lacks something of ``protocol``.
+    """
+    try:
+        found = part(*given) if callable(part) else part
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {describe(error)}") from error
+    missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(found, name)]
+    if missing:
+        raise ConfigError(f"{what}: a {type(found).__name__} has no {', '.join(missing)}")
+    return found
+
+
 def _import_file(path: Path, wrong: Callable[[str], UserError]) -> ModuleType:
     if not path.is_file():
         raise wrong(f"no such file: {path.absolute()}")

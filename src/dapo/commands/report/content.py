@@ -68,7 +68,9 @@ def _evaluation(run: RunView) -> list[Block]:
     if not found:
         return [Text("There was no evaluation yet." if run.state == "running" else "There was no evaluation.")]
     names = ["eval/accuracy", "eval/reward", "eval/response_length", "eval/truncated", "eval/no_answer"]
-    names += sorted({n for e in found for n in e if n.startswith(("eval/pass@", "eval/maj@", "eval/part/"))})
+    names += sorted(
+        {n for e in found for n in e if n.startswith(("eval/pass@", "eval/maj@", "eval/part/", "eval/metric/"))}
+    )
     names = [name for name in names if any(e.get(name) is not None for e in found)]
     ends = (found[0]["step"], run.best.get("step"), found[-1]["step"])
     shown = {entry["step"]: entry for entry in found if entry["step"] in ends}
