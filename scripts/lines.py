@@ -43,7 +43,12 @@ def main(root: Path, args: list[str]) -> int:
     was = read(record)
     grown = [tree for tree, n in sums(now).items() if n > sums(was)[tree]]
     if args:
-        if args[0] != "--raise" or len(args) != 2 or not (root / args[1]).is_file():
+        if (
+            args[0] != "--raise"
+            or len(args) != 2
+            or not args[1].startswith("docs/decisions/")
+            or not (root / args[1]).is_file()
+        ):
             print(f"usage: --raise DECISION, a file of docs/decisions; got {' '.join(args)}", file=sys.stderr)
             return 2
     elif grown:

@@ -73,9 +73,9 @@ def test_an_object_from_python_is_the_same_and_its_run_goes_on_in_python_alone(t
     run(tmp_path / "given", GSPO, objective=own_methods.Gspo())
     assert weights_hash(tmp_path / "named/model-after") == weights_hash(tmp_path / "given/model-after")
     fingerprint = json.loads((tmp_path / "given/fingerprint.json").read_text())
-    assert (
-        fingerprint["objective"] == {"kind": "python", "function": "Gspo"} and "objective" in fingerprint["in_memory"]
-    )
+    recorded = fingerprint["objective"]
+    assert (recorded["kind"], recorded["function"]) == ("python", "Gspo") and len(recorded["source"]) > 8
+    assert "objective" in fingerprint["in_memory"]
     assert any("objective from Python" in text for text in replay(tmp_path / "given", 1).missing)
 
 
@@ -225,3 +225,12 @@ def test_given_methods(tmp_path: Path) -> None:
     given: dict[str, Any] = {"objective": objective, "advantage": own_methods.centred}
     dapo.train(tiny_model(), PROMPTS, text_sum, settings, tokenizer=TOKENIZER, listener=Recorder(), **given)
     assert seen and int(seen[0].max()) > 0
+
+
+def test_what_does_not_go_with_an_objective_from_python_is_refused_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="loss is a term of the objective dapo"):
+        run(tmp_path / "kl", GSPO | {"algorithm.kl.mode": "loss"}, objective=own_methods.Gspo())
+    small = {"training.tokens_per_micro_batch": 50}  # a group may have 8 + 4 x 12 tokens
+    with pytest.raises(ConfigError, match=r"8 \(prompt\) \+ 4 x 12 \(responses\) = 56 tokens"):
+        run(tmp_path / "pair", GSPO | small, objective=own_methods.preference)
+    assert not (tmp_path / "kl").exists() and not (tmp_path / "pair").exists()

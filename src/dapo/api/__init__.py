@@ -96,18 +96,14 @@ def train(
     """Train ``model`` with DAPO so that its responses to ``prompts`` earn more ``reward``.
 
     Args:
-        model: folder in Hugging Face layout, name on the hub, or a loaded ``PreTrainedModel`` (then give its
-            ``tokenizer``; the model is trained in place).
+        model: folder, name on the hub, or a loaded ``PreTrainedModel`` (with its ``tokenizer``; trained in place).
         prompts: rows such as ``{"prompt": "2+2=", "answer": "4"}`` (further keys reach the reward function) in a list,
-            a pandas ``DataFrame``, a ``datasets.Dataset`` or a generator (read to its end first: a million rows at
-            most); or files of them.
+            ``DataFrame``, ``datasets.Dataset`` or generator (read first: a million rows at most); or files of them.
         reward: ``def f(prompt, response, answer, **meta)`` returning bool (correct or not), float, dict or
-            :class:`~dapo.records.Reward`, or the name under which one was declared (``dapo.reward_function``), which
-            may take batches; None: as ``settings`` say, by default mathematical equality with ``answer``.
-            A function that returns only a float has no notion of right and wrong: set
-            ``algorithm.filter_groups.metric`` to ``score``, so that groups are kept by the spread of the reward.
-        settings: dotted keys of the config, such as ``{"training.steps": 50}``, or nested; see :data:`SIZES` for what
-            differs from a recipe's defaults.
+            :class:`~dapo.records.Reward`, or the name of a declared one (``dapo.reward_function``); None: as
+            ``settings`` say, by default mathematical equality with ``answer``. For one that returns only a float set
+            ``algorithm.filter_groups.metric`` to ``score``: groups are kept by the spread of the reward then.
+        settings: keys of the config, such as ``{"training.steps": 50}``, or nested; :data:`SIZES` has other defaults.
         tokenizer: of a loaded model.
         heldout: rows or files to evaluate on before and after, as for ``prompts``; None: as ``settings`` say.
         objective: what each update minimises, and ``advantage``: ``def f(rewards, epsilon)`` of one group, in place of
@@ -115,15 +111,11 @@ def train(
         source, engine, trackers, metrics: as ``data.source``, ``rollout.engine``, ``run.trackers`` and
             ``evaluation.metrics`` name them; of engine and trackers objects will do, too.
         listener: hears what happens; by default progress is printed.
-        resume: folder of a run to go on with, from its latest checkpoint; the other arguments are those of that run,
-            and ``settings`` only what is to change.
+        resume: folder of a run to go on with; other arguments are that run's, ``settings`` only what is to change.
 
     Ctrl-C ends the run with a checkpoint. In a notebook and at Python's prompt the result up to there is returned, and
-    its ``stopped`` says so; in a script :class:`Interrupted` is raised, a ``KeyboardInterrupt`` with this ``result``.
-    Before training begins there is none, and a ``KeyboardInterrupt`` as ever.
-
-    Raises:
-        UserError: a setting, row, model or reward is wrong; the message says which and what would work.
+    its ``stopped`` says so; in a script :class:`Interrupted` is raised with it.
+    Raises UserError: a setting, row, model or reward is wrong; the message says which and what would work.
     """
     tree: dict[str, Any] = dict(flat(settings or {}))
     by_name = isinstance(model, str | Path)

@@ -89,12 +89,10 @@ def evaluate(
         if benchmark and ".py:" in benchmark:
             about["benchmark_sha256"] = file_hash(Path(benchmark.rpartition(":")[0]))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            if found.path != model:
-                listener.phase(f"{model}: its model is {found.path}")
-            if trained:
-                listener.phase(f"settings of the recipe {trained}")
-            if preset:
-                listener.phase(f"benchmark {preset.name}")
+            told = [f"{model}: its model is {found.path}"] if found.path != model else []
+            told += [f"settings of the recipe {trained}"] if trained else []
+            for text in told + ([f"benchmark {preset.name}"] if preset else []):
+                listener.phase(text)
             if trained == found.recipe and preset is None and (why := function_of(found)):
                 listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
             from dapo.inference.evaluate import average_of, evaluate_files, report
@@ -106,8 +104,8 @@ def evaluate(
                     _write(place, found, results, save_samples)
                 return found
 
-            results, told = evaluate_files(config, listener, write, preset.published if preset else None)
-        _show(Terminal(), results, told)
+            results, notes = evaluate_files(config, listener, write, preset.published if preset else None)
+        _show(Terminal(), results, notes)
 
 
 def _check_data(config: Config) -> None:

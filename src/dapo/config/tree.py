@@ -113,6 +113,13 @@ _SAYS_RIGHT = {"compose": "correct", "model": "correct_above", "judge": "correct
 """By kind of reward the key that says what is right; null: it is left open."""
 
 
+def kl_in_loss_of_another(objective: str) -> str:
+    return (
+        f"algorithm.kl.mode: loss is a term of the objective dapo, and algorithm.objective is {objective}; use "
+        "mode=reward or mode=measure, or put the term into your objective"
+    )
+
+
 def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.correction.kind != "none" and algorithm.proximal == "engine":
@@ -126,10 +133,7 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
             f"{algorithm.correction.high}; such as 0.5 and 2.0"
         )
     if algorithm.objective != "dapo" and algorithm.kl.mode == "loss":
-        yield (
-            f"algorithm.kl.mode: loss is a term of the objective dapo, and algorithm.objective is "
-            f"{algorithm.objective}; use mode=reward or mode=measure, or put the term into your objective"
-        )
+        yield kl_in_loss_of_another(algorithm.objective)
     if algorithm.kl.target is not None and algorithm.kl.mode not in ("loss", "reward"):
         yield (
             f"algorithm.kl.target: adapts the coefficient of the KL term, but algorithm.kl.mode is "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,11 +37,11 @@ def fingerprint(
     ``given``: what was passed from Python in place of the recipe's ``reward`` and ``_OWN``, and beside its
     trackers and metrics."""
     parts = own_parts(config)
-    found = {name: _of_function(parts.get(key, ""), given.get(name)) for key, name in _OWN.items()}
+    found = {name: _of_part(parts.get(key, ""), given.get(name)) for key, name in _OWN.items()}
     own = {name: one for name, one in found.items() if one["function"]}
     for key in ("run.trackers", "evaluation.metrics"):
-        several = {k.removeprefix(f"{key}."): _of_function(v) for k, v in parts.items() if k.startswith(f"{key}.")}
-        several |= {str(name): _of_function("", one) for name, one in given.get(key, {}).items()}
+        several = {k.removeprefix(f"{key}."): _of_part(v) for k, v in parts.items() if k.startswith(f"{key}.")}
+        several |= {str(name): _of_part("", one) for name, one in given.get(key, {}).items()}
         own |= {key: several} if several else {}
     return {
         "device": next(model.parameters()).device.type,
@@ -120,6 +123,18 @@ def _of_function(name: str, given: Any = None) -> dict[str, Any]:
         return {"kind": "python", "function": getattr(given, "__qualname__", type(given).__name__)}
     file, _, function = name.rpartition(":") if ".py:" in name else ("", "", name)
     return {"function": function, "file": _hash_of_file(Path(file))} if file else {"function": function}
+
+
+def _of_part(name: str, given: Any = None) -> dict[str, Any]:
+    """:func:`_of_function`, with a hash of a module's file (it is loaded by now) or of what Python was given, where
+    there is a source."""
+    found = _of_function(name, given)
+    with contextlib.suppress(OSError, TypeError):  # made in an interpreter, or not written in Python
+        if given is not None:
+            found["source"] = _hash(inspect.getsource(given if hasattr(given, "__qualname__") else type(given)))
+        elif ".py:" not in name and (file := getattr(sys.modules.get(name.rpartition(":")[0]), "__file__", None)):
+            found["file"] = _hash_of_file(Path(file))
+    return found
 
 
 def _hash_of_file(file: Path) -> str | None:

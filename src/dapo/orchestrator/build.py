@@ -14,8 +14,10 @@ from dapo.checks.examination import brief
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config, try_check, try_reward
 from dapo.config import Config, warnings_for
 from dapo.config.own import check_own_parts
+from dapo.config.tree import kl_in_loss_of_another
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
+from dapo.errors import ConfigError
 from dapo.model.loading import embedding_rows, load_tokenizer, stop_token_ids
 from dapo.model.placement import device_of, set_threads
 from dapo.observe.fingerprint import fingerprint
@@ -42,6 +44,7 @@ from dapo.reward.monitor import Monitor
 from dapo.rollout.engine import Engine
 from dapo.training.learner import LocalLearner, own_objective
 from dapo.training.lora import begin_adapter, load_trainable
+from dapo.training.objective import unit_of
 from dapo.training.trainer import Trainer
 from dapo.util.terminal import visible
 
@@ -82,10 +85,28 @@ class Setup:
         listener.phase(f"a prompt as the model sees it: {template.show(source.prompts[0])}")
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
-        own_objective(config, overrides.objective), own_advantage(config, overrides.advantage)  # before weights load
+        _check_objective(config, overrides)
+        own_advantage(config, overrides.advantage)  # loaded here only to be refused before the weights load
         if overrides.folder is None and overrides.resume is None:
             RunFolder.require_free(config)
         return cls(config, overrides, device, tokenizer, template, source, heldout)
+
+
+def _check_objective(config: Config, overrides: RunOverrides) -> None:
+    """Raises ConfigError: there is no such objective, or it does not go with the recipe."""
+    objective = own_objective(config, overrides.objective)
+    if objective is None:
+        return
+    if config.algorithm.kl.mode == "loss":
+        raise ConfigError(kl_in_loss_of_another("one from Python"))
+    budget, prompt = config.training.tokens_per_micro_batch, config.data.max_prompt_length
+    each, response = config.rollout.samples_per_prompt, config.rollout.max_response_length
+    longest = prompt + each * response
+    if unit_of(objective) == "pair" and budget < longest:
+        raise ConfigError(
+            f"training.tokens_per_micro_batch: is {budget}, but the objective has to see a group as a whole, which may "
+            f"have {prompt} (prompt) + {each} x {response} (responses) = {longest} tokens; use at least that"
+        )
 
 
 class Rewards:

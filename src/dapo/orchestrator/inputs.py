@@ -70,7 +70,7 @@ class RunOverrides:
     def in_memory(self) -> list[str]:
         """What the run folder does not hold of what was passed."""
         given = {"model": self.model, "tokenizer": self.tokenizer, "prompts": self.rows, "heldout": self.heldout}
-        given |= self.functions
+        given |= self.functions | {"trackers": self.trackers or None, "metrics": self.metrics or None}
         return [name for name, value in given.items() if value is not None]
 
     @property
@@ -107,6 +107,8 @@ def make_engine(
     """
     own = own_part(config, "rollout.engine", inputs.engine)
     try:
+        if own is not None and not callable(own):  # an engine as it is, with a model of its own
+            return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
         twin = copy_model(model, getattr(torch, config.model.compute_dtype))
         if own is not None:
             twin.set_attn_implementation("sdpa")  # ours works in its own engine and trainer only

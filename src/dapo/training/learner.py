@@ -103,6 +103,7 @@ class LocalLearner:
     async def update(self, step: int, index: int, mini: TokenBatch, into: UpdatesOfAStep) -> None:
         """Make update ``index`` of a step, unless it was made already, and leave its report in ``into``.
 
+        ``into`` is of ``step``, so that its reports tell which updates were made.
         A caller that is cancelled waits for its end: an update is made and its report is there, both or neither.
 
         Raises:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -68,13 +69,21 @@ def made(what: str, part: Any, protocol: type, *given: Any) -> Any:
     return found
 
 
+_files: dict[Path, tuple[int, ModuleType]] = {}
+"""Modules of users' files, each with the time at which its file was changed last."""
+
+
 def _import_file(path: Path, wrong: Callable[[str], UserError]) -> ModuleType:
     if not path.is_file():
         raise wrong(f"no such file: {path.absolute()}")
     folder = str(path.absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last: helpers beside the file can be imported, but shadow nothing
-    name = f"dapo_user_{path.stem}"
+    known = _files.get(path := path.absolute())
+    changed = path.stat().st_mtime_ns
+    if known is not None and known[0] == changed:  # so that what one file holds under two names is one module
+        return known[1]
+    name = f"dapo_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # others may have a file of this name
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(module_spec)
@@ -84,6 +93,7 @@ def _import_file(path: Path, wrong: Callable[[str], UserError]) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise wrong(f"importing {path} failed: {describe(error)}") from None
+    _files[path] = changed, module
     return module
 
 
