@@ -10,7 +10,7 @@ export async function mount(element, api) {
   const phases = new StackChart({ title: "Seconds of each step", height: 220, format: seconds });
   const speed = new LineChart({ title: "Tokens per second", height: 140 });
   speed.named = true;
-  const step = h("input", { type: "number", min: 1, max: 2 ** 31 - 1, value: api.params.step ?? "", placeholder: "last", onchange: () => { api.keep({ step: step.value }); load(); } });
+  const step = h("input", { type: "number", min: 1, max: 2 ** 31 - 1, value: api.params.step ?? "", placeholder: "last", onchange: () => { if (step.reportValidity()) { api.keep({ step: step.value }); load(); } } });
   const drawn = h("div"), roles = panel(null, h("div", { class: "bar" }, labelled("step and its neighbours", step)), drawn);
   const totals = h("div"), used = h("div", { class: "grid" });
   const charts = new Map();
