@@ -484,6 +484,7 @@ def test_where_a_run_stands_comes_back_number_by_number(tmp_path: Path) -> None:
         "budget": {"seconds": 9.0, "last": 4.0},
         "step": None,
         "laps": {"rollout": 1.5, "sync": 0.25},
+        "spans": [("rollout", 100.0, 101.5), ("sync", 101.5, 101.75)],
         "scores": {"before": {"accuracy": 0.5, "response_length": 7.0}},
         "seconds": {"rollout": 7.0, "update": 2.0},
     }

@@ -14,6 +14,7 @@ from dapo.config import build_config, nested
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import write_samples
+from dapo.observe.spans import write_spans
 from dapo.records import Group, Prompt, Reward, Sample
 from run_cases import TOKENIZER
 
@@ -80,6 +81,9 @@ def add_step(folder: RunFolder, step: int) -> None:
         (made_group(draw + 2, [WRONG, WRONG, WRONG], length=7), "all_wrong"),
     ]
     write_samples(folder.samples, step, groups)
+    began = 1000.0 + 3 * step
+    rollout = [("rollout", began, began + 2.0), ("sampling", began, began + 1.5), ("scoring", began + 0.5, began + 2.0)]
+    write_spans(folder.spans, step, [*rollout, ("update", began + 2.0, began + 2.75)])
     with MetricsLog(folder.metrics) as log:
         log.append(step, step_metrics(step))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dapo.util.spans import Spans
+from dapo.util.spans import MOST, Spans
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def test_a_count_goes_on_from_that_of_another_process_and_is_cut_at_a_commit(tur
     spans.add({"rollout": 3.0, "rest": 2.0})
     with spans.counting():
         turn(1)
-        assert spans.cut() == {"rollout": 3, "rest": 3}
+        assert spans.cut()[0] == {"rollout": 3, "rest": 3}
         turn(5)
         with spans("sync"):
             turn(7)
-    assert spans.cut() == {"sync": 7, "rest": 5} and spans.total == 0
+    assert spans.cut()[0] == {"sync": 7, "rest": 5} and spans.total == 0 and not spans.done
 
 
 def test_the_start_of_a_run_is_what_this_process_took_so_far(turn: Callable[[float], None]) -> None:
@@ -54,3 +54,17 @@ def test_the_start_of_a_run_is_what_this_process_took_so_far(turn: Callable[[flo
         spans.credit("start")
         turn(4)
         assert spans.seconds == {"start": 5, "rest": 14}
+
+
+def test_spans_that_overlap_are_one_and_of_many_those_that_are_closest(turn: Callable[[float], None]) -> None:
+    spans = Spans()
+    with spans("scoring"), spans("scoring"), spans("sampling"):
+        turn(1)
+    (_, begin, end), *_ = found = spans.cut()[1]
+    assert [role for role, *_ in found] == ["sampling", "scoring"] and end - begin == pytest.approx(1)
+    for number in range(3 * MOST):
+        with spans("update"):
+            turn(1)
+        turn(1 + (number % 3 == 2))  # three by three
+    found = spans.cut()[1]
+    assert len(found) == MOST and {round(end - begin) for _, begin, end in found} == {5}

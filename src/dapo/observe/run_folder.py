@@ -8,6 +8,7 @@
       fingerprint.json   what it started from: hashes of data, model and tokenizer (fingerprint.py); its settings, and
                          those that were changed when it went on (changes.py)
       metrics.jsonl      one line per rollout step (observe/metrics.py)
+      spans.jsonl        when each role of a step was at work (observe/spans.py)
       resources.jsonl    what the run used of its machine (observe/resources.py)
       samples/           step-00012.jsonl: one line per sample; .safetensors, .updates.json (observe/samples.py)
                          index/: all of them in a few files, but for texts and tokens (observe/index.py)
@@ -68,6 +69,7 @@ class RunFolder:
     environment = _Inside("environment.json")
     fingerprint = _Inside("fingerprint.json")
     metrics = _Inside("metrics.jsonl")
+    spans = _Inside("spans.jsonl")
     resources = _Inside("resources.jsonl")
     samples = _Inside("samples")
     tensorboard = _Inside("tensorboard")

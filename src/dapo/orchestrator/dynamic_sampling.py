@@ -12,6 +12,7 @@ from dapo.errors import RewardError
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup, Scores
 from dapo.orchestrator.rollout_batch import FillStats, RolloutBatch
 from dapo.records import Group
+from dapo.util.spans import Spans
 
 
 class DynamicSampling:
@@ -22,7 +23,7 @@ class DynamicSampling:
         rounds: times that prompts were drawn for this step.
         scores: of this step.
         reward_wait_s: seconds from the last sample's arrival to the end of the round; for the counts, as is
-        decode_steps: of the engine in the round.
+        decode_steps: of the engine in the round, and the spans of its sampling and scoring.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class DynamicSampling:
         self.rounds = rounds
         self.scores = Scores(config.reward, config.algorithm.filter_groups.metric, step)
         self.reward_wait_s, self.decode_steps = 0.0, 0
+        self.spans = Spans()
         self._draws = [PendingGroup.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
         filters = config.algorithm.filter_groups
         self._budget = wanted * filters.max_num_gen_batches if filters.enable else self._missing
@@ -174,6 +176,7 @@ class DynamicSampling:
             groups=tuple(d.group for d in groups if d.group),
             rejected=tuple((d.group, status) for d, status in rejected if d.group),
             stats=self._stats(groups, rejected, keep_rate),
+            spans=tuple(self.spans.cut()[1]),
         )
 
     def _status(self, draw: PendingGroup, good: bool) -> str:

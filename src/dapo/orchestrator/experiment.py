@@ -35,6 +35,7 @@ from dapo.observe.progress import Listener
 from dapo.observe.resources import make_recorder
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import discard_samples
+from dapo.observe.spans import discard_spans
 from dapo.observe.trackers import make_trackers
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.build import Rewards, Roles, Setup, examine, load_roles
@@ -168,6 +169,7 @@ class Experiment:
             kept = self.state.steps_done if latest is not None else -1
             discard_samples(folder.samples, after=kept)
             forget_steps(folder.samples, after=kept)
+            discard_spans(folder.spans, after=kept)
         with writing(folder.fingerprint):
             settings = redact(config.model_dump(mode="json"))  # with the changes that led to them, in one write
             beside = {"in_memory": setup.overrides.in_memory, "changes": [*map(asdict, changes)]}

@@ -100,11 +100,12 @@ class GroupSampler:
         stream = self._engine.generate([self._request(d) for d in draws])
         wanted = missing = sum(len(d.asked) for d in draws)
         try:
-            async for sample in stream:
-                self._receive(by_number.get(sample.request_id), sample)
-                missing -= 1
-                if not missing:
-                    return  # without waiting for the engine to say so
+            with self._ledger.spans("sampling"):
+                async for sample in stream:
+                    self._receive(by_number.get(sample.request_id), sample)
+                    missing -= 1
+                    if not missing:
+                        return  # without waiting for the engine to say so
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
@@ -123,7 +124,8 @@ class GroupSampler:
 
     async def _score(self, draw: PendingGroup, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
-        reward = self._ledger.scores.take(await self._scorer.score(draw.prompt, text, sample.finish_reason))
+        with self._ledger.spans("scoring"):
+            reward = self._ledger.scores.take(await self._scorer.score(draw.prompt, text, sample.finish_reason))
         draw.scored[sample.index] = replace(sample, text=text, reward=reward)
         self._finish_if_whole(draw)
 

@@ -56,7 +56,8 @@ async def train(
                     await sync.push(learner, collector.engine)
             after = state.after_step()
             evaluation = await evaluator.maybe(after)
-            step.seconds = step.seconds or state.spans.cut()  # what follows counts as the next step's
+            if not step.seconds:  # what follows counts as the next step's
+                step.seconds, step.spans = state.spans.cut()
             with state.doing("writing", "metrics and samples to be written"):
                 await recorder.write(step, after, evaluation)
             state.commit(after)

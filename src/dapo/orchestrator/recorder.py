@@ -1,7 +1,7 @@
 """What is written and told of a run: the metrics and samples of each step, alarms, and what it came to.
 
-Consumes: finished steps. Produces: lines of ``metrics.jsonl`` and of the trackers, ``samples/``, ``summary.json``, and
-warnings. Waits for: the held-out check and the files.
+Consumes: finished steps. Produces: lines of ``metrics.jsonl``, ``spans.jsonl`` and of the trackers, ``samples/``,
+``summary.json``, and warnings. Waits for: the held-out check and the files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dapo.observe.metrics import MetricsLog
 from dapo.observe.progress import Listener
 from dapo.observe.resources import ResourceRecorder
 from dapo.observe.run_folder import RunFolder
+from dapo.observe.spans import write_spans
 from dapo.orchestrator.batch_builder import batch_mismatch
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.build import Roles
@@ -67,6 +68,7 @@ class Recorder:
         for warning in [*step.warnings(), *found, *alarms]:
             self.listener.warning(f"step {number}: {warning}")
         await self._write_samples(number, step)
+        write_spans(self.folder.spans, number, [*step.spans, *step.rollout.spans])
         entry = self.metrics.append(number, metrics | count)
         self.listener.step(number, self.config.training.steps, entry)
         if evaluation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dapo.records import Group
+from dapo.util.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class RolloutBatch:
 
     ``groups``: with raw rewards, in draw order. ``rejected``: the other finished groups with what became of them, in
     draw order: the name of a :class:`GroupVerdict`, ``surplus``, ``carried`` or ``stale``. ``first_draw``: number of
-    the first draw of this step; groups with a lower one were sampled in earlier steps.
+    the first draw of this step; groups with a lower one are of earlier steps. ``spans``: of sampling and scoring.
     """
 
     step: int
@@ -64,6 +65,7 @@ class RolloutBatch:
     groups: tuple[Group, ...]
     rejected: tuple[tuple[Group, str], ...]
     stats: FillStats
+    spans: tuple[Span, ...] = ()
 
     @property
     def sampled(self) -> list[Group]:

@@ -63,6 +63,7 @@ class RunState:
             "budget": self.budget.state(),
             "step": vars(self.step) if self.step else None,
             "laps": self.spans.seconds,
+            "spans": self.spans.done,
             "scores": self.scores,
             "seconds": self.seconds.seconds,
         }
@@ -76,7 +77,7 @@ class RunState:
             step = {"rollout": step["fill"]}
         self.step = StepState(**step) if step else None
         self.spans.cut()
-        self.spans.add(laps)
+        self.spans.add(laps, state.get("spans", ()))
         self.scores = state["scores"]
         self.seconds.add({"rest" if role == "rl" else role: taken for role, taken in state["seconds"].items()})
 

@@ -21,6 +21,7 @@ from dapo.orchestrator.step_metrics import step_metrics, step_warnings
 from dapo.records import Group, Reward, TokenBatch
 from dapo.training.report import Mismatch, UpdateReport
 from dapo.util.files import writing
+from dapo.util.spans import Span
 
 
 @dataclass(slots=False)
@@ -38,6 +39,8 @@ class StepState:
     """Of the optimizer updates so far."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By role, once it is evaluated."""
+    spans: list[Span] = field(default_factory=list)
+    """What these are made of, but for the rest."""
 
     def metrics(self, config: Config, mismatch: Mismatch | None = None) -> dict[str, float | None]:
         """By the names of ``observe/metrics.py``, once its batch is finished and its updates are made.

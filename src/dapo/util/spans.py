@@ -1,10 +1,18 @@
-"""Where time goes."""
+"""Where time goes, and when."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+Span = tuple[str, float, float]
+"""Role, begin and end, in seconds since 1970."""
+
+MOST = 16  # spans of a role that a cut gives
+_EPOCH = time.time() - time.perf_counter()  # by the clock that nobody sets back
 
 
 class Spans:
@@ -12,6 +20,7 @@ class Spans:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self.done: list[Span] = []
         self._earlier = 0.0
         self._since: float | None = None
 
@@ -32,6 +41,7 @@ class Spans:
             yield
         finally:
             self._seconds[role] = self._seconds.get(role, 0.0) + time.perf_counter() - began
+            self.done.append((role, _EPOCH + began, _EPOCH + time.perf_counter()))
 
     def credit(self, role: str) -> None:
         """All that was counted in this process so far was ``role``'s."""
@@ -49,15 +59,26 @@ class Spans:
         covered = {role: seconds for role, seconds in self._seconds.items() if role != "rest"}
         return covered | {"rest": max(0.0, self.total - sum(covered.values()))}
 
-    def add(self, seconds: Mapping[str, float]) -> None:
+    def add(self, seconds: Mapping[str, float], spans: Sequence[Span] = ()) -> None:
         """Count time that another process took."""
+        self.done.extend(spans)
         for role, taken in seconds.items():
             self._seconds[role] = self._seconds.get(role, 0.0) + taken
             self._earlier += taken
 
-    def cut(self) -> dict[str, float]:
-        """:attr:`seconds`, and the count starts anew."""
-        found = self.seconds
-        self._seconds, self._earlier = {}, 0.0
+    def cut(self) -> tuple[dict[str, float], list[Span]]:
+        """:attr:`seconds`, and the spans of each role; the count starts anew. Spans that overlap become one, and so do
+        those with the least time between them where there are more than ``MOST``."""
+        found = self.seconds, [span for role in self._seconds for span in _joined(role, self.done)]
+        self._seconds, self.done, self._earlier = {}, [], 0.0
         self._since = self._since and time.perf_counter()
         return found
+
+
+def _joined(role: str, spans: Sequence[Span]) -> list[Span]:
+    own = sorted(span for span in spans if span[0] == role)
+    ends = [*accumulate((end for _, _, end in own), max)]
+    gaps = [math.inf, *(begin - end for (_, begin, _), end in zip(own[1:], ends, strict=False))]
+    least = min(sorted(gaps)[-MOST:])
+    starts = [place for place, gap in enumerate(gaps[: len(own)]) if gap > 0 and gap >= least]
+    return [(role, own[first][1], ends[after - 1]) for first, after in pairwise([*starts, len(own)])]

@@ -340,6 +340,26 @@ def test_texts_are_found_marked_and_lead_to_their_group(
         assert [group["draw"] for group in groups] == [30, 31, 32, 20, 21, 22, 10, 11, 12]
 
 
+def test_roles_stand_one_below_the_other_in_the_time_of_a_step_and_its_neighbours(page: Any, tmp_path: Path) -> None:
+    page_run(tmp_path / "r", steps=5)
+    page_run(tmp_path / "older").spans.unlink()
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#time?run=r")
+        ready(page, "time")
+        bars = page.locator('[data-chart="Roles side by side"] rect')
+        sync_api.expect(bars).to_have_count(12)  # four roles in three steps
+        sampling, scoring = (bars.filter(has_text=f"{name}, step 4: 1.5 s") for name in ("sampling", "scoring"))
+        first, second = sampling.bounding_box(), scoring.bounding_box()
+        assert first["x"] < second["x"] < first["x"] + first["width"] and first["y"] < second["y"]
+        page.get_by_label("step and its neighbours").fill("1")
+        page.get_by_label("step and its neighbours").press("Enter")
+        sync_api.expect(bars).to_have_count(8)
+        assert "step=1" in page.url
+        page.goto(f"{address}/#time?run=older")
+        page.locator('[data-chart="Seconds of each step"] path').first.wait_for()
+        sync_api.expect(page.get_by_label("step and its neighbours")).to_be_hidden()
+
+
 def test_seeds_are_one_curve_or_several_and_settings_that_are_no_default_are_marked(page: Any, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         with MetricsLog(page_run(tmp_path / f"s{seed}", settings={"seed": seed}).metrics) as log:

@@ -45,7 +45,7 @@ HUGE = 10**200
 VIEWS = (
     "runs", "metrics?run=r", "curves?run=r&metric=accuracy", "ablation?run=r", "config?run=r", "groups?run=r",
     "group?run=r&step=1&draw=10", "sample?run=r&step=1&draw=10&sample=1", "sampling?run=r", "hacking?run=r",
-    "time?run=r", "alarms?run=r", "evaluation?run=r", "search?run=r&text=what",
+    "time?run=r", "time?run=r&step=2", "alarms?run=r", "evaluation?run=r", "search?run=r&text=what",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from dapo.observe.alarms import RULES, Alarms
 from dapo.observe.changes import Change
 from dapo.observe.metrics import METRICS, PHASES
 from dapo.observe.run_view import HACKING
+from dapo.util.spans import Span
 
 Entry = Mapping[str, Any]
 Run = Sequence[Entry]
@@ -101,6 +102,19 @@ def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
         "rows": rows,
         "totals": dict(zip(names, map(_round, table[:, 1:].sum(axis=0)), strict=True)),
     }
+
+
+def lanes(steps: Sequence[tuple[int, Sequence[Span]]], idle: float = 10.0) -> dict[str, list[list[float]]]:
+    """By role the spans of some steps, ``[step, begin, end]`` in seconds since the first began. Where no role was at
+    work for longer than ``idle`` seconds the run had been stopped: that time is left out."""
+    found: dict[str, list[list[float]]] = {}
+    ordered = sorted((begin, end, role, step) for step, spans in steps for role, begin, end in spans)
+    since = ended = ordered[0][0] if ordered else 0.0
+    for begin, end, role, step in ordered:
+        since += begin - ended if begin - ended > idle else 0.0
+        ended = max(ended, end)
+        found.setdefault(role, []).append([step, _round(begin - since), _round(end - since)])
+    return found
 
 
 OF_THE_RUN = ("run.", "monitor.every")  # keys in which runs differ without being different experiments

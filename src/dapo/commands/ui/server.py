@@ -29,6 +29,7 @@ from dapo.errors import UserError
 from dapo.observe.index import open_database
 from dapo.observe.metrics import METRICS
 from dapo.observe.run_view import RunView
+from dapo.observe.spans import read_spans
 from dapo.util.files import plain
 from dapo.util.version import VERSION
 
@@ -199,10 +200,11 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @router.get("/time")
-def seconds(run: RunAsked, points: Points = 240) -> dict[str, Any]:
+def seconds(run: RunAsked, points: Points = 240, step: int | None = None) -> dict[str, Any]:
     metrics = run.view.metrics
     return {
         "phases": curves.phases(metrics, points),
+        "lanes": curves.lanes(read_spans(run.folder.spans, step)),
         "speeds": curves.curves(metrics, _SPEEDS, points),
         "memory": curves.curve(metrics, "memory/rss", points),
         "resources": _resources(run.folder.resources),

@@ -1,21 +1,25 @@
 // Where each second of a step went, and what every role used of its machine.
 
-import { LineChart, StackChart } from "../charts.js";
-import { bytes, fill, h, note, number, panel, percent, seconds, table } from "../dom.js";
+import { LineChart, StackChart, lanes } from "../charts.js";
+import { bytes, fill, h, labelled, note, number, panel, percent, seconds, table } from "../dom.js";
 
-const COLOUR = { rollout: "s0", reward_wait: "s1", prepare: "s6", update: "s2", sync: "s3", evaluation: "s4", other: "c-flat" };
+const COLOUR = { rollout: "s0", sampling: "s7", scoring: "s1", reward_wait: "s1", prepare: "s6", update: "s2", sync: "s3", evaluation: "s4", writing: "s5", other: "c-flat" };
 const USES = [["cpu", "CPU", "cores", number], ["rss", "Memory", "", bytes], ["gpu_util", "GPU use", "", gpuShare], ["gpu_memory", "GPU memory", "", bytes], ["gpu_power", "GPU power", "W", number], ["disk_write", "Disk written", "/s", bytes], ["net_received", "Network received", "/s", bytes]];
 
 export async function mount(element, api) {
   const phases = new StackChart({ title: "Seconds of each step", height: 220, format: seconds });
   const speed = new LineChart({ title: "Tokens per second", height: 140 });
   speed.named = true;
+  const step = h("input", { type: "number", min: 1, max: 2 ** 31 - 1, value: api.params.step ?? "", placeholder: "last", onchange: () => { if (step.reportValidity()) { api.keep({ step: step.value }); load(); } } });
+  const drawn = h("div"), roles = panel(null, h("div", { class: "bar" }, labelled("step and its neighbours", step)), drawn);
   const totals = h("div"), used = h("div", { class: "grid" });
   const charts = new Map();
-  fill(element, panel(null, phases.element), h("div", { class: "columns" }, panel("All steps together", totals), panel(null, speed.element)), h("div", { class: "panel" }, h("h2", {}, "Resources"), used));
+  fill(element, panel(null, phases.element), roles, h("div", { class: "columns" }, panel("All steps together", totals), panel(null, speed.element)), h("div", { class: "panel" }, h("h2", {}, "Resources"), used));
 
   async function load() {
-    const found = await api.get("time", { run: api.run });
+    const found = await api.get("time", { run: api.run, step: step.value }), at = Object.keys(COLOUR).filter((name) => found.lanes[name]);
+    roles.hidden = !at.length && !step.value;  // older runs have none
+    fill(drawn, at.length ? lanes("Roles side by side", at.map((name) => ({ name, colour: COLOUR[name], spans: found.lanes[name] }))) : note("Nothing was recorded of this step."));
     const { names, rows, totals: sums } = found.phases;
     phases.set(names.map((name) => ({ name: name.replaceAll("_", " "), colour: COLOUR[name] })), rows);
     const all = Object.values(sums).reduce((a, b) => a + b, 0) || 1;
