@@ -68,3 +68,14 @@ def test_spans_that_overlap_are_one_and_of_many_those_that_are_closest(turn: Cal
         turn(1 + (number % 3 == 2))  # three by three
     found = spans.cut()[1]
     assert len(found) == MOST and {round(end - begin) for _, begin, end in found} == {5}
+
+
+def test_a_span_that_is_still_open_counts_as_its_role(turn: Callable[[float], None]) -> None:
+    spans = Spans()
+    with spans.counting():
+        turn(1)
+        with spans("writing"):
+            turn(2)
+            assert spans.seconds == {"writing": 2.0, "rest": 1.0}
+        turn(4)
+        assert spans.seconds == {"writing": 2.0, "rest": 5.0}

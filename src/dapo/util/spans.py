@@ -21,6 +21,7 @@ class Spans:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self.done: list[Span] = []
+        self._open: list[tuple[str, float]] = []
         self._earlier = 0.0
         self._since: float | None = None
 
@@ -37,9 +38,11 @@ class Spans:
     def __call__(self, role: str) -> Iterator[None]:
         """What happens inside is ``role``'s, however it ends."""
         began = time.perf_counter()
+        self._open.append((role, began))
         try:
             yield
         finally:
+            self._open.remove((role, began))
             self._seconds[role] = self._seconds.get(role, 0.0) + time.perf_counter() - began
             self.done.append((role, _EPOCH + began, _EPOCH + time.perf_counter()))
 
@@ -55,8 +58,10 @@ class Spans:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By role, with the ``rest``, up to now."""
+        """By role, with the ``rest``, up to now: a checkpoint is taken inside of a span."""
         covered = {role: seconds for role, seconds in self._seconds.items() if role != "rest"}
+        for role, began in self._open:
+            covered[role] = covered.get(role, 0.0) + time.perf_counter() - began
         return covered | {"rest": max(0.0, self.total - sum(covered.values()))}
 
     def add(self, seconds: Mapping[str, float], spans: Sequence[Span] = ()) -> None:
@@ -67,7 +72,7 @@ class Spans:
             self._earlier += taken
 
     def cut(self) -> tuple[dict[str, float], list[Span]]:
-        """:attr:`seconds`, and the spans of each role; the count starts anew. Spans that overlap become one, and so do
+        """Outside of all spans: :attr:`seconds`, and the spans of each role; the count starts anew. Spans that overlap become one, and so do
         those with the least time between them where there are more than ``MOST``."""
         found = self.seconds, [span for role in self._seconds for span in _joined(role, self.done)]
         self._seconds, self.done, self._earlier = {}, [], 0.0
