@@ -28,13 +28,14 @@ from dapo.algorithm.objective import (
 )
 from dapo.config import AlgorithmConfig, Config
 from dapo.errors import ConfigError
+from dapo.model.placement import device_of
 from dapo.records import TokenBatch
 from dapo.training.micro_batch import upload
 from dapo.training.objective import Objective, Unit, unit_of
 from dapo.training.report import UpdateReport
 from dapo.training.snapshot import snapshot
 from dapo.training.trainer import Trainer
-from dapo.util.named import load_named
+from dapo.util.named import call_own, load_named
 from dapo.util.process import Stopped, give_back_memory, in_thread
 
 
@@ -180,7 +181,7 @@ class LocalLearner:
 
 def own_objective(config: Config, given: Objective | None = None) -> Objective | None:
     """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
-    Raises ConfigError: there is none of this name, or its unit is unknown."""
+    Raises ConfigError: there is none of this name, its unit is unknown, or it fails on a few tokens."""
     name = config.algorithm.objective
     if given is None and name == "dapo":
         return None
@@ -190,7 +191,35 @@ def own_objective(config: Config, given: Objective | None = None) -> Objective |
         unit_of(own)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"algorithm.objective: {name if given is None else own}: {error}") from None
+    _try(own, f"algorithm.objective: {name if given is None else own}", config)
     return own  # type: ignore[no-any-return]
+
+
+def _try(objective: Any, what: str, config: Config) -> None:
+    """Raises ConfigError: an objective fails on 2 groups of 2 samples of 3 tokens, or returns what is none."""
+    device = device_of(config)
+    full = partial(torch.full, (12,), device=device)
+    samples = torch.arange(4, device=device).repeat_interleave(3)
+    given = TokenInputs(
+        behaviour_logprobs=full(-1.0),
+        proximal_logprobs=full(-1.0),
+        advantages=1.0 - 2.0 * (samples % 2),
+        importance=full(1.0),
+        mask=full(True),
+        weights=full(1 / 12),
+        sample_ids=samples,
+        group_ids=samples // 2,
+        reference_logprobs=full(-1.0) if config.algorithm.kl.mode != "off" else None,
+    )
+    found = call_own(what, objective, full(-1.1, requires_grad=True), full(2.0, requires_grad=True), given)
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], dict):
+        raise ConfigError(f"{what}: must return a loss and a dict of statistics, and returned {type(found).__name__}")
+    loss, statistics = found
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        raise ConfigError(f"{what}: its loss must be a tensor of one number, the sum over the tokens, with a gradient")
+    for name, pair in statistics.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConfigError(f"{what}: its statistic {name!r} must be a pair of tensors, a sum and a count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +238,10 @@ class _Guarded:
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Stats]:
         if self.out_of_time():
             raise Stopped("there is no time left for this update")
-        loss, statistics = self.objective(logprobs, entropy, inputs)
-        if self.estimator is not None:
-            statistics = token_statistics(logprobs, entropy, inputs, self.estimator) | statistics
-        return loss, statistics
+        if self.estimator is None:
+            return self.objective(logprobs, entropy, inputs)
+        loss, statistics = call_own("algorithm.objective", self.objective, logprobs, entropy, inputs)
+        return loss, token_statistics(logprobs, entropy, inputs, self.estimator) | statistics
 
 
 def objective_inputs(

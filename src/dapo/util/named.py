@@ -57,16 +57,23 @@ def made(what: str, part: Any, protocol: type, *given: Any) -> Any:
     Raises:
         ConfigError: the call failed, or what it made lacks something of ``protocol``.
     """
-    try:
-        found = part(*given) if callable(part) else part
-    except UserError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{what}: {describe(error)}") from error
+    found = call_own(what, part, *given) if callable(part) else part
     missing = [name for name in vars(protocol) if not name.startswith("_") and not hasattr(found, name)]
     if missing:
         raise ConfigError(f"{what}: a {type(found).__name__} has no {', '.join(missing)}")
     return found
+
+
+def call_own(what: str, part: Callable[..., Any], *given: Any) -> Any:
+    """``part(*given)``, of the user's. Raises ConfigError: it failed; says where in the user's code."""
+    try:
+        return part(*given)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # PyTorch's, which is answered elsewhere
+            raise
+        raise ConfigError(f"{what}: {describe(error)}") from error
 
 
 _files: dict[Path, tuple[int, ModuleType]] = {}

@@ -72,8 +72,8 @@ class Spans:
             self._earlier += taken
 
     def cut(self) -> tuple[dict[str, float], list[Span]]:
-        """Outside of all spans: :attr:`seconds`, and the spans of each role; the count starts anew. Spans that overlap become one, and so do
-        those with the least time between them where there are more than ``MOST``."""
+        """:attr:`seconds`, and the spans of each role; the count starts anew. Outside of all spans. Those that overlap
+        become one, and so do those with the least time between them where there are more than ``MOST``."""
         found = self.seconds, [span for role in self._seconds for span in _joined(role, self.done)]
         self._seconds, self.done, self._earlier = {}, [], 0.0
         self._since = self._since and time.perf_counter()
