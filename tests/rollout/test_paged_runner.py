@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,34 @@ def test_a_small_pool_preempts_and_changes_no_token() -> None:
     answers = run(decoder, asked)
     assert decoder.preemptions >= 2
     check_equal(answers, run(slots(model), asked))
+
+
+@pytest.mark.parametrize("make", [paged, slots])
+def test_cancelled_samples_continue_as_if_they_had_never_stopped(make: Any) -> None:
+    """Cancelled after 3 steps, or 3 stretches of 5, when some samples are done and others have not begun."""
+    model = random_model("qwen2")
+    asked = requests(Sampling(1.0, 24))
+    whole, decoder = run(make(model), asked), make(model)
+    for request in asked:
+        decoder.submit(0, request)
+    found = [sample for _ in range(3) for _, sample in decoder.step()]
+    found += [sample for _, sample in decoder.finished()]
+    drafts = [draft for _, draft in decoder.drafts()]
+    assert len(decoder.cancel(lambda key, request: request.id < 9)) == 18 - len(found) and not decoder.busy
+    came = {(sample.request_id, sample.index) for sample in found}
+    left = [(r, i) for r in asked for i in range(3) if (r.id, i) not in came]
+    # a request of its own for each, so that what has come need not be asked for
+    again = [
+        replace(r, id=n, seeds=(r.seeds[i],), drafts=tuple(d for d in drafts if (d.request_id, d.index) == (r.id, i)))
+        for n, (r, i) in enumerate(left)
+    ]
+    again = [replace(r, drafts=tuple(replace(d, index=0) for d in r.drafts)) for r in again]
+    assert sum(len(r.drafts) for r in again) > 0
+    rest = run(decoder, again)
+    ours = {(s.request_id, s.index): s for s in found} | {(r.id, i): rest[n, 0] for n, (r, i) in enumerate(left)}
+    check_equal(ours, whole)
+    for draft in drafts:
+        assert ours[draft.request_id, draft.index].logprobs[: len(draft.logprobs)].tolist() == list(draft.logprobs)
 
 
 def test_truncated_and_greedy_rows_and_the_most_likely_tokens() -> None:
