@@ -932,7 +932,7 @@ def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeyp
     good, bad = Recorder(), Recorder()
     run(tmp_path / "good", changes, good)
     monkeypatch.setattr(NativeEngine, "_put", keep_old)
-    with pytest.raises(EngineError, match="parameters, such as .* are not what was sent"):
+    with pytest.raises(EngineError, match=r"parameters, such as .* are not what was sent"):
         run(tmp_path / "refused", changes)
     monkeypatch.setattr(NativeEngine, "_commit", lambda self, fingerprint: commit(self, {}))
     run(tmp_path / "bad", changes, bad)
