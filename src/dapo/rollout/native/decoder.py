@@ -7,6 +7,7 @@ their rows free for the next).
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,9 +84,14 @@ class Decoder:
         self.version = 0
         self.decode_steps = 0
         self._head = output_head(model).in_float32()
-        self._vocabulary = self._head.weight.shape[0]
         self._stop = frozenset(stop_token_ids)
-        self._max_sequence = max_sequence_tokens
+        self.check: Callable[[Request], None] = functools.partial(
+            check_request,
+            vocabulary=self._head.weight.shape[0],
+            max_sequence=max_sequence_tokens,
+            can_decode=decode is not None,
+            stop_ids=self._stop,
+        )
         self._deterministic = deterministic
         self._stop_texts = StopTexts(decode) if decode else None
         self.cache: KVCache = SlotCache(
@@ -116,17 +122,6 @@ class Decoder:
     def busy(self) -> bool:
         """Whether there is anything left to do."""
         return bool(self._waiting or self._rows or self._finished)
-
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served.
-        Raises EngineError: as :func:`~dapo.rollout.native.checks.check_request` says."""
-        check_request(
-            request,
-            vocabulary=self._vocabulary,
-            max_sequence=self._max_sequence,
-            can_decode=self._stop_texts is not None,
-            stop_ids=self._stop,
-        )
 
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""

@@ -14,6 +14,7 @@ Synchronous and single-threaded; ``engine.py`` runs it in a thread. It never tou
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -71,9 +72,14 @@ class PagedDecoder:
         self.version = 0
         self._runner = runner
         self._page_tokens = page_tokens
-        self._max_sequence = max_sequence_tokens
-        self._vocabulary = vocabulary
         self._stop = frozenset(stop_token_ids)
+        self.check: Callable[[Request], None] = functools.partial(
+            check_request,
+            vocabulary=vocabulary,
+            max_sequence=max_sequence_tokens,
+            can_decode=stop_texts is not None,
+            stop_ids=self._stop,
+        )
         self._stop_texts = stop_texts
         self._stretch = stretch
         self._prefill_tokens = prefill_tokens
@@ -94,16 +100,6 @@ class PagedDecoder:
     def busy(self) -> bool:
         """Whether there is anything left to do."""
         return bool(self._waiting or self._rows or self._leaving)
-
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served. Raises EngineError: says which and why."""
-        check_request(
-            request,
-            vocabulary=self._vocabulary,
-            max_sequence=self._max_sequence,
-            can_decode=self._stop_texts is not None,
-            stop_ids=self._stop,
-        )
 
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
