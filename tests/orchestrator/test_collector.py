@@ -101,7 +101,7 @@ class FakeEngine:
     async def put(self, bucket):
         pass
 
-    async def commit(self):
+    async def commit(self, fingerprint):
         pass
 
     async def sleep(self):

@@ -922,15 +922,19 @@ def test_nan_that_comes_up_in_a_run_ends_it_with_a_message(tmp_path: Path) -> No
 
 
 def test_an_engine_with_other_weights_sets_off_the_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entry 36: weights that never arrive are noticed in the next step."""
+    """Entry 36: weights that never arrive are refused, and where a fingerprint misses it, noticed in the next step."""
 
     def keep_old(self: Any, bucket: Any) -> None:
         self._missing.clear()
 
+    commit = NativeEngine._commit
     changes = {"training.steps": 2, "training.learning_rate": 1e-2, "training.mismatch_alarm": 0.01}
     good, bad = Recorder(), Recorder()
     run(tmp_path / "good", changes, good)
     monkeypatch.setattr(NativeEngine, "_put", keep_old)
+    with pytest.raises(EngineError, match=r"parameters, such as .* are not what was sent"):
+        run(tmp_path / "refused", changes)
+    monkeypatch.setattr(NativeEngine, "_commit", lambda self, fingerprint: commit(self, {}))
     run(tmp_path / "bad", changes, bad)
     assert not [w for w in good.warnings if "differ" in w]
     assert [w for w in bad.warnings if w.startswith("step 2: mismatch: log-probabilities of engine and trainer differ")]

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 
 from dapo.errors import ModelError
 from dapo.model.loading import check_supported, copy_model, load_model, stop_token_ids
-from dapo.rollout.engine import Engine, EngineError, Request, Sampling, hand_over
+from dapo.records import Sample
+from dapo.rollout.engine import (
+    Draft,
+    EngineError,
+    InterruptibleEngine,
+    Request,
+    Sampling,
+    hand_over,
+    some_elements,
+)
 from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from helpers import random_model
@@ -42,7 +52,7 @@ def collect(engine: NativeEngine, requests: list[Request]) -> dict:
 
 
 def test_it_implements_the_protocol() -> None:
-    assert isinstance(make_engine(), Engine)
+    assert isinstance(make_engine(), InterruptibleEngine)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -595,3 +605,183 @@ def test_drafts_are_the_beginnings_of_the_samples_that_come() -> None:
 def test_a_cache_that_no_machine_has_is_refused_before_there_is_work() -> None:
     with pytest.raises(ModelError, match=r"1,000,000,000,000 sequences .* lower rollout\.max_concurrent_samples"):
         make_engine(slots=10**12)
+
+
+# -- what only some engines can do ----------------------------------------------------------------------------------
+
+
+def bits(sample: Sample) -> tuple:
+    arrays = sample.token_ids, sample.logprobs, sample.versions
+    return *(a.tolist() for a in arrays), sample.finish_reason
+
+
+def check_equal(sample: Sample, whole: Sample) -> None:
+    """Equal to the bit, but for the rounding of log-probabilities where a context was computed in another shape."""
+    found, expected = bits(sample), bits(whole)
+    assert found[0] == expected[0] and found[2:] == expected[2:]
+    assert found[1] == pytest.approx(expected[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cancelled_requests_lose_nothing(deterministic: bool) -> None:
+    """Cancelled again and again, at any place; one request of the same stream goes on, and the stream ends by itself.
+    Of the cancelled samples some are on their way, some wait with tokens and some have none yet."""
+    cut = Request(0, (5, 6), tuple(range(6)), Sampling(1.0, 28))
+    kept = Request(1, (7,), (9, 8), Sampling(1.0, 28))
+    whole = collect(make_engine(deterministic=deterministic), [cut, kept])
+
+    async def run() -> None:
+        engine, found, drafts, cancelled = make_engine(deterministic=deterministic), {}, [], 0
+        for _ in range(100):
+            left = [i for i in range(6) if (0, i) not in found]
+            if not left and (1, 0) in found:
+                break
+            # the samples of a request are numbered as its seeds are
+            have = tuple(replace(draft, index=left.index(draft.index)) for draft in drafts)
+            again = replace(cut, seeds=tuple(cut.seeds[i] for i in left), drafts=have)
+            watched = engine.stream([again] + [kept] * ((1, 0) not in found))
+            seen, gone = 0, False
+            async for event in watched:
+                if isinstance(event, Sample):
+                    index = left[event.index] if event.request_id == 0 else event.index
+                    found[event.request_id, index] = event
+                elif event.request_id == 0 and not gone and (seen := seen + 1) == 12:
+                    drafts, gone = [replace(d, index=left[d.index]) for d in await engine.cancel({0, 77})], True
+                    cancelled += len(drafts)
+            drafts = [d for d in drafts if gone and (0, d.index) not in found]
+        assert found.keys() == whole.keys() and cancelled > 3
+        for key, sample in found.items():
+            check_equal(sample, whole[key])
+        await engine.sleep()  # refuses if anything is left
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_draft_is_taken_at_its_word_and_only_its_rest_is_sampled() -> None:
+    """Tokens, log-probabilities and versions of before are the draft's; place i takes draw i of the seed's stream."""
+    whole = collect(make_engine(stop=()), [Request(0, (5, 6), (1, 2), PLAIN)])
+    tokens = tuple(whole[0, 1].token_ids[:5].tolist())
+    draft = Draft(3, 1, tokens, (-9.0,) * 5, (2, 2, 3, 3, 3))
+    engine = make_engine(stop=())
+    found = collect(engine, [Request(0, (5, 6), (1, 2), PLAIN, (draft,))])
+    check_equal(found[0, 0], whole[0, 0])
+    assert found[0, 1].token_ids.tolist() == whole[0, 1].token_ids.tolist()
+    assert found[0, 1].logprobs[:5].tolist() == [-9.0] * 5 and found[0, 1].versions.tolist() == [2, 2, 3, 3, 3, 0, 0, 0]
+    assert engine.decode_steps == 7  # those of the sample without a draft
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        ([(2, 3)], r"drafts of samples \[2\]: one of each of 2"),
+        ([(0, 3), (0, 3)], r"drafts of samples \[0, 0\]"),
+        ([(1, 8)], "the draft of sample 1 is a whole response of 8 tokens"),
+        ([(1, 0)], "the draft of sample 1 has 0 tokens"),
+    ],
+)
+def test_drafts_that_cannot_be_continued_are_refused(drafts: list, message: str) -> None:
+    made = tuple(Draft(0, index, (5,) * n, (-1.0,) * n, (0,) * n) for index, n in drafts)
+    with pytest.raises(EngineError, match=message):
+        collect(make_engine(), [Request(3, (5,), (1, 2), PLAIN, made)])
+    stopped = Draft(0, 0, (5, 1), (-1.0, -1.0), (0, 0))
+    with pytest.raises(EngineError, match="a whole response of 2 tokens"):
+        collect(make_engine(), [Request(3, (5,), (1, 2), PLAIN, (stopped,))])
+
+
+def test_a_stream_shows_each_sample_growing_before_it_comes() -> None:
+    request = Request(7, (5, 6), (1, 2, 3), Sampling(1.0, 12))
+
+    async def run() -> list:
+        engine = make_engine(stop=(), slots=2)
+        events = [event async for event in engine.stream([request])]
+        await engine.close()
+        return events
+
+    events = asyncio.run(run())
+    samples = {e.index: e for e in events if isinstance(e, Sample)}
+    for index, sample in samples.items():
+        grown = [e for e in events if e.index == index]
+        assert [len(e.token_ids) for e in grown] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] and grown[-1] is sample
+        assert all(list(e.token_ids) == sample.token_ids[: len(e.token_ids)].tolist() for e in grown)
+    assert sorted(samples) == [0, 1, 2]
+
+
+def test_nothing_is_sampled_while_paused_or_while_weights_come() -> None:
+    """Requests stay in flight, new ones may be made; tokens drawn afterwards carry the new version."""
+
+    async def run() -> None:
+        engine = make_engine(stop=(), slots=2)
+        changed = {name: p + 0.05 * torch.randn_like(p) for name, p in MODEL.named_parameters()}
+        stream = engine.stream([Request(0, (5, 6), (1, 2), Sampling(1.0, 28))])
+
+        async def rests() -> None:
+            steps = engine.decode_steps
+            await asyncio.sleep(0.05)
+            assert engine.decode_steps == steps
+
+        await anext(stream)
+        await engine.pause()
+        await rests()
+        other = asyncio.ensure_future(anext(engine.generate([Request(1, (5,), (3,), PLAIN)])))
+        await rests()
+        await hand_over(engine, 4, changed.items())
+        await rests()
+        await engine.resume()
+        await engine.resume()
+        found = [e async for e in stream if isinstance(e, Sample)]
+        assert all(set(s.versions.tolist()) == {0, 4} and sorted(s.versions) == s.versions.tolist() for s in found)
+        assert set((await other).versions.tolist()) == {4}
+        stream = engine.stream([Request(0, (5, 6), (1, 2), Sampling(1.0, 28))])
+        await anext(stream)
+        await engine.begin(5)
+        await engine.put(list(changed.items())[:1])
+        await rests()
+        await hand_over(engine, 5, changed.items())
+        assert {v for e in [e async for e in stream if isinstance(e, Sample)] for v in e.versions.tolist()} == {4, 5}
+        await engine.pause()
+        last = asyncio.ensure_future(anext(engine.generate([Request(1, (5,), (3,), PLAIN)])))
+        await asyncio.sleep(0.01)
+        await engine.close()  # also while paused
+        with pytest.raises(EngineError, match="closed"):
+            await last
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["lost", "zeroed", "another"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_were_lost_on_the_way_are_an_error(fault: str, dtype: torch.dtype) -> None:
+    """A bucket that the engine believes to have, but whose tensors never reached it, arrived as zeros, or stale."""
+
+    async def run() -> None:
+        engine = NativeEngine(copy_model(MODEL, dtype), (), max_sequence_tokens=32, max_concurrent_samples=4)
+        changed = {name: p + 0.05 * torch.randn_like(p) for name, p in MODEL.named_parameters()}
+        await hand_over(engine, 1, changed.items())  # what arrives is no error in a narrower type either
+        name, put = list(changed)[3], engine._put
+
+        def faulty(bucket: Any) -> None:
+            spoilt = {"lost": engine._parameters[name], "zeroed": torch.zeros_like(changed[name])}
+            put([(n, spoilt.get(fault, MODEL.state_dict()[n]) if n == name else p) for n, p in bucket])
+
+        engine._put = faulty
+        again = {name: p + 0.05 * torch.randn_like(p) for name, p in changed.items()}
+        with pytest.raises(
+            EngineError, match=rf"1 of {len(changed)} parameters, such as {name}, are not what was sent"
+        ):
+            await hand_over(engine, 2, again.items())
+        assert engine.version == 1
+        engine._put = put
+        await hand_over(engine, 2, again.items())
+        assert engine.version == 2
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_fingerprint_keeps_no_tensor_in_memory() -> None:
+    tensor = torch.arange(64 * 1000.0).reshape(64, 1000)
+    found = some_elements(tensor)
+    assert len(found) == 64 and found.untyped_storage().nbytes() == 64 * 4
+    assert len({int(x) % 1000 for x in found}) > 32  # not all of one column
+    assert some_elements(torch.zeros(0)).numel() == 0 and some_elements(torch.tensor(3.0)).tolist() == [3.0]

@@ -7,6 +7,7 @@ released or handed on wrongly shows as a wrong response, not only as a crash.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapo.records import Sample
-from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.native.paged.decoder import PagedDecoder
 from dapo.rollout.native.paged.device import Progress, Response, RowStart, Variant
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, minimum_pages
@@ -222,13 +223,46 @@ def test_cancelled_requests_leave_nothing_behind(data: st.DataObject) -> None:
     answers = []
     for _ in range(data.draw(st.integers(0, 12))):
         answers += decoder.step()
-    decoder.cancel(gone)
+    decoder.cancel(lambda key, _: key == gone)
     answers = [a for a in answers if a[0] != gone]
     later = drain(decoder)
     assert all(key != gone for key, _ in later)
     check_answers([r for r in requests if r[0] != gone], answers + later)
     assert decoder._pages.free == pages - 1
     assert (device.lengths < 0).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_cancelled_samples_continue_from_their_drafts(data: st.DataObject) -> None:
+    """In another decoder, after any number of stretches and preemptions, some of them under new weights."""
+    page_tokens, max_sequence = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 24))
+    least = minimum_pages(max_sequence, page_tokens)
+    size = data.draw(st.integers(1, 8)), data.draw(st.integers(least, 3 * least)), page_tokens, max_sequence
+    drawn = random_requests(np.random.default_rng(data.draw(st.integers(0, 999))), 12, max_sequence)
+    requests = [(key, replace(request, seeds=request.seeds[:1])) for key, request in drawn]
+    answers: list[tuple[int, Sample]] = []
+    drafts: dict[int, Draft] = {}
+    for version, steps in enumerate([*data.draw(st.lists(st.integers(0, 9), max_size=4)), 10**6]):
+        decoder, device = make(*size, stretch=data.draw(st.integers(1, 4)))
+        decoder.use_weights(version)
+        came = {sample.request_id for _, sample in answers}
+        left = [(key, request) for key, request in requests if request.id not in came]
+        for key, request in left:
+            ready = replace(request, drafts=(drafts[request.id],) if request.id in drafts else ())
+            decoder.check(ready)
+            decoder.submit(key, ready)
+        before = len(answers)
+        while decoder.busy and (steps := steps - 1) >= 0:
+            answers += decoder.step()
+        answers += decoder.finished()
+        for _, draft in decoder.drafts():
+            had = drafts[draft.request_id].versions if draft.request_id in drafts else ()
+            assert draft.versions == had + (version,) * (len(draft.token_ids) - len(had))
+            drafts[draft.request_id] = draft
+        assert len(decoder.cancel(lambda key, request: True)) == len(left) - (len(answers) - before)
+        assert not decoder.busy and decoder._pages.free == size[1] - 1 and (device.lengths < 0).all()
+    check_answers(requests, answers)
 
 
 def test_a_group_computes_its_prompt_once_and_shares_its_pages() -> None:
@@ -353,7 +387,7 @@ def test_drafts_are_what_each_row_has_after_a_stretch() -> None:
     seen = 0
     while decoder.busy:
         decoder.step()
-        for draft in decoder.drafts():
+        for _, draft in decoder.drafts():
             size = len(draft.token_ids)
             assert draft.request_id == 9 and list(draft.token_ids) == expected(request, draft.index)[:size]
             assert list(draft.logprobs) == [-float(place) for place in range(size)]

@@ -6,8 +6,10 @@ tested where there is a GPU (those marked gpu).
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ import torch
 from dapo.errors import ModelError, UserError
 from dapo.model.loading import copy_model, load_model
 from dapo.records import Sample
-from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.engine import NativeEngine
 from dapo.rollout.native.paged import build
 from dapo.rollout.native.paged.decoder import PagedDecoder
 from dapo.rollout.native.paged.pages import minimum_pages
@@ -100,6 +103,58 @@ def test_a_small_pool_preempts_and_changes_no_token() -> None:
     answers = run(decoder, asked)
     assert decoder.preemptions >= 2
     check_equal(answers, run(slots(model), asked))
+
+
+@pytest.mark.parametrize("make", [paged, slots])
+def test_cancelled_samples_continue_as_if_they_had_never_stopped(make: Any) -> None:
+    """Cancelled after 3 steps, or 3 stretches of 5, when some samples are done and others have not begun."""
+    model = random_model("qwen2")
+    asked = requests(Sampling(1.0, 24))
+    whole, decoder = run(make(model), asked), make(model)
+    for request in asked:
+        decoder.submit(0, request)
+    found = [sample for _ in range(3) for _, sample in decoder.step()]
+    found += [sample for _, sample in decoder.finished()]
+    drafts = [draft for _, draft in decoder.drafts()]
+    assert len(decoder.cancel(lambda key, request: request.id < 9)) == 18 - len(found) and not decoder.busy
+    came = {(sample.request_id, sample.index) for sample in found}
+    left = [(r, i) for r in asked for i in range(3) if (r.id, i) not in came]
+    have = {(d.request_id, d.index): (replace(d, index=0),) for d in drafts}
+    # a request of its own for each, so that what has come need not be asked for
+    again = [replace(r, id=n, seeds=(r.seeds[i],), drafts=have.get((r.id, i), ())) for n, (r, i) in enumerate(left)]
+    for request in again:
+        decoder.submit(0, request)
+    waiting = {draft.token_ids for _, draft in decoder.drafts()}  # cancelled before they went on, they lose nothing
+    assert waiting == {draft.token_ids for draft in drafts} and len(decoder.cancel(lambda key, _: True)) == len(again)
+    rest = run(decoder, again)
+    ours = {(s.request_id, s.index): s for s in found} | {(r.id, i): rest[n, 0] for n, (r, i) in enumerate(left)}
+    check_equal(ours, whole)
+    for draft in drafts:
+        assert ours[draft.request_id, draft.index].logprobs[: len(draft.logprobs)].tolist() == list(draft.logprobs)
+
+
+def test_what_has_finished_on_the_device_still_comes_when_its_request_is_cancelled() -> None:
+    """Of a stretch that ended with one sample done and one under way, the first comes and the second leaves a draft."""
+    model = random_model("qwen2")
+    asked = [Request(0, (5, 6), (1,), Sampling(1.0, 4)), Request(1, (5, 6), (1,), Sampling(1.0, 24))]
+    whole = run(slots(model), asked)
+
+    async def cancelled() -> tuple[list[Sample], list[Draft]]:
+        engine = NativeEngine(ready(model), (1,), max_sequence_tokens=LONGEST, max_concurrent_samples=4)
+        engine._decoder = paged(model)
+        await engine.pause()
+        task = asyncio.ensure_future(anext(stream := engine.generate(asked)))
+        while not engine._decoder.busy:
+            await asyncio.sleep(0)
+        assert await engine._call(engine._decoder.step) == []
+        drafts = await engine.cancel({0, 1})
+        found = [await task] + [sample async for sample in stream]
+        await engine.close()
+        return found, drafts
+
+    (sample,), (draft,) = asyncio.run(cancelled())
+    check_equal({(0, 0): sample}, {(0, 0): whole[0, 0]})
+    assert draft.request_id == 1 and list(draft.token_ids) == whole[1, 0].token_ids[:5].tolist()
 
 
 def test_truncated_and_greedy_rows_and_the_most_likely_tokens() -> None:

@@ -78,7 +78,7 @@ class FakeEngine:
         await asyncio.sleep(0)
         self.weights = float(dict(bucket).get("weights", self.weights))
 
-    async def commit(self) -> None:
+    async def commit(self, fingerprint: Any) -> None:
         await asyncio.sleep(0)
         self.version = self.coming
 

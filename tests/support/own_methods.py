@@ -110,7 +110,7 @@ class PlainEngine:
     async def put(self, bucket):
         self.model.load_state_dict(dict(bucket), strict=False)
 
-    async def commit(self):
+    async def commit(self, fingerprint):
         self.version = self.coming
 
     async def sleep(self): ...

@@ -2,14 +2,15 @@
 
 Consumes: :class:`Request` (token ids, one seed per sample). Produces: :class:`~dapo.records.Sample`, each exactly
 once, in the order in which they finish. Waits for: nothing but its own device. A consumer that stops iterating
-cancels what is left of its requests.
+cancels what is left of its requests. What only some engines can do is in :class:`InterruptibleEngine`.
 
 An engine never sees a reward. It may serve several ``generate`` streams at once and is free to batch them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+import math
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 BUCKET_BYTES = 256 * 2**20
+FINGERPRINT_ELEMENTS = 64  # of a tensor: a lost one differs in some of them, and reading them takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +45,35 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """A sample in flight, as far as it is: tokens, logprobs and versions, as :class:`Sample` will have them."""
+
+    request_id: int
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to sample from. ``seeds`` holds one seed per wanted sample, so ``len(seeds)`` samples come back.
 
     ``id`` comes back as ``Sample.request_id`` and must be unique among the requests in flight; the samples carry
-    ``index`` 0 .. len(seeds) - 1 in the order of the seeds.
+    ``index`` 0 .. len(seeds) - 1 in the order of the seeds. ``drafts``: of unfinished samples of an earlier request, by
+    index. Each is continued as if it had never stopped, by an :class:`InterruptibleEngine` only.
     """
 
     id: int
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+    drafts: tuple[Draft, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A sample in flight, as far as it is: tokens and their log-probabilities, as :class:`Sample` will have them."""
-
-    request_id: int
-    index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    @property
+    def fresh(self) -> list[int]:
+        """Indices of the samples without a draft."""
+        return sorted(set(range(len(self.seeds))) - {draft.index for draft in self.drafts})
 
 
 @runtime_checkable
@@ -81,8 +91,8 @@ class Engine(Protocol):
         ...
 
     async def begin(self, version: int) -> None:
-        """New weights are to come. Until :meth:`commit` no request may be made. Raises EngineError: of an older version
-        than those in use."""
+        """New weights are to come. Until :meth:`commit` no request may be made, and those in flight wait.
+        Raises EngineError: of an older version than those in use."""
         ...
 
     async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -90,9 +100,10 @@ class Engine(Protocol):
         Raises EngineError: the model has no such parameter."""
         ...
 
-    async def commit(self) -> None:
+    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         """All have come, or all of the adapter's if the model has one: they are in use when this returns. Tokens of
-        requests in flight that are sampled later carry the new version. Raises EngineError: some are missing."""
+        requests in flight that are sampled later carry the new version. ``fingerprint`` holds :func:`some_elements` of
+        what was sent, by name. Raises EngineError: some are missing, or are not what was sent."""
         ...
 
     async def sleep(self) -> None:
@@ -108,19 +119,50 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class InterruptibleEngine(Engine, Protocol):
+    """An engine whose requests can be watched, stopped and continued (:class:`Request` with ``drafts``)."""
+
+    def stream(self, requests: Sequence[Request]) -> AsyncIterator[Sample | Draft]:
+        """As :meth:`generate`, with each sample as far as it is, again and again, before it comes."""
+        ...
+
+    async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
+        """End these requests: what has finished still comes, then their streams go on without them. Returns what the
+        others have; those that have no token yet are left out. Unknown ids are ignored."""
+        ...
+
+    async def pause(self) -> None:
+        """No token is sampled from when this returns until :meth:`resume`. Requests stay in flight, more may be made,
+        and weights may be changed."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on; a no-op when not paused."""
+        ...
+
+
+def some_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """At most :data:`FINGERPRINT_ELEMENTS` elements, evenly spread and copied: no view that would keep a bucket."""
+    step = math.ceil(math.prod(tensor.shape) / FINGERPRINT_ELEMENTS) | 1  # odd: not all in one column
+    return tensor.reshape(-1)[::step] + 0  # copies arrays of NumPy too: an engine without PyTorch may be given those
+
+
 async def hand_over(engine: Engine, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Give an engine new weights, so many bytes at a time that no second model has to be in memory."""
     await engine.begin(version)
     bucket: list[tuple[str, torch.Tensor]] = []
+    fingerprint: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
+        fingerprint[name] = some_elements(tensor)
         bucket.append((name, tensor))
         size += tensor.nbytes
         if size >= BUCKET_BYTES:
             await engine.put(bucket)
             bucket, size = [], 0
     await engine.put(bucket)
-    await engine.commit()
+    await engine.commit(fingerprint)
 
 
 class EngineError(RuntimeError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from dapo.rollout.engine import EngineError, NotFiniteError, Request, Sampling
 from dapo.rollout.native.stopping import NO_TEXT
@@ -16,18 +17,22 @@ LEAST_TEMPERATURE = 1e-4
 """Logits divided by less would overflow, and the distribution is greedy long before that."""
 
 
-def check_request(request: Request, *, vocabulary: int, max_sequence: int, can_decode: bool) -> None:
+def check_request(
+    request: Request, *, vocabulary: int, max_sequence: int, can_decode: bool, stop_ids: Collection[int]
+) -> None:
     """Refuse a request that cannot be served, or whose settings mean nothing.
 
     Args:
         vocabulary: rows of the output head.
         max_sequence: longest prompt and response together, in tokens.
         can_decode: whether token ids can be made into text, which stop texts need.
+        stop_ids: each ends a response.
 
     Raises:
         EngineError: says which request and why.
     """
-    for problem in _problems(request, vocabulary, max_sequence, can_decode):
+    problems = _problems(request, vocabulary, max_sequence, can_decode)
+    for problem in itertools.chain(problems, _draft_problems(request, vocabulary, stop_ids)):
         raise EngineError(f"request {request.id}: {problem}")
 
 
@@ -56,6 +61,21 @@ def _problems(request: Request, vocabulary: int, max_sequence: int, can_decode: 
         yield f"a seed is {min(request.seeds)}, it must be 0 or more"
     yield from _nonsense(sampling)
     yield from _stop_problems(sampling, can_decode)
+
+
+def _draft_problems(request: Request, vocabulary: int, stop_ids: Collection[int]) -> Iterator[str]:
+    if request.drafts and request.sampling.top_logprobs:
+        yield "top_logprobs cannot be had of a sample that is continued: a draft does not hold them"
+    if len(request.fresh) + len(request.drafts) != len(request.seeds):
+        yield f"drafts of samples {[d.index for d in request.drafts]}: one of each of {len(request.seeds)} is allowed"
+    for draft in request.drafts:
+        ids, which = draft.token_ids, f"the draft of sample {draft.index}"
+        if not ids or not len(ids) == len(draft.logprobs) == len(draft.versions):
+            yield f"{which} has {len(ids)} tokens, {len(draft.logprobs)} logprobs and {len(draft.versions)} versions"
+        elif max(ids) >= vocabulary or min(ids) < 0:
+            yield f"{which}: token ids must be in 0..{vocabulary - 1}"
+        elif len(ids) >= request.sampling.max_tokens or ids[-1] in stop_ids:
+            yield f"{which} is a whole response of {len(ids)} tokens: there is nothing to continue"
 
 
 def _nonsense(sampling: Sampling) -> Iterator[str]:

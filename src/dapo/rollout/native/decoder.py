@@ -7,6 +7,7 @@ their rows free for the next).
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,17 +25,23 @@ from dapo.rollout.native.sampler import most_likely, sample, uniforms
 from dapo.rollout.native.stopping import StopTexts
 
 PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores, little memory
+NO_DRAFT = Draft(0, 0, (), (), ())
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A request some of whose samples have not started. After its prefill it holds the prompt and its logits."""
+    """Samples of a request that start from the same tokens. After the prefill it holds these and their logits."""
 
     key: int
     request: Request
-    next_index: int = 0
+    indices: deque[int]
+    draft: Draft = NO_DRAFT
     prompt: PromptEntry | None = None
     logits: torch.Tensor | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.request.prompt_ids + self.draft.token_ids
 
 
 @dataclass(slots=True, eq=False)
@@ -77,9 +84,14 @@ class Decoder:
         self.version = 0
         self.decode_steps = 0
         self._head = output_head(model).in_float32()
-        self._vocabulary = self._head.weight.shape[0]
         self._stop = frozenset(stop_token_ids)
-        self._max_sequence = max_sequence_tokens
+        self.check: Callable[[Request], None] = functools.partial(
+            check_request,
+            vocabulary=self._head.weight.shape[0],
+            max_sequence=max_sequence_tokens,
+            can_decode=decode is not None,
+            stop_ids=self._stop,
+        )
         self._deterministic = deterministic
         self._stop_texts = StopTexts(decode) if decode else None
         self.cache: KVCache = SlotCache(
@@ -111,29 +123,23 @@ class Decoder:
         """Whether there is anything left to do."""
         return bool(self._waiting or self._rows or self._finished)
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served.
-        Raises EngineError: as :func:`~dapo.rollout.native.checks.check_request` says."""
-        check_request(
-            request,
-            vocabulary=self._vocabulary,
-            max_sequence=self._max_sequence,
-            can_decode=self._stop_texts is not None,
-        )
-
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
-        if request.seeds:
-            self._waiting.append(_Waiting(key, request))
+        self._waiting += [_Waiting(key, request, deque([draft.index]), draft) for draft in request.drafts]
+        if fresh := request.fresh:
+            self._waiting.append(_Waiting(key, request, deque(fresh)))
 
     @torch.inference_mode()  # rows are moved, and the cache was made in this mode
-    def cancel(self, key: int) -> None:
-        """Forget everything submitted under ``key``."""
-        self._waiting = deque(w for w in self._waiting if w.key != key)
-        self._finished = [f for f in self._finished if f[0] != key]
-        for row in reversed(range(len(self._rows))):
-            if self._rows[row].key == key:
-                self._remove(row)
+    def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
+        """Forget the samples of which ``gone(key, request)``; returns the key of each."""
+        keys = [w.key for w in self._waiting if gone(w.key, w.request) for _ in w.indices]
+        self._waiting = deque(w for w in self._waiting if not gone(w.key, w.request))
+        for index in reversed(range(len(self._rows))):
+            row = self._rows[index]
+            if gone(row.key, row.request):
+                keys.append(row.key)
+                self._remove(index)
+        return keys
 
     def reset(self) -> None:
         """Forget all requests: the way out after an error, in whatever state that left the cache."""
@@ -142,9 +148,13 @@ class Decoder:
         self._finished.clear()
         self.cache.clear()
 
-    def drafts(self) -> list[Draft]:
-        """The samples in flight, as far as they are."""
-        return [Draft(r.request.id, r.index, tuple(r.tokens), tuple(r.logprobs)) for r in self._rows]
+    def drafts(self) -> list[tuple[int, Draft]]:
+        """The samples in flight that have tokens, as far as they are."""
+        waiting = [(w.key, w.draft) for w in self._waiting if w.draft.token_ids]
+        return waiting + [
+            (r.key, Draft(r.request.id, r.index, tuple(r.tokens), tuple(r.logprobs), tuple(r.versions)))
+            for r in self._rows
+        ]
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:
@@ -153,6 +163,10 @@ class Decoder:
         if self._rows:
             self.decode_steps += 1
             self._decode()
+        return self.finished()
+
+    def finished(self) -> list[tuple[int, Sample]]:
+        """The samples that have finished and were not returned yet."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -165,16 +179,16 @@ class Decoder:
     def _prefill(self) -> None:
         """Compute the prompts at the head of the queue in one packed pass, each once for all its samples."""
         batch = [self._waiting[0]]
-        tokens, samples = len(batch[0].request.prompt_ids), len(batch[0].request.seeds)
+        tokens, samples = len(batch[0].token_ids), len(batch[0].indices)
         for waiting in list(self._waiting)[1:]:
-            tokens += len(waiting.request.prompt_ids)
+            tokens += len(waiting.token_ids)
             if self._deterministic or tokens > PREFILL_TOKENS or samples >= self.cache.room():
                 break
-            samples += len(waiting.request.seeds)
+            samples += len(waiting.indices)
             batch.append(waiting)
-        prompts = [w.request.prompt_ids for w in batch]
+        prompts = [w.token_ids for w in batch]
         lengths = [len(p) for p in prompts]
-        context, entries = self.cache.add_prompts(lengths, [len(w.request.seeds) - w.next_index for w in batch])
+        context, entries = self.cache.add_prompts(lengths, [len(w.indices) for w in batch])
         token_ids = torch.tensor([t for p in prompts for t in p])
         position_ids = torch.cat([torch.arange(n) for n in lengths])
         hidden = hidden_states(self.model, token_ids, position_ids, context)
@@ -188,19 +202,16 @@ class Decoder:
         waiting = self._waiting[0]
         request, prompt, logits = waiting.request, waiting.prompt, waiting.logits
         assert prompt is not None and logits is not None
-        count = min(self.cache.room(), len(request.seeds) - waiting.next_index)
-        limit, first = request.sampling.max_tokens, waiting.next_index
-        started = [
-            _Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit))
-            for index in range(first, first + count)
-        ]
-        for row in started:
+        count = min(self.cache.room(), len(waiting.indices))
+        limit, had = request.sampling.max_tokens, waiting.draft
+        for _ in range(count):
+            index = waiting.indices.popleft()
+            known = list(had.token_ids), list(had.logprobs), list(had.versions)
             self.cache.start(prompt)
-            self._rows.append(row)
-        waiting.next_index += count
-        if waiting.next_index == len(request.seeds):
+            self._rows.append(_Row(waiting.key, request, index, limit, uniforms(request.seeds[index], limit), *known))
+        if not waiting.indices:
             self._waiting.popleft()
-        self._append_tokens(logits.repeat(count, 1), len(self._rows) - count, started)
+        self._append_tokens(logits.repeat(count, 1), len(self._rows) - count, self._rows[-count:])
 
     def _decode(self) -> None:
         context = self.cache.decode_context()

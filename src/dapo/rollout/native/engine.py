@@ -14,20 +14,21 @@ import contextvars
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
-from dapo.rollout.engine import Draft, EngineError, Request
+from dapo.rollout.engine import Draft, EngineError, Request, some_elements
 from dapo.rollout.native.decoder import Decoder
 
 CLOSE_SECONDS = 10.0
 
-_Event = Sample | EngineError
+_Event = Sample | Draft | EngineError | None  # None: a sample that was cancelled
+_T = TypeVar("_T")
 
 
 class AnyDecoder(Protocol):
@@ -56,8 +57,8 @@ class AnyDecoder(Protocol):
         """Queue a request; its samples come back under ``key``."""
         ...
 
-    def cancel(self, key: int) -> None:
-        """Forget everything submitted under ``key``."""
+    def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
+        """Forget the samples of which ``gone(key, request)``; returns the key of each."""
         ...
 
     def reset(self) -> None:
@@ -68,8 +69,12 @@ class AnyDecoder(Protocol):
         """Decode for a while; returns what has finished."""
         ...
 
-    def drafts(self) -> list[Draft]:
-        """What is in flight, as far as it is."""
+    def finished(self) -> list[tuple[int, Sample]]:
+        """What has finished already and was not returned yet."""
+        ...
+
+    def drafts(self) -> list[tuple[int, Draft]]:
+        """What is in flight and has tokens, as far as it is."""
         ...
 
     def use_weights(self, version: int) -> None:
@@ -134,6 +139,8 @@ class NativeEngine:
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, Callable[[_Event], None]] = {}
+        self._watched: set[int] = set()  # streams that are told of drafts
+        self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
         self._incomplete: int | None = None  # version of weights that have not arrived whole
@@ -151,7 +158,10 @@ class NativeEngine:
         """Times that the weights were read to give all rows in flight a token, so far."""
         return self._decoder.decode_steps
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
+        return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
+
+    async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
         for request in requests:
             self._decoder.check(request)
         expected = sum(len(r.seeds) for r in requests)
@@ -166,30 +176,44 @@ class NativeEngine:
             if self._incomplete is not None:
                 raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
             self._streams[key] = deliver
+            if drafts:
+                self._watched.add(key)
             for request in requests:
                 self._decoder.submit(key, request)
 
-        def forget() -> None:
-            self._streams.pop(key, None)
-            self._decoder.cancel(key)
-
         try:
             await self._call(submit)  # in here: a consumer may be cancelled while it waits for this
-            for _ in range(expected):
+            while expected:
                 event = await queue.get()
                 if isinstance(event, EngineError):
                     raise event
-                yield event
+                expected -= not isinstance(event, Draft)
+                if event is not None:
+                    yield event
         finally:
             if not (self._closing or self._broken):
-                self._post(forget, None)
+                self._post(lambda: self._forget(key), None)
 
     async def drafts(self) -> list[Draft]:
         """The samples in flight of all streams, as far as they are: for who watches them being written.
         Raises EngineError: the engine is closed, or broke down."""
-        found: list[Draft] = []
-        await self._call(lambda: found.extend(self._decoder.drafts()))
-        return found
+        return [draft for _, draft in await self._call(self._decoder.drafts)]
+
+    async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
+        def cancel() -> list[Draft]:
+            self._advance(self._decoder.finished)
+            drafts = [draft for _, draft in self._decoder.drafts() if draft.request_id in request_ids]
+            for key in self._decoder.cancel(lambda _, request: request.id in request_ids):
+                self._deliver(key, None)
+            return drafts
+
+        return await self._call(cancel)
+
+    async def pause(self) -> None:
+        await self._call(lambda: setattr(self, "_paused", True))
+
+    async def resume(self) -> None:
+        await self._call(lambda: setattr(self, "_paused", False))
 
     async def begin(self, version: int) -> None:
         await self._call(lambda: self._begin(version))
@@ -213,14 +237,21 @@ class NativeEngine:
             torch._foreach_copy_([self._parameters[name] for name, _ in bucket], [tensor for _, tensor in bucket])
         self._missing.difference_update(name for name, _ in bucket)
 
-    async def commit(self) -> None:
-        await self._call(self._commit)
+    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
+        await self._call(lambda: self._commit(fingerprint))
 
-    def _commit(self) -> None:
+    @torch.no_grad()
+    def _commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         if self._incomplete is None:
             raise EngineError("weights: a commit without a begin")
         if self._missing:
             raise EngineError(f"weights: {len(self._missing)} parameters were not given, such as {min(self._missing)}")
+        have = {name: some_elements(self._parameters[name]) for name in fingerprint}
+        if lost := [name for name, sent in fingerprint.items() if not torch.equal(sent.to(have[name]), have[name])]:
+            raise EngineError(
+                f"weights: {len(lost)} of {len(have)} parameters, such as {lost[0]}, are not what was sent: they were "
+                "lost or damaged on the way to the engine"
+            )
         self._decoder.use_weights(self._incomplete)
         self._incomplete = None
 
@@ -265,10 +296,10 @@ class NativeEngine:
             self._commands.append((command, future))
             self._changed.notify()
 
-    async def _call(self, command: Callable[[], Any]) -> None:
-        future: Future[Any] = Future()
+    async def _call(self, command: Callable[[], _T]) -> _T:
+        future: Future[_T] = Future()
         self._post(command, future)
-        await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(future)
 
     def _run(self) -> None:
         """The thread's life. However it ends, nobody is left waiting."""
@@ -289,29 +320,44 @@ class NativeEngine:
             torch.set_num_threads(self._threads)
         while True:
             with self._changed:
-                while not (self._commands or self._decoder.busy or self._closing):
+                while not (self._commands or self._closing or (self._decoder.busy and not self._held)):
                     self._changed.wait()
                 if self._closing:
                     return
                 command = self._commands.popleft() if self._commands else None
             if command is not None:
                 _execute(*command)
-            elif self._decoder.busy:
-                self._step()
+            else:
+                self._advance(self._decoder.step)
 
-    def _step(self) -> None:
+    @property
+    def _held(self) -> bool:
+        """Whether to leave what is in flight: paused, or new weights have come in part."""
+        return self._paused or self._incomplete is not None
+
+    def _advance(self, work: Callable[[], list[tuple[int, Sample]]]) -> None:
+        """Hand out what ``work`` returns; where it fails, fail everything."""
         try:
-            finished = self._decoder.step()
+            finished: list[tuple[int, Sample | Draft]] = [*work()]
+            if self._watched:  # drafts cost a look at the device
+                finished += [(key, draft) for key, draft in self._decoder.drafts() if key in self._watched]
         except Exception as error:
             self._decoder.reset()
             if not isinstance(error, EngineError):
                 error = EngineError(f"decoding failed: {type(error).__name__}: {error}")
             self._fail_streams(error)
             return
-        for key, sample in finished:
-            if key in self._streams and not _delivered(self._streams[key], sample):
-                del self._streams[key]
-                self._decoder.cancel(key)
+        for key, event in finished:
+            self._deliver(key, event)
+
+    def _deliver(self, key: int, event: _Event) -> None:
+        if key in self._streams and not _delivered(self._streams[key], event):
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        self._streams.pop(key, None)
+        self._watched.discard(key)
+        self._decoder.cancel(lambda other, _: other == key)
 
     def _fail_streams(self, error: EngineError) -> None:
         streams, self._streams = self._streams, {}

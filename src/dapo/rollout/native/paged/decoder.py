@@ -14,9 +14,10 @@ Synchronous and single-threaded; ``engine.py`` runs it in a thread. It never tou
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -71,9 +72,14 @@ class PagedDecoder:
         self.version = 0
         self._runner = runner
         self._page_tokens = page_tokens
-        self._max_sequence = max_sequence_tokens
-        self._vocabulary = vocabulary
         self._stop = frozenset(stop_token_ids)
+        self.check: Callable[[Request], None] = functools.partial(
+            check_request,
+            vocabulary=vocabulary,
+            max_sequence=max_sequence_tokens,
+            can_decode=stop_texts is not None,
+            stop_ids=self._stop,
+        )
         self._stop_texts = stop_texts
         self._stretch = stretch
         self._prefill_tokens = prefill_tokens
@@ -95,31 +101,32 @@ class PagedDecoder:
         """Whether there is anything left to do."""
         return bool(self._waiting or self._rows or self._leaving)
 
-    def check(self, request: Request) -> None:
-        """Refuse a request that cannot be served. Raises EngineError: says which and why."""
-        check_request(
-            request,
-            vocabulary=self._vocabulary,
-            max_sequence=self._max_sequence,
-            can_decode=self._stop_texts is not None,
-        )
-
     def submit(self, key: int, request: Request) -> None:
         """Queue a request that :meth:`check` accepts; its samples come back under ``key``."""
-        sequences = deque(SampleInFlight(key, request, index) for index in range(len(request.seeds)))
-        if sequences:
-            self._waiting.append(Waiting(np.array(request.prompt_ids, np.int64), sequences))
+        for draft in request.drafts:
+            sequence = SampleInFlight.of(key, request, draft)
+            self._waiting.append(Waiting(sequence.tokens, deque([sequence])))
+        if sequences := deque(SampleInFlight(key, request, index) for index in request.fresh):
+            self._waiting.append(Waiting(sequences[0].tokens, sequences))
 
-    def cancel(self, key: int) -> None:
-        """Forget everything submitted under ``key``."""
+    def cancel(self, gone: Callable[[int, Request], bool]) -> list[int]:
+        """Forget the samples of which ``gone(key, request)``; returns the key of each."""
+        keys: list[int] = []
+
+        def stays(sequence: SampleInFlight) -> bool:
+            if ends := gone(sequence.key, sequence.request):
+                keys.append(sequence.key)
+            return not ends
+
         for waiting in self._waiting:
-            waiting.sequences = deque(s for s in waiting.sequences if s.key != key)
+            waiting.sequences = deque(filter(stays, waiting.sequences))
         self._forget_empty()
-        self._end([row for row, sequence in self._rows.items() if sequence.key == key])
+        self._end([row for row, sequence in self._rows.items() if not stays(sequence)])
         if self._leaving is not None:
             sequences, fetch = self._leaving
-            left = [None if s is None or s.key == key else s for s in sequences]
+            left = [s if s is not None and stays(s) else None for s in sequences]
             self._leaving = (left, fetch) if any(left) else None
+        return keys
 
     def sleep(self) -> None:
         """Give the cache's memory back. Only while nothing is left to do."""
@@ -137,16 +144,13 @@ class PagedDecoder:
         self._end(list(self._rows))
         self._leaving = None
 
-    def drafts(self) -> list[Draft]:
-        """The samples in flight as they were after the last stretch; those that wait, or are on their way out, not."""
-        rows = [row for row in self._rows if self._generated[row]]
-        if not rows:
-            return []
-        responses = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0).result()
-        return [
-            Draft(sequence.request.id, sequence.index, tuple(found.tokens.tolist()), tuple(found.logprobs.tolist()))
-            for sequence, found in zip((self._rows[row] for row in rows), responses, strict=True)
-        ]
+    def drafts(self) -> list[tuple[int, Draft]]:
+        """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not."""
+        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
+        if rows := [row for row in self._rows if self._generated[row]]:
+            responses = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0).result()
+            found += zip((self._rows[row] for row in rows), responses, strict=True)
+        return [(sequence.key, sequence.draft(response)) for sequence, response in found]
 
     def use_weights(self, version: int) -> None:
         """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""
@@ -160,14 +164,14 @@ class PagedDecoder:
         """One stretch: admit, decode, and return the samples that finished in the stretch before."""
         self._admit()
         if not self._rows:
-            return self._deliver()
+            return self.finished()
         self._grow()
         self._compact()
         rows = max(self._rows) + 1
         steps = self._steps()
         self.decode_steps += steps
         self._runner.run(self._runner.rung(rows), steps, self._variant(), self._tables.table)
-        finished = self._deliver()  # while the device is at work
+        finished = self.finished()  # while the device is at work
         self._collect()
         return finished
 
@@ -313,11 +317,8 @@ class PagedDecoder:
         sequence = self._rows[row]
         count = int(self._generated[row])
         sequence.done = self._runner.fetch([row], [count], sequence.request.sampling.top_logprobs).result()[0]
-        tokens = np.concatenate(
-            [np.array(sequence.request.prompt_ids, np.int64), sequence.done.tokens.astype(np.int64)]
-        )
         self._end([row])
-        self._waiting.appendleft(Waiting(tokens, deque([sequence])))
+        self._waiting.appendleft(Waiting(sequence.tokens, deque([sequence])))
         self.preemptions += 1
 
     def _compact(self) -> None:
@@ -365,7 +366,7 @@ class PagedDecoder:
                 self._rows[row].stopped = True
         return found
 
-    def _deliver(self) -> list[tuple[int, Sample]]:
+    def finished(self) -> list[tuple[int, Sample]]:
         """The samples that finished in the stretch before this one."""
         if self._leaving is None:
             return []

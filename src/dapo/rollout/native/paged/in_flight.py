@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dapo.records import Sample
-from dapo.rollout.engine import Request
+from dapo.rollout.engine import Draft, Request
 from dapo.rollout.native.checks import not_finite
 from dapo.rollout.native.paged.device import NOTHING, Response
 from dapo.rollout.native.paged.pages import PageArray
@@ -23,9 +23,27 @@ class SampleInFlight:
     request: Request
     index: int
     age: int = -1
-    done: Response = NOTHING  # what it had when it was preempted
+    done: Response = NOTHING  # what it had when it was interrupted
     stopped: bool = False  # by a stop text
     marks: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, key: int, request: Request, draft: Draft) -> SampleInFlight:
+        """One that goes on from ``draft``."""
+        done = Response(np.array(draft.token_ids, np.int32), np.array(draft.logprobs, np.float32))
+        marks = [(i, v) for i, v in enumerate(draft.versions) if not i or v != draft.versions[i - 1]]
+        return cls(key, request, draft.index, done=done, marks=marks)
+
+    def draft(self, response: Response) -> Draft:
+        """What it has by now, which is ``response``."""
+        versions = self.versions(len(response.tokens))
+        arrays = (tuple(array.tolist()) for array in (response.tokens, response.logprobs, versions))
+        return Draft(self.request.id, self.index, *arrays)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Prompt and response so far, as it waits."""
+        return np.array([*self.request.prompt_ids, *self.done.tokens], np.int64)
 
     @property
     def limit(self) -> int:
