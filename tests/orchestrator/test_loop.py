@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import pkgutil
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,25 @@ def real_run(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int = 0, late: b
         patch.setattr("dapo.orchestrator.experiment.train", train)
         run(folder, REAL, heldout=PROMPTS[:3], **inputs)
     return made[-1].waits
+
+
+def test_batches_are_made_and_measured_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, bool] = {}
+    for place in (
+        "batch_builder.BatchBuilder.build",
+        "batch_builder.BatchBuilder.finish",
+        "recorder.batch_mismatch",
+    ):
+        owner, name = f"dapo.orchestrator.{place}".rsplit(".", 1)
+        plain = getattr(pkgutil.resolve_name(owner), name)
+
+        def noted(*given: Any, plain: Any = plain, name: str = name) -> Any:
+            seen[name] = threading.current_thread() is threading.main_thread()
+            return plain(*given)
+
+        monkeypatch.setattr(f"{owner}.{name}", noted)
+    run(tmp_path / "run", {"algorithm.proximal": "recompute"})
+    assert seen == {"build": False, "finish": False, "batch_mismatch": False}
 
 
 def outcome(folder: Path) -> Any:

@@ -8,7 +8,7 @@ from dapo.records import Group
 
 
 @dataclass(frozen=True, slots=True)
-class FillStats:
+class RolloutStats:
     """What it took to sample one step. Counts are of this step's own draws, unless they say otherwise."""
 
     drawn: int
@@ -63,7 +63,7 @@ class RolloutBatch:
     first_draw: int
     groups: tuple[Group, ...]
     rejected: tuple[tuple[Group, str], ...]
-    stats: FillStats
+    stats: RolloutStats
 
     @property
     def sampled(self) -> list[Group]:
