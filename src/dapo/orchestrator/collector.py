@@ -160,14 +160,14 @@ class Collector:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
+        rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
+        self._position = _Position(state["draws"], rate, state["carried"], state["under_way"], state["rounds"])
         if "source" not in state:
             raise DataError(
                 "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "
                 "the source's state() and move this checkpoint elsewhere, to go on from the one before it; or start a "
                 "new run from its weights (model.path)"
             )
-        rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
-        self._position = _Position(state["draws"], rate, state["carried"], state["under_way"], state["rounds"])
         self._source.load_state(state["source"])
         self._untaken = state.get("untaken")
 
