@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -231,3 +232,26 @@ def test_the_first_failure_comes_through_as_it_is() -> None:
         run(lambda row, length: RewardError("a broken contract") if row == 2 else right_if_even(row, length))
     with pytest.raises(EngineError, match="out of memory"):
         run(engine=FakeEngine(fails_after=5))
+
+
+def test_a_metric_that_is_cancelled_is_waited_for() -> None:
+    """A thread that goes on alone would hold up the end of the process, and use what has been closed."""
+    seen: list[str] = []
+
+    def slow(groups: Any) -> float:
+        seen.append("begun")
+        time.sleep(0.2)
+        seen.append("done")
+        return 1.0
+
+    async def main() -> None:
+        config, scorer = build_config({"model": {"path": "m"}}), FakeScorer(right_if_even)
+        work = evaluate(PROMPTS, FakeEngine(), scorer, decode, config, metrics={"slow": slow})  # type: ignore[arg-type]
+        task = asyncio.create_task(work)
+        while not seen:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() and seen == ["begun", "done"]
+
+    asyncio.run(main())

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from dapo.algorithm.shaping import shape_rewards
 from dapo.config import build_config
-from dapo.errors import DataError, RewardError, StarvedError
+from dapo.errors import DataError, RewardError, StarvedError, UserError
 from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.dynamic_sampling import DynamicSampling
-from dapo.orchestrator.rollout_batch import FillStats
-from dapo.orchestrator.state import read_state, write_state
+from dapo.orchestrator.rollout_batch import RolloutStats
+from dapo.orchestrator.state import lost, read_state, write_state
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Engine, EngineError
 from dapo.rollout.seeds import sample_seed
@@ -440,7 +440,7 @@ def test_counts_of_a_fill_with_carried_and_stale_groups():
         (4, "all_wrong"),
         (7, "carried"),
     ]
-    assert result.stats == FillStats(
+    assert result.stats == RolloutStats(
         drawn=5,
         rounds=2,
         samples=15,
@@ -477,7 +477,7 @@ def test_counts_of_a_fill_with_surplus_stale_and_cancelled_draws(at_once):
     result = fill(collector, 1)
     assert draws(result.groups) == [2, 3, 4, 5]
     assert [(g.draw, status) for g, status in result.rejected] == [(0, "stale"), (1, "all_wrong"), (6, "surplus")]
-    assert result.stats == FillStats(
+    assert result.stats == RolloutStats(
         drawn=10,
         rounds=2,
         samples=6 * G + 1,
@@ -526,6 +526,18 @@ def test_starved_groups_wait_for_the_next_fill():
     with pytest.raises(StarvedError):
         fill(collector)
     assert draws(fill(collector).groups) == [2, 3, 9, 10]
+
+
+def test_the_source_hears_once_of_the_groups_of_a_starved_round(tmp_path):
+    changes = {"algorithm.filter_groups.max_num_gen_batches": 2, "runtime.deterministic": True}
+    collector = make(lambda row: MIXED if row in (2, 3) or row > 8 else WRONG, changes=changes)
+    with pytest.raises(StarvedError):
+        fill(collector)
+    assert draws(collector._source.heard) == list(range(2 * N))
+    again = make(collector._scorer.rule, changes=changes)
+    again.load_state(through_a_file(tmp_path, collector.state()))
+    again.release(fill(again))
+    assert draws(again._source.heard) == list(range(2 * N, again._source.position))
 
 
 def test_starved_but_told_to_train():
@@ -688,6 +700,24 @@ def test_nobody_waits_for_a_producer_that_is_gone():
         fill(ending)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_source_that_ends_fills_the_step_that_its_draws_can_fill(tmp_path, seed, deterministic):
+    changes = {"runtime.deterministic": deterministic, "algorithm.filter_groups.max_num_gen_batches": 5}
+    collector = make(every_second, seed=seed, changes=changes, slow=(1,))
+    collector._source.end = 8
+    assert draws(fill(collector).groups) == [1, 3, 5, 7]
+    collector = make(every_second, seed=seed, changes=changes, slow=(1,))
+    collector._source.end = 7
+    for _ in range(2):
+        with pytest.raises(DataError, match="after 7 draws"):
+            fill(collector)
+    assert len(collector.state()["under_way"]) == (0 if deterministic else 7)
+    again = make(every_second, changes=changes)
+    again.load_state(through_a_file(tmp_path, collector.state()))  # with more prompts than before
+    assert draws(fill(again).groups) == [1, 3, 5, 7]
+
+
 def test_rounds_of_one_producer_and_what_the_source_hears_of_them():
     collector = make(every_second, changes={"runtime.deterministic": True})
 
@@ -841,6 +871,39 @@ def test_state_keeps_every_field_of_a_carried_group(tmp_path):
                 assert a.reward == b.reward
             else:
                 assert a.reward.error == b.reward.error == "time-out"
+
+
+def test_a_checkpoint_with_the_earlier_name_of_a_record_is_read(tmp_path):
+    stats = fill(make(every_second)).stats
+    write_state(tmp_path, {"stats": stats})
+    path = tmp_path / "state.json"
+    path.write_text(path.read_text().replace("RolloutStats", "FillStats"))
+    assert read_state(tmp_path) == {"stats": stats}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": [1, 2.5, float("nan"), None, True, "b", (3, np.arange(2), np.float32(1))]}, None),
+        ({"solved": {3: 1}}, "state()['solved'] has the key 3"),
+        ({"seen": [{1, 2}]}, "state()['seen'][0] is a set"),
+        ({"rng": random.Random(0)}, "state()['rng'] is a Random"),
+    ],
+)
+def test_what_a_checkpoint_cannot_give_back_is_named(value, said):
+    assert lost(value) == said
+
+
+def test_a_source_whose_state_cannot_be_kept_ends_the_run_and_spoils_no_rescue():
+    collector = make(every_second)
+    result = fill(collector)
+    collector._source.state = lambda: {"position": 4, "solved": {3: 1}}
+    with pytest.raises(UserError, match=r"data.source: state\(\)\['solved'\] has the key 3, .* dicts with text keys"):
+        collector.release(result)
+    state = collector.state()
+    assert state["draws"] == collector._position.draws and "source" not in state
+    with pytest.raises(DataError, match="lacks the source's state"):
+        make(every_second).load_state(state)
 
 
 # --- how much is drawn at once ------------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
+import pkgutil
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +97,25 @@ def real_run(folder: Path, monkeypatch: pytest.MonkeyPatch, at: int = 0, late: b
     return made[-1].waits
 
 
+def test_batches_are_made_and_measured_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, bool] = {}
+    for place in (
+        "batch_builder.BatchBuilder.build",
+        "batch_builder.BatchBuilder.finish",
+        "recorder.batch_mismatch",
+    ):
+        owner, name = f"dapo.orchestrator.{place}".rsplit(".", 1)
+        plain = getattr(pkgutil.resolve_name(owner), name)
+
+        def noted(*given: Any, plain: Any = plain, name: str = name) -> Any:
+            seen[name] = threading.current_thread() is threading.main_thread()
+            return plain(*given)
+
+        monkeypatch.setattr(f"{owner}.{name}", noted)
+    run(tmp_path / "run", {"algorithm.proximal": "recompute"})
+    assert seen == {"build": False, "finish": False, "batch_mismatch": False}
+
+
 def outcome(folder: Path) -> Any:
     samples = {path.name: path.read_bytes() for path in (folder / "samples").glob("step-*.jsonl")}
     return weights_hash(folder / "model-after"), samples, [without_times(entry) for entry in steps_of(folder)]
@@ -167,9 +189,10 @@ def test_the_loop_is_short_and_needs_no_tensor_library() -> None:
     assert len(source.splitlines()) <= 100 and len([n for n in names if n.startswith("dapo.")]) <= 12
     blocked = "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"
     work = "import asyncio\nfrom loop_fakes import World\nworld = World()\nasyncio.run(world.run())\n"
+    path = os.pathsep.join(sys.path)
     said = subprocess.run(
         [sys.executable, "-c", f"{blocked}{work}print(sorted(world.written))"],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert said.stdout.strip() == "[1, 2]"
 

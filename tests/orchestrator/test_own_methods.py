@@ -232,5 +232,5 @@ def test_what_does_not_go_with_an_objective_from_python_is_refused_too(tmp_path:
         run(tmp_path / "kl", GSPO | {"algorithm.kl.mode": "loss"}, objective=own_methods.Gspo())
     small = {"training.tokens_per_micro_batch": 50}  # a group may have 8 + 4 x 12 tokens
     with pytest.raises(ConfigError, match=r"8 \(prompt\) \+ 4 x 12 \(responses\) = 56 tokens"):
-        run(tmp_path / "pair", GSPO | small, objective=own_methods.preference)
+        run(tmp_path / "pair", GSPO | small | {"algorithm.kl.mode": "measure"}, objective=own_methods.preference)
     assert not (tmp_path / "kl").exists() and not (tmp_path / "pair").exists()

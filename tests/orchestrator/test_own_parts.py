@@ -62,6 +62,28 @@ def test_a_source_of_a_file_is_drawn_from_and_goes_on_where_it_was(tmp_path: Pat
     assert found["function"] == "Curriculum" and len(found["file"]) == 16
 
 
+def test_a_source_whose_state_no_checkpoint_can_keep_is_refused(tmp_path: Path) -> None:
+    """Before anything is written, or in the step in which it becomes so; what was learned is saved all the same."""
+
+    class Seen(own_methods.Curriculum):
+        def state(self) -> dict[str, Any]:
+            return super().state() | {"seen": set()}
+
+    class ByRow(own_methods.Curriculum):
+        def state(self) -> dict[str, Any]:
+            return super().state() | {"by_row": {7: 1} if self.draws else {}}
+
+    with pytest.raises(UserError, match=r"data.source: state\(\)\['seen'\] is a set, which a checkpoint cannot"):
+        run(tmp_path / "seen", source=Seen)
+    assert not (tmp_path / "seen").exists()
+    with pytest.raises(
+        UserError, match=r"(?s)\['by_row'\] has the key 7, .*1 step was done; the state is in .*step-00001"
+    ):
+        run(tmp_path / "run", source=ByRow)
+    with pytest.raises(UserError, match="this checkpoint lacks the source's state"):
+        run(tmp_path / "run", source=ByRow, resume=RunFolder(tmp_path / "run"))
+
+
 def test_another_source_is_refused_when_a_run_goes_on_and_mended_code_is_said(tmp_path: Path, file: Path) -> None:
     named = {"data.source": f"{file}:Curriculum"}
     run(tmp_path / "run", named)

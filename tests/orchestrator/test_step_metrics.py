@@ -12,12 +12,12 @@ import pytest
 
 from dapo.config import Config, build_config, nested
 from dapo.observe.metrics import METRICS, describe
-from dapo.orchestrator.rollout_batch import FillStats, RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
 from dapo.orchestrator.step_metrics import mismatch_metrics, statistic, step_metrics, step_warnings
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.report import Mismatch, UpdateReport
 
-STATS = FillStats(
+STATS = RolloutStats(
     drawn=4, rounds=2, samples=8, tokens=100, all_right=1, mixed=1, all_wrong=2, flat=0, too_few_scored=0, kept=1,
     surplus=0, carried=0, stale=0, cancelled=0, wasted_tokens=0, scores=8, failed_scores=1, keep_rate=0.25,
     staleness_mean=0.5, staleness_max=1, reward_wait_s=0.25,
@@ -71,7 +71,7 @@ def metrics(
     reports: Sequence[UpdateReport] = (),
     *,
     trained: Sequence[Group] | None = None,
-    stats: FillStats = STATS,
+    stats: RolloutStats = STATS,
     first_draw: int = 0,
     config: Config | None = None,
 ) -> dict[str, float]:
@@ -158,7 +158,7 @@ def test_groups_are_counted_and_shares_are_of_the_judged_ones() -> None:
 
 def test_every_count_of_the_fill_is_under_its_own_name() -> None:
     """No two are equal, so that none can stand for another; shares are of the 3 + 23 + 7 + 5 judged groups."""
-    stats = FillStats(
+    stats = RolloutStats(
         drawn=47, rounds=2, samples=160, tokens=1000, all_right=3, mixed=23, all_wrong=7, flat=5, too_few_scored=8,
         kept=16, surplus=11, carried=13, stale=17, cancelled=1, wasted_tokens=190, scores=150, failed_scores=30,
         keep_rate=0.625, staleness_mean=0.75, staleness_max=4, reward_wait_s=0.25,

@@ -5,7 +5,6 @@ Consumes: prompts. Produces: an :class:`Evaluation`. Waits for the engine and th
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 from dapo.util.named import describe
+from dapo.util.process import in_thread
 from dapo.util.tasks import task_group
 
 Metric = Callable[[Sequence[Group]], float]
@@ -68,7 +68,7 @@ async def evaluate(
     _check_errors([s.reward.error for s in found.values() if s.reward and s.reward.error], total, config)
     each = (Group(place, prompt, tuple(found[place, i] for i in wanted)) for place, prompt in enumerate(prompts))
     groups = tuple(each)
-    own = {name: await asyncio.to_thread(_measure, name, metric, groups) for name, metric in (metrics or {}).items()}
+    own = {name: await in_thread(_measure, name, metric, groups) for name, metric in (metrics or {}).items()}
     return Evaluation(groups, own)
 
 

@@ -74,7 +74,7 @@ class Checkpointer:
         self.checkpoints = Checkpoints(folder.checkpoints, config.keep_last, config.keep_every)
         self._writer = CheckpointWriter(self.checkpoints, models.tell)
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(folder.lock(models.tell))  # the last: whoever fails to come to be holds no lock
+        self._lock.enter_context(folder.lock(models.tell))  # acquired last, so that a failed constructor holds no lock
 
     async def close(self) -> None:
         """Let go of the run folder, once no checkpoint is being written to it any more.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from dapo.orchestrator.group_sampler import GroupSampler
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup
 from dapo.orchestrator.roles import PromptSource
 from dapo.orchestrator.rollout_batch import RolloutBatch
+from dapo.orchestrator.state import lost, require_lasting
 from dapo.records import Group
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
@@ -111,7 +112,7 @@ class Collector:
 
         Raises:
             StarvedError: the budget is spent and ``on_starved`` is ``stop``. What was kept waits for the next step.
-            DataError: the source has no more prompts.
+            DataError: the source has no more prompts, and those drawn do not fill the step.
             RewardError: too many scores failed, or the reward leaves `correct` open under metric ``acc``.
             EngineError: the engine failed, or did not give back each requested sample exactly once.
         """
@@ -122,8 +123,10 @@ class Collector:
         return batch
 
     def release(self, batch: RolloutBatch) -> None:
-        """The step of ``batch`` is done: the source hears what became of its prompts."""
-        self._source.feedback(sorted(batch.sampled, key=lambda group: group.draw))
+        """The step of ``batch`` is done: the source hears what became of its prompts.
+        Raises UserError: a checkpoint cannot keep the state that the source now has."""
+        self._feed_back(batch)
+        require_lasting("data.source", self._source.state())
 
     @contextlib.asynccontextmanager
     async def parked(self, colocated: bool) -> AsyncIterator[None]:
@@ -136,9 +139,13 @@ class Collector:
             await self.engine.wake()
 
     def state(self) -> dict[str, Any]:
-        """The position, for a checkpoint (``state.py``). While a round is running: that before it."""
-        if self._before is not None:
-            return self._before
+        """The position, for a checkpoint (``state.py``). While a round is running: that before it.
+        A source's state that no checkpoint can keep is left out; :meth:`release` raises for it, and nothing here, as
+        this may be what is saved of a run that has failed."""
+        state = self._state() if self._before is None else self._before
+        return {key: value for key, value in state.items() if key != "source" or not lost(value)}
+
+    def _state(self) -> dict[str, Any]:
         at = self._position
         return {
             "draws": at.draws,
@@ -152,9 +159,15 @@ class Collector:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`. Raises DataError: it was taken over other data."""
+        """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
         self._position = _Position(state["draws"], rate, state["carried"], state["under_way"], state["rounds"])
+        if "source" not in state:
+            raise DataError(
+                "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "
+                "the source's state() and move this checkpoint elsewhere, to go on from the one before it; or start a "
+                "new run from its weights (model.path)"
+            )
         self._source.load_state(state["source"])
         self._untaken = state.get("untaken")
 
@@ -178,7 +191,7 @@ class Collector:
 
     async def _round(self, step: int, count: int, version: int) -> RolloutBatch:
         """Sample for one step, and decide what waits for the next one."""
-        self._before = self.state()
+        self._before = self._state()
         at = self._position
         sampling = DynamicSampling(self._config, step, count, version, at.rate, at.carried, at.under_way, at.rounds)
         try:
@@ -198,7 +211,8 @@ class Collector:
             raise
         finally:
             self._before = None
-        if starved:
+        if starved:  # a later step trains on its groups, but does not count them as its own
+            self._feed_back(batch)
             raise StarvedError(_starved_message(batch, self._config), batch)
         return batch
 
@@ -209,10 +223,17 @@ class Collector:
         async with task_group() as tasks:
             sampler = GroupSampler(self.engine, self._scorer, self._decode, self._config, sampling, tasks)
             sampler.resume(sampling.resumed)
+            exhausted = False
             while not (early and sampling.admission().complete):
-                if count := sampling.refill(sampler.in_flight):
-                    sampler.start([sampling.add(self._draw()) for _ in range(count)])
+                if not exhausted and (count := sampling.refill(sampler.in_flight)):
+                    drawn = [sampling.add(draw) for draw in self._draw(count)]
+                    exhausted = len(drawn) < count
+                    if drawn:
+                        sampler.start(drawn)
                 if not sampler.in_flight:
+                    if exhausted and not sampling.admission().complete:
+                        draws = self._position.draws
+                        raise DataError(f"the prompt source has no more prompts after {draws} draws")
                     break
                 await sampler.next_finished()
                 note = f"groups of {len(sampling.own)} drawn, {sampler.tokens_per_second:,.0f} tok/s"
@@ -227,12 +248,17 @@ class Collector:
         """Of the engine so far; 0 of one that does not count them."""
         return int(getattr(self.engine, "decode_steps", 0))
 
-    def _draw(self) -> PendingGroup:
-        prompt = self._source.next()
-        if prompt is None:
-            raise DataError(f"the prompt source has no more prompts after {self._position.draws} draws")
-        self._position.draws += 1
-        return PendingGroup(self._position.draws - 1, prompt)
+    def _draw(self, count: int) -> Iterator[PendingGroup]:
+        """As many draws; fewer if the source has no more prompts."""
+        for _ in range(count):
+            prompt = self._source.next()
+            if prompt is None:
+                return
+            self._position.draws += 1
+            yield PendingGroup(self._position.draws - 1, prompt)
+
+    def _feed_back(self, batch: RolloutBatch) -> None:
+        self._source.feedback(sorted(batch.sampled, key=lambda group: group.draw))
 
 
 def _starved_message(batch: RolloutBatch, config: Config) -> str:

@@ -10,7 +10,7 @@ from dapo.algorithm.admission import Admission, GroupVerdict, admit, judge, refi
 from dapo.config import Config
 from dapo.errors import RewardError
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup, Scores
-from dapo.orchestrator.rollout_batch import FillStats, RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
 from dapo.records import Group
 from dapo.util.spans import Spans
 
@@ -185,13 +185,15 @@ class DynamicSampling:
             return "carried" if self._config.rollout.max_staleness else "surplus"
         return "stale" if self._good(draw) else str(draw.verdict)
 
-    def _stats(self, kept: list[PendingGroup], rejected: list[tuple[PendingGroup, str]], keep_rate: float) -> FillStats:
+    def _stats(
+        self, kept: list[PendingGroup], rejected: list[tuple[PendingGroup, str]], keep_rate: float
+    ) -> RolloutStats:
         own = self.own
         verdicts = Counter(d.verdict for d in own)
         statuses = Counter(status for _, status in rejected)
         lost = [d for d, status in rejected if status in ("surplus", "stale")] + [d for d in own if d.group is None]
         ages = [self._version - d.oldest for d in kept if d.oldest is not None]
-        return FillStats(
+        return RolloutStats(
             drawn=len(own),
             rounds=self.rounds,
             samples=sum(len(d.received) for d in own),

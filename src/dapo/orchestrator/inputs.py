@@ -32,6 +32,7 @@ from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.tracker import Tracker
 from dapo.orchestrator import roles
+from dapo.orchestrator.state import require_lasting
 from dapo.records import Group, Prompt
 from dapo.reward.build import needs_answer
 from dapo.rollout.engine import Engine
@@ -81,9 +82,13 @@ class RunOverrides:
 
 def own_source(config: Config, inputs: RunOverrides, prompts: PromptSource) -> roles.PromptSource:
     """What is drawn from: the recipe's prompts, or what the user's source makes of them.
-    Raises ConfigError: there is no such source, or it lacks something of the protocol."""
+    Raises UserError: there is no such source, it lacks some of the protocol, or a checkpoint cannot keep its state."""
     own = own_part(config, "data.source", inputs.source)
-    return prompts if own is None else made("data.source", own, roles.PromptSource, prompts)
+    if own is None:
+        return prompts
+    source: roles.PromptSource = made("data.source", own, roles.PromptSource, prompts)
+    require_lasting("data.source", source.state())
+    return source
 
 
 def make_engine(

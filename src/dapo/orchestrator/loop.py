@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dapo.orchestrator.roles import Learner, WeightSync
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
+from dapo.util.process import in_thread
 
 if TYPE_CHECKING:
     from dapo.orchestrator.batch_builder import BatchBuilder
@@ -46,8 +47,9 @@ async def train(
                 if step.batch is None:  # stored, so a resumed step keeps its proximal log-probabilities
                     with state.doing("prepare", "the batch to be prepared"):
                         step.version = learner.version
-                        annotated = await learner.annotate(builder.build(step.rollout.groups))
-                        step.groups, step.batch = builder.finish(step.rollout.groups, annotated)
+                        annotated = await learner.annotate(await in_thread(builder.build, step.rollout.groups))
+                        finished = await in_thread(builder.finish, step.rollout.groups, annotated)
+                        step.groups, step.batch = finished
                 count = builder.count(step.batch)
                 for index, mini in builder.minibatches(step.batch, start=len(step.reports)):
                     with state.doing("update", f"update {index + 1} of {count}", index, count):

@@ -1,7 +1,7 @@
 """What is written and told of a run: the metrics and samples of each step, alarms, and what it came to.
 
 Consumes: finished steps. Produces: lines of ``metrics.jsonl``, ``spans.jsonl`` and of the trackers, ``samples/``,
-``summary.json``, and warnings. Waits for: the held-out check and the files.
+``summary.json``, and warnings. Waits for: the held-out check, the mismatch of the batch and the files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Recorder:
 
     async def write(self, step: StepState, after: Budget, evaluation: Mapping[str, float]) -> None:
         """Metrics, samples and warnings of a step. ``after``: the budget with it."""
-        number, mismatch = after.steps, batch_mismatch(step.batch, step.version) if step.batch else None
+        number, batch = after.steps, step.batch
+        mismatch = await in_thread(batch_mismatch, batch, step.version) if batch else None
         metrics: dict[str, Any] = {
             **step.metrics(self.roles.builder.config, mismatch),  # the settings of this step
             **self.roles.facts(step),

@@ -20,11 +20,12 @@ class PromptSource(Protocol):
         ...
 
     def feedback(self, groups: Sequence[Group]) -> None:
-        """Hear what became of prompts, in the order they were drawn, once the step that they were drawn for is done."""
+        """Hear what became of prompts, once each and in the order they were drawn: when the step that they were drawn
+        for is done, or has found too few groups (``StarvedError``)."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The position, in JSON types."""
+        """The position, in JSON types; ``state.lost`` names what a checkpoint cannot keep."""
         ...
 
     def load_state(self, state: dict[str, Any], /) -> None:

@@ -9,7 +9,7 @@ from dapo.util.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
-class FillStats:
+class RolloutStats:
     """What it took to sample one step. Counts are of this step's own draws, unless they say otherwise."""
 
     drawn: int
@@ -64,7 +64,7 @@ class RolloutBatch:
     first_draw: int
     groups: tuple[Group, ...]
     rejected: tuple[tuple[Group, str], ...]
-    stats: FillStats
+    stats: RolloutStats
     spans: tuple[Span, ...] = ()
 
     @property

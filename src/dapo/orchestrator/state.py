@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from dapo.errors import UserError
-from dapo.orchestrator.rollout_batch import FillStats, RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
 from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
 from dapo.training.report import Mismatch, UpdateReport
 from dapo.util.files import plain, read_json, write_atomic
@@ -27,8 +27,8 @@ STATE, ARRAYS = "state.json", "state.safetensors"
 
 _RECORDS: Mapping[str, Callable[..., Any]] = {
     kind.__name__: kind
-    for kind in (Prompt, Reward, Sample, Group, RolloutBatch, FillStats, TokenBatch, Mismatch, UpdateReport)
-}
+    for kind in (Prompt, Reward, Sample, Group, RolloutBatch, RolloutStats, TokenBatch, Mismatch, UpdateReport)
+} | {"FillStats": RolloutStats}  # its name in older checkpoints
 _MARKS = ("$record", "$tuple", "$float", "$array", "$items")
 
 
@@ -56,6 +56,31 @@ class EncodedState:
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write ``state``, as :class:`EncodedState` describes it, into ``folder``, which exists."""
     EncodedState(state).write(folder)
+
+
+def require_lasting(what: str, state: Mapping[str, Any]) -> None:
+    """Raises UserError: ``state``, of ``what``, would come back from :func:`read_state` as another one."""
+    if found := lost(state):
+        raise UserError(
+            f"{what}: {found}, which a checkpoint cannot give back as it was; what works: dicts with text keys, lists, "
+            "tuples, numbers, text, True, False, None and NumPy arrays of numbers"
+        )
+
+
+def lost(value: Any, place: str = "state()") -> str | None:
+    """What :func:`read_state` would give back as something else, and where it is; None: nothing."""
+    items: list[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            return f"{place} has the key {odd[0]!r}"
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    else:
+        kept = value is None or isinstance(value, str | int | float) or type(value).__name__ in _RECORDS
+        kept = kept or (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf")
+        return None if kept else f"{place} is a {type(value).__name__}"
+    return next(filter(None, (lost(item, f"{place}[{key!r}]") for key, item in items)), None)
 
 
 def read_state(folder: Path, expected: Sequence[str] = ()) -> dict[str, Any]:
