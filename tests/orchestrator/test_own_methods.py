@@ -65,7 +65,11 @@ def test_a_run_trains_with_the_objective_of_a_file_and_goes_on_with_it(tmp_path:
     run(tmp_path / "run", named, resume=RunFolder(tmp_path / "run"))
     assert weights_hash(tmp_path / "run/model-after") == weights_hash(tmp_path / "whole/model-after")
     found = replay(tmp_path / "whole", 2)
-    assert found.differences == [] and found.updates[0]["recomputed"]["s"] == found.updates[0]["recorded"]["s"]
+    first = found.updates[0]
+    assert found.differences == [] and first["recomputed"]["objective/s"] == first["recorded"]["objective/s"]
+    file.write_text(file.read_text() + "\n# edited\n")
+    (note,) = [text for text in replay(tmp_path / "whole", 2).notes if "started with" in text]
+    assert note.startswith("the algorithm is not the one that the run started with: objective.file")
 
 
 def test_an_object_from_python_is_the_same_and_its_run_goes_on_in_python_alone(tmp_path: Path, file: Path) -> None:
@@ -205,7 +209,7 @@ def test_a_preference_stage_is_a_batch_an_objective_and_the_same_learner() -> No
 
     reports = asyncio.run(epochs(8))
     learner.close()
-    right = [report.statistics["right"][0] / report.statistics["right"][1] for report in reports]
+    right = [total / count for total, count in (report.statistics["objective/right"] for report in reports)]
     assert reports[0].loss == pytest.approx(np.log(2), abs=1e-6)  # the reference is the policy itself
     assert np.mean(right[-3:]) == 1 and all(report.loss < 0.4 for report in reports[-3:])
 

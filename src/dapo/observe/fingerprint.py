@@ -117,6 +117,12 @@ _OWN = {
 """Keys that may name a part of the user's, with its name here and as an argument of Python."""
 
 
+def fingerprint_methods(config: Config) -> dict[str, Any]:
+    """Of the objective and advantage that ``config`` names in files of the user's."""
+    parts = own_parts(config)
+    return {name: _of_part(parts[key]) for key, name in _OWN.items() if key.startswith("algorithm.") and key in parts}
+
+
 def _of_function(name: str, given: Any = None) -> dict[str, Any]:
     """Of a function that a recipe names, or that was passed from Python in its place."""
     if given is not None:

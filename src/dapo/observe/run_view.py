@@ -127,6 +127,13 @@ class RunView:
         then = _section(self.fingerprint, "reward")
         return [str(found) for found in differences(then, fingerprint_reward(config))] if then else []
 
+    def changes_of_algorithm(self, config: Config) -> list[str]:
+        """As :meth:`changes_of_reward`, of the objective and advantage that the recipe names in files of the user's."""
+        from dapo.observe.fingerprint import fingerprint_methods
+
+        now = fingerprint_methods(config)
+        return [str(found) for found in differences({name: self.fingerprint.get(name) for name in now}, now)]
+
     @property
     def steps_planned(self) -> int | None:
         steps = _section(self.config, "training").get("steps")

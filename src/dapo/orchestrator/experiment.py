@@ -160,10 +160,10 @@ class Experiment:
             latest = await in_thread(self.checkpointer.checkpoints.latest_intact, tell)
             changes = changes_at(folder, config, latest, contents)
             alarms.changes = self.evaluator.changes = changes
-            folder.reopen(config)
             self.listener.phase(f"going on from {latest}" if latest else "no checkpoint yet: from the start")
             if latest is not None:
                 await self._go_on(latest, changes)
+            folder.reopen(config)  # once nothing can refuse: what is refused leaves the folder to whoever can go on
             if not self.state.budget.used_up:  # those that a shorter run ended with
                 shutil.rmtree(folder.model_after, ignore_errors=True)
             kept = self.state.steps_done if latest is not None else -1

@@ -106,6 +106,11 @@ class GroupSampler:
                     missing -= 1
                     if not missing:
                         return  # without waiting for the engine to say so
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineError("the engine's stream was cancelled, and not by the run") from None
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:

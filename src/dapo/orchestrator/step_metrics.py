@@ -203,7 +203,7 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
             "grad_norm/max": max(r.grad_norm for r in done),
         }
     keys = dict.fromkeys([*_OBJECTIVE_NAMES, *(key for report in done for key in report.statistics)])
-    names = {key: _OBJECTIVE_NAMES.get(key, f"objective/{_path_element(key)}") for key in keys}
+    names = {key: _OBJECTIVE_NAMES.get(key, key) for key in keys}
     return found | {name: statistic(done, key) for key, name in names.items() if _has(done, key)}
 
 

@@ -8,6 +8,7 @@ multiplied matrices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from dapo.model.placement import device_of
 from dapo.records import TokenBatch
 from dapo.training.micro_batch import upload
 from dapo.training.objective import Objective, Unit, unit_of
-from dapo.training.report import UpdateReport
+from dapo.training.report import OWN_STATISTIC, UpdateReport
 from dapo.training.snapshot import snapshot
 from dapo.training.trainer import Trainer
 from dapo.util.named import call_own, load_named
@@ -218,6 +219,8 @@ def _try(objective: Any, what: str, config: Config) -> None:
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
         raise ConfigError(f"{what}: its loss must be a tensor of one number, the sum over the tokens, with a gradient")
     for name, pair in statistics.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"{what}: a statistic needs a name of letters, digits, '_', '.' and '-', not {name!r}")
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(f"{what}: its statistic {name!r} must be a pair of tensors, a sum and a count")
 
@@ -241,7 +244,8 @@ class _Guarded:
         if self.estimator is None:
             return self.objective(logprobs, entropy, inputs)
         loss, statistics = call_own("algorithm.objective", self.objective, logprobs, entropy, inputs)
-        return loss, token_statistics(logprobs, entropy, inputs, self.estimator) | statistics
+        own = {f"{OWN_STATISTIC}{name}": pair for name, pair in statistics.items()}
+        return loss, token_statistics(logprobs, entropy, inputs, self.estimator) | own
 
 
 def objective_inputs(

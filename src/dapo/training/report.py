@@ -8,6 +8,9 @@ from typing import Any
 
 from dapo.records import FloatArray
 
+OWN_STATISTIC = "objective/"
+"""Before the names of statistics of the user's objective, so that none takes the place of ours."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:

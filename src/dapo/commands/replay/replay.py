@@ -104,6 +104,8 @@ def replay(
         samples=[recompute.sample_as_json(g.draw, s, config) for g in stored.trained for s in g.samples],
         updates=planned if update is None else [planned[update]],
     )
+    changed = view.changes_of_algorithm(config)
+    found.notes += [f"the algorithm is not the one that the run started with: {one}" for one in changed]
     found.differences += recompute.faults(stored.faults)
     decode = _check_texts(found, view, stored, config)
     found.differences += recompute.compare_decisions(stored, config)
