@@ -169,9 +169,39 @@ def test_a_file_is_looked_for_beside_the_recipe(tmp_path: Path, file: Path) -> N
     assert (algorithm.objective, algorithm.advantage.kind) == (f"{file}:Gspo", f"{file}:centred")
 
 
-def test_an_advantage_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises((UserError, ValueError), match="must be as many finite numbers"):
-        run(tmp_path / "run", advantage=lambda rewards, epsilon: rewards * float("nan"))
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"advantage": lambda rewards, epsilon: rewards * float("nan")}, "4 rewards must get as many finite numbers"),
+        ({"advantage": lambda rewards: rewards}, "takes 1 positional argument but 2 were given"),
+        ({"advantage": "median"}, "not callable"),
+        (
+            {"objective": lambda logprobs, entropy, inputs: (inputs.weight, {})},
+            r"no attribute 'weight'.*test_own_methods",
+        ),
+        ({"objective": lambda logprobs, entropy, inputs: logprobs.sum()}, "must return a loss and a dict"),
+        ({"objective": lambda logprobs, entropy, inputs: (logprobs, {})}, "a tensor of one number"),
+        ({"objective": lambda logprobs, entropy, inputs: (logprobs.sum(), {"x": 1.0})}, "'x' must be a pair"),
+        ({"objective": lambda logprobs, entropy, inputs: (logprobs.sum(), {"a b": (0, 1)})}, "not 'a b'"),
+    ],
+)
+def test_what_fails_is_tried_before_the_model_loads(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_objective_that_fails_later_is_named_with_its_line(tmp_path: Path) -> None:
+    def objective(logprobs: Any, entropy: Any, inputs: Any) -> Any:
+        known = inputs.selected()
+        if len(logprobs) != 12:  # of the trial
+            raise RuntimeError("boom")
+        return (known.weights * logprobs).sum(), {}
+
+    with pytest.raises(
+        UserError, match=r"algorithm.objective: RuntimeError: boom \(.*test_own_methods.py:\d+ in objective"
+    ):
+        run(tmp_path / "run", objective=objective)
 
 
 # --- a loop of one's own over the learner's door --------------------------------------------------------------------

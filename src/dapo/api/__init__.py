@@ -131,11 +131,10 @@ def train(
         tree |= {key: files for key, files in named_files.items() if files}
         folder = RunFolder(Path(resume)) if resume is not None else None
         config = _config(tree, folder, tokenizer)
-
         from dapo.orchestrator.inputs import RunOverrides
 
-        scorer = named(reward) if isinstance(reward, str) else reward
-        given = (None if by_name else model, tokenizer, rows, held, scorer, objective, advantage, source, engine)
+        reward = named(reward) if isinstance(reward, str) else reward
+        given = (None if by_name else model, tokenizer, rows, held, reward, objective, advantage, source, engine)
         return _run(config, listener, RunOverrides(*given, trackers=trackers, metrics=metrics, resume=folder))
 
 

@@ -80,19 +80,18 @@ def evaluate(
         more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
         given["--data"] = [*(data or []), *more]
         preset = benchmark_named(benchmark) if benchmark else None
-        layers = [preset.settings] if preset else []
-        found, config = settings_for(model, given, *layers, recipe=recipe, overrides=overrides)
+        benchmarks = [preset.settings] if preset else []
+        found, config = settings_for(model, given, *benchmarks, recipe=recipe, overrides=overrides)
         _check_data(config)
-        place = _place(output, save_samples)
-        trained = recipe or found.recipe
-        about = {"recipe": str(trained) if trained else None, "benchmark": preset.name if preset else None}
+        place, trained = _place(output, save_samples), recipe or found.recipe
+        about = {"recipe": str(trained) if trained else None, "benchmark": preset and preset.name}
         if benchmark and ".py:" in benchmark:
             about["benchmark_sha256"] = file_hash(Path(benchmark.rpartition(":")[0]))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            told = [f"{model}: its model is {found.path}"] if found.path != model else []
-            told += [f"settings of the recipe {trained}"] if trained else []
-            for text in told + ([f"benchmark {preset.name}"] if preset else []):
-                listener.phase(text)
+            named = {f"{model}: its model is": found.path if found.path != model else None}
+            named |= {"settings of the recipe": trained, "benchmark": preset and preset.name}
+            for what in filter(named.get, named):
+                listener.phase(f"{what} {named[what]}")
             if trained == found.recipe and preset is None and (why := function_of(found)):
                 listener.warning(f"{why}: judged here by reward.kind={config.reward.kind}")
             from dapo.inference.evaluate import average_of, evaluate_files, report

@@ -10,28 +10,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import cast
 
 import torch
 
-from dapo.algorithm.advantage import ESTIMATORS, Estimator, with_advantages
+from dapo.algorithm.advantage import ESTIMATORS, Estimator, advantages, with_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
+from dapo.errors import ConfigError
 from dapo.records import Group, TokenBatch
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import advantage_column, pack
 from dapo.training.report import Mismatch, UpdateReport
-from dapo.util.named import load_named
+from dapo.util.named import call_own, load_named
 
 
 def own_advantage(config: Config, given: Estimator | None = None) -> Estimator | None:
     """The user's advantage: ``given``, or the function that the recipe names; None: it is one of ours.
-    Raises ConfigError: there is no function of this name."""
-    kind = config.algorithm.advantage.kind
-    if given is not None or kind in ESTIMATORS:
-        return given
-    return cast(Estimator, load_named(kind, "algorithm.advantage.kind"))
+    Raises ConfigError: there is no function of this name, or it fails on four rewards."""
+    key, kind = "algorithm.advantage.kind", config.algorithm.advantage.kind
+    if given is None and kind in ESTIMATORS:
+        return None
+    own = load_named(kind, key) if given is None else given
+
+    def estimate(rewards: torch.Tensor, epsilon: float) -> torch.Tensor:
+        found = call_own(key, lambda: torch.as_tensor(own(rewards, epsilon)).double())
+        if found.shape != rewards.shape or not bool(found.isfinite().all()):
+            raise ConfigError(f"{key}: {len(rewards)} rewards must get as many finite numbers, got {found.tolist()}")
+        return found  # type: ignore[no-any-return]
+
+    advantages([1.0, -1.0, -1.0, 0.5], kind=estimate)
+    return estimate
 
 
 class BatchBuilder:
