@@ -33,7 +33,7 @@ from dapo.commands import app
 from dapo.commands.demo.task import make_model, make_tokenizer
 from dapo.commands.shared.errors import EXIT_CODES
 from dapo.config import TrainingConfig, build_config, load_config, warnings_for
-from dapo.config.changeable import (
+from dapo.config.on_resume import (
     BETWEEN_STEPS,
     BY_CONTENT,
     FIXED,

@@ -1,5 +1,6 @@
 """The ratchet on lines of code: falls by itself, rises only with a decision."""
 
+import ast
 import importlib.util
 from pathlib import Path
 
@@ -55,3 +56,13 @@ def test_a_decision_that_is_there_raises_it(tree: Path) -> None:
     (tree / "docs/decisions/0099-why.md").write_text("because\n")
     assert ratchet.main(tree, ["--raise", "docs/decisions/0099-why.md"]) == 0
     assert record(tree)["src/dapo/a"] == 7
+
+
+def test_functions_have_at_most_60_lines_and_files_400() -> None:
+    long = []
+    for path in sorted((Path(__file__).parents[1] / "src").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        long += [path.name] if len(source.splitlines()) > 400 else []
+        functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        long += [f"{path.name}: {f.name}" for f in functions if (f.end_lineno or 0) - f.lineno >= 60]
+    assert long == ["attention_kernel.py: _attend"]  # a Triton kernel

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dapo.errors import UserError
-from dapo.orchestrator.state import STATE, read_state, write_state
+from dapo.orchestrator.encoded_state import STATE, read_state, write_state
 from dapo.records import LONGEST_TEXT, Reward, Sample
 
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from dapo.checks import memory, model, rewards, sampling, settings
 from dapo.checks import rows as prompt_rows
+from dapo.checks.checklist import Entry, brief, entries, run_check, run_checks
 from dapo.checks.context import CheckContext, Finding, NotAtHand, exit_code
-from dapo.checks.examination import Entry, brief, entries, run_check, run_checks
 from dapo.commands import app
 from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config

@@ -44,7 +44,7 @@ sys.path[:0] = json.loads(sys.argv[1])
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from dapo.util.process import peak_memory
+from dapo.util.memory import peak_memory
 from run_cases import Recorder, TOKENIZER, run, text_sum, tiny_model
 from test_doctor_memory import SETTINGS, SHAPE, random_model
 

@@ -21,7 +21,7 @@ from dapo.observe import alarms
 from dapo.observe.alarms import FIRST, REPEAT, RULES, SPIKE_HISTORY, Alarms
 from dapo.observe.changes import Change
 from dapo.observe.metrics import describe
-from dapo.orchestrator.state import read_state, write_state
+from dapo.orchestrator.encoded_state import read_state, write_state
 from run_cases import Recorder, run, steps_of
 
 Metrics = dict[str, float | None]

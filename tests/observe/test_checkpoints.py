@@ -34,19 +34,19 @@ from dapo.observe.run_view import RunView
 from dapo.orchestrator import checkpointer as keeping
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.checkpointer import Checkpointer
+from dapo.orchestrator.encoded_state import read_state, write_state
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.orchestrator.model_writer import ModelWriter
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import RunState
-from dapo.orchestrator.state import read_state, write_state
 from dapo.orchestrator.step_state import StepState
 from dapo.training import checkpoint
 from dapo.training.checkpoint import load_tensors, save_tensors
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
 from dapo.util.files import write_json
-from dapo.util.process import Shutdown
+from dapo.util.shutdown import Shutdown
 from run_cases import PROMPTS, TOKENIZER, Recorder, config_for, run, steps_of, text_sum, tiny_model, weights_hash
 
 EACH = {"run.save_every": 1, "training.steps": 3}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dapo.config import Config, build_config, load_config
-from dapo.config.compose import REWARD_KINDS
+from dapo.config.composed_reward import REWARD_KINDS
 from dapo.config.secrets import BLANK, redact, redact_command
 from dapo.errors import UserError
 from dapo.evaluation.votes import Shown, Vote, add_vote

@@ -16,11 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dapo.config import build_config
 from dapo.errors import ConfigError
-from dapo.observe import services
+from dapo.observe import tracker_services
 from dapo.observe.metrics import MetricsLog, read_metrics
 from dapo.observe.run_folder import RunFolder
-from dapo.observe.services import TensorBoardTracker
 from dapo.observe.tracker import Background
+from dapo.observe.tracker_services import TensorBoardTracker
 from dapo.observe.trackers import check_trackers, make_trackers
 from run_cases import PROMPTS, Recorder, run
 
@@ -173,7 +173,7 @@ def test_a_tracker_that_cannot_be_made_ends_no_run(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("dapo.observe.trackers.check_trackers", lambda config: None)
     monkeypatch.setattr("dapo.orchestrator.build.check_trackers", lambda config: None)
     heard = Recorder()
-    monkeypatch.setitem(services.TRACKERS, "wandb", lambda folder, key, recipe: 1 / 0)
+    monkeypatch.setitem(tracker_services.TRACKERS, "wandb", lambda folder, key, recipe: 1 / 0)
     summary = run(tmp_path / "other", {"training.steps": 2, "run.trackers": ["wandb"]}, heard)
     assert summary["steps"] == 2
     assert len([text for text in heard.warnings if "wandb failed" in text and "ZeroDivisionError" in text]) == 1
@@ -216,7 +216,7 @@ def test_a_run_keeps_the_key_that_services_know_it_by(tmp_path: Path, monkeypatc
         return Odd()
 
     monkeypatch.setattr("dapo.observe.trackers.check_trackers", lambda config: None)
-    monkeypatch.setitem(services.TRACKERS, "wandb", make)
+    monkeypatch.setitem(tracker_services.TRACKERS, "wandb", make)
     config = build_config({"model": {"path": "m"}, "run": {"trackers": "wandb"}})
     for _ in range(2):
         for tracker in make_trackers(config, RunFolder(tmp_path)):
@@ -228,7 +228,7 @@ def test_a_run_keeps_the_key_that_services_know_it_by(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", sorted(services.TRACKERS))
+@pytest.mark.parametrize("name", sorted(tracker_services.TRACKERS))
 def test_the_real_package_has_a_run_and_its_second_part(name: str, tmp_path: Path) -> None:
     python = ROOT / ".venv-trackers" / "bin" / "python"
     assert python.exists(), "the trackers' packages are not installed: make trackers"

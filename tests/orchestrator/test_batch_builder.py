@@ -25,8 +25,8 @@ from dapo.model.loading import load_model
 from dapo.orchestrator.batch_builder import BatchBuilder, batch_mismatch
 from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
 from dapo.training.learner import LocalLearner
-from dapo.training.report import UpdateReport
 from dapo.training.trainer import Trainer
+from dapo.training.update_report import UpdateReport
 from helpers import random_model
 
 L_MAX = 10

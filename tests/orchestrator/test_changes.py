@@ -18,7 +18,7 @@ from dapo.commands import app
 from dapo.commands.report.content import sections_of
 from dapo.commands.report.write import as_markdown
 from dapo.commands.ui.curves import marks
-from dapo.config.changeable import (
+from dapo.config.on_resume import (
     BETWEEN_STEPS,
     BY_CONTENT,
     FIXED,

@@ -19,8 +19,8 @@ from dapo.config import build_config
 from dapo.errors import DataError, RewardError, StarvedError, UserError
 from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.dynamic_sampling import DynamicSampling
+from dapo.orchestrator.encoded_state import lost, read_state, write_state
 from dapo.orchestrator.rollout_batch import RolloutStats
-from dapo.orchestrator.state import lost, read_state, write_state
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.rollout.engine import Engine, EngineError
 from dapo.rollout.seeds import sample_seed

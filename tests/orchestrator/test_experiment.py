@@ -43,8 +43,8 @@ from dapo.rollout.native.decoder import Decoder
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.checkpoint import load_tensors
 from dapo.training.trainer import Trainer
+from dapo.util.asynchronous import in_thread
 from dapo.util.files import json_line
-from dapo.util.process import in_thread
 from run_cases import (
     PROMPTS,
     TOKENIZER,

@@ -23,8 +23,8 @@ from dapo.observe.run_folder import RunFolder
 from dapo.records import TokenBatch
 from dapo.training.learner import LocalLearner
 from dapo.training.packing import pack_demonstrations
-from dapo.training.report import UpdateReport
 from dapo.training.trainer import Trainer
+from dapo.training.update_report import UpdateReport
 from run_cases import (
     PROMPTS,
     SETTINGS,

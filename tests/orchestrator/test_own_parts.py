@@ -17,7 +17,7 @@ from command_cases import save_model, sums, write_rows
 from dapo.config import load_config, warnings_for
 from dapo.errors import ConfigError, UserError
 from dapo.observe.run_folder import RunFolder
-from dapo.util.named import load_named
+from dapo.util.user_code import load_named
 from run_cases import (
     PROMPTS,
     SETTINGS,

@@ -18,8 +18,9 @@ import pytest
 import yaml
 
 from dapo.observe.checkpoints import Checkpoints
+from dapo.util.asynchronous import closed_in_time
 from dapo.util.files import json_line
-from dapo.util.process import RESUMABLE, Shutdown, awake_for_signals, closed_in_time
+from dapo.util.shutdown import RESUMABLE, Shutdown, awake_for_signals
 from run_cases import PROMPTS, TOKENIZER, config_for, last_checkpoint, steps_of, tiny_model, weights_hash
 
 REWARD = "def reward(prompt, response, answer):\n    return sum(map(ord, response)) % 4 == 0\n"
@@ -252,7 +253,7 @@ def test_each_signal_that_leaves_time_is_heard_unless_the_program_was_started_to
 
 
 def test_the_kernel_repeats_the_signal_of_a_limit_and_that_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.util.process._ECHO_S", 0.0)
+    monkeypatch.setattr("dapo.util.shutdown._ECHO_S", 0.0)
     monkeypatch.setattr(Shutdown, "_end", staticmethod(lambda code, text: ends.append(code)))
     ends: list[int] = []
     with Shutdown(within_s=60) as shutdown:

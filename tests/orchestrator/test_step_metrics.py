@@ -15,7 +15,7 @@ from dapo.observe.metrics import METRICS, describe
 from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
 from dapo.orchestrator.step_metrics import mismatch_metrics, statistic, step_metrics, step_warnings
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.training.report import Mismatch, UpdateReport
+from dapo.training.update_report import Mismatch, UpdateReport
 
 STATS = RolloutStats(
     drawn=4, rounds=2, samples=8, tokens=100, all_right=1, mixed=1, all_wrong=2, flat=0, too_few_scored=0, kept=1,

@@ -15,13 +15,13 @@ from dapo.config import build_config, nested
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.collector import Collector
+from dapo.orchestrator.encoded_state import read_state, write_state
 from dapo.orchestrator.loop import train
 from dapo.orchestrator.run_state import Plan, RunState
-from dapo.orchestrator.state import read_state, write_state
 from dapo.records import Prompt, Reward, Sample, TokenBatch
 from dapo.rollout.engine import hand_over
-from dapo.training.report import Mismatch, UpdateReport
-from dapo.util.process import in_thread
+from dapo.training.update_report import Mismatch, UpdateReport
+from dapo.util.asynchronous import in_thread
 
 SETTINGS = {
     "model.path": "none",

@@ -27,7 +27,7 @@ from dapo.training.lora import _check_same, begin_adapter, load_trainable
 from dapo.training.micro_batch import micro_batch
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
 from dapo.training.trainer import Trainer
-from dapo.util.process import Stopped
+from dapo.util.shutdown import Stopped
 from helpers import random_model
 from run_cases import PROMPTS, TOKENIZER, Recorder, last_checkpoint, run, steps_of, text_sum, tiny_model, without_times
 

@@ -9,7 +9,7 @@ import pytest
 
 CODE = """
 import resource
-from dapo.util.process import keep_freed_memory
+from dapo.util.memory import keep_freed_memory
 {call}
 import torch
 torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def test_freed_memory_is_used_again() -> None:
 def test_what_is_kept_beyond_what_is_used_is_given_back() -> None:
     code = """
 from pathlib import Path
-from dapo.util.process import give_back_memory, keep_freed_memory
+from dapo.util.memory import give_back_memory, keep_freed_memory
 keep_freed_memory()
 import torch
 def resident():

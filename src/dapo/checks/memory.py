@@ -44,7 +44,7 @@ import torch
 
 from dapo.checks.context import CheckContext, Finding
 from dapo.config import Config
-from dapo.config.changeable import may_change
+from dapo.config.on_resume import may_change
 from dapo.config.reading import with_values
 from dapo.errors import UserError, first_line
 from dapo.model.adapters import changing_parameters, find_adapter, has_adapter

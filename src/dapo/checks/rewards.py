@@ -18,7 +18,7 @@ from typing import Any
 from dapo.checks.answers import marker_of, spread, strip_marker
 from dapo.checks.context import CheckContext, Finding
 from dapo.config import CodeReward, ComposeReward, Config, ExactReward, JudgeReward, MathReward, RewardConfig
-from dapo.config.compose import plain_rewards
+from dapo.config.composed_reward import plain_rewards
 from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward

@@ -10,9 +10,9 @@ from pathlib import Path
 from dapo.checks.context import CheckContext, Finding
 from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
 from dapo.config import CodeReward, Config, ExactReward, RewardConfig, warnings_for
-from dapo.config.compose import plain_rewards
-from dapo.config.own import check_own_parts
+from dapo.config.composed_reward import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
+from dapo.config.user_parts import check_own_parts
 from dapo.errors import UserError
 from dapo.observe.trackers import check_trackers
 

@@ -45,9 +45,9 @@ def doctor(
     Exit code 0 without a failure, 2 if recipe or data have one, 1 if only model, reward or machine do.
     """
     with errors_for_people(debug):
+        from dapo.checks.checklist import examine
         from dapo.checks.context import as_json as told
         from dapo.checks.context import exit_code, not_checked, summary
-        from dapo.checks.examination import examine
 
         console = Terminal()
         table = console.is_terminal and not as_json

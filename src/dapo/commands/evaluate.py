@@ -88,7 +88,7 @@ def evaluate(
         if benchmark and ".py:" in benchmark:
             about["benchmark_sha256"] = file_hash(Path(benchmark.rpartition(":")[0]))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
-            named = {f"{model}: its model is": found.path if found.path != model else None}
+            named: dict[str, Any] = {f"{model}: its model is": found.path if found.path != model else None}
             named |= {"settings of the recipe": trained, "benchmark": preset and preset.name}
             for what in filter(named.get, named):
                 listener.phase(f"{what} {named[what]}")

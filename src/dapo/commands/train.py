@@ -18,7 +18,7 @@ from dapo.util.terminal import Terminal
 
 if TYPE_CHECKING:
     from dapo.config import Config
-    from dapo.util.process import Shutdown
+    from dapo.util.shutdown import Shutdown
 
 
 def train(
@@ -113,7 +113,7 @@ def stopped_by_signals(within_s: float = math.inf, resume: Path | None = None) -
 
     ``within_s``: seconds from the signal to the end, until the run that begins says how many it has. ``resume``: the
     run that goes on, if it is none that begins."""
-    from dapo.util.process import Shutdown, Stopped
+    from dapo.util.shutdown import Shutdown, Stopped
 
     with Shutdown(within_s, lambda error: exit_code(error) if isinstance(error, UserError) else 70) as shutdown:
         shutdown.run = shutdown.saved = resume
@@ -161,8 +161,8 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
 
 def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
     from dapo.config import warnings_for
-    from dapo.config.own import check_own_parts, own_parts
     from dapo.config.plan import plan_of, require_files
+    from dapo.config.user_parts import check_own_parts, own_parts
     from dapo.observe.run_folder import config_yaml
 
     console = Terminal()

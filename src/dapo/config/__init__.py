@@ -4,7 +4,7 @@ Unknown keys are refused with the nearest valid one named; impossible combinatio
 and a working value proposed. Defaults are the paper's (arXiv 2503.14476) and, where it is silent, its released code's.
 Names of sizes say what they count: prompts, samples, groups or tokens."""
 
-from dapo.config.compose import ComposeReward, MonitorConfig, RewardConfig
+from dapo.config.composed_reward import ComposeReward, MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
 from dapo.config.messages import all_keys
 from dapo.config.reading import build_config, flat, load_config, load_reward, load_yaml, nested

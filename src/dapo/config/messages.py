@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from dapo.config.compose import REWARD_KINDS
+from dapo.config.composed_reward import REWARD_KINDS
 from dapo.config.section import Problems, section_types
 from dapo.config.tree import Config
 from dapo.errors import shortened

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dapo.config.compose import REWARD_KINDS, ComposeReward, RewardConfig
+from dapo.config.composed_reward import REWARD_KINDS, ComposeReward, RewardConfig
 from dapo.config.data import DataItem
 from dapo.config.messages import explain, fields_at
 from dapo.config.plan import existing_recipe, shipped_recipes

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dapo.config import sections
-from dapo.config.compose import MonitorConfig, RewardConfig
+from dapo.config.composed_reward import MonitorConfig, RewardConfig
 from dapo.config.data import DataConfig
 from dapo.config.reward import MathReward
 from dapo.config.section import Problems, Section

@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo.config import flat, nested
 from dapo.errors import ConfigError
-from dapo.util.named import load_named, made
+from dapo.util.user_code import load_named, made
 
 STEP_BY_STEP = "\nReason step by step, and put the final answer in \\boxed{}."
 

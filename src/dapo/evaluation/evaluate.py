@@ -16,9 +16,8 @@ from dapo.records import Group, Prompt, Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, Request, Sampling
 from dapo.rollout.seeds import sample_seed
-from dapo.util.named import describe
-from dapo.util.process import in_thread
-from dapo.util.tasks import task_group
+from dapo.util.asynchronous import in_thread, task_group
+from dapo.util.user_code import describe
 
 Metric = Callable[[Sequence[Group]], float]
 """A number over all evaluated groups: prompts, with samples that have text and reward."""

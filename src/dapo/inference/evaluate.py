@@ -17,9 +17,9 @@ from dapo.checks.answers import doubts_about
 from dapo.checks.start import examine_rows
 from dapo.config import Config
 from dapo.config.data import DataItem
-from dapo.config.own import own_metrics
 from dapo.config.reading import with_values
 from dapo.config.secrets import redact
+from dapo.config.user_parts import own_metrics
 from dapo.data.parts import open_table
 from dapo.data.rows import BadRow, Keys, listed
 from dapo.data.source import read_prompts
@@ -33,9 +33,9 @@ from dapo.observe.run_folder import describe_environment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer, needs_answer
+from dapo.util.asynchronous import run_async
 from dapo.util.escapes import eaten_in
 from dapo.util.files import file_hash
-from dapo.util.process import run_async
 
 
 @dataclass(frozen=True, slots=True)

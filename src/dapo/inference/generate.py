@@ -16,7 +16,7 @@ from dapo.observe.progress import Listener
 from dapo.records import Prompt, Sample
 from dapo.rollout.engine import Engine, Request
 from dapo.rollout.seeds import sample_seed
-from dapo.util.process import run_async
+from dapo.util.asynchronous import run_async
 
 
 @dataclass(frozen=True, slots=True)

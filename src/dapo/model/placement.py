@@ -11,7 +11,7 @@ import torch
 
 from dapo.config import Config
 from dapo.errors import ConfigError
-from dapo.util.process import keep_freed_memory
+from dapo.util.memory import keep_freed_memory
 
 SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to be worth sharing between threads
 

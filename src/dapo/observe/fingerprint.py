@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dapo.config import ComposeReward, Config
-from dapo.config.own import own_parts
+from dapo.config.user_parts import own_parts
 from dapo.errors import UserError
 from dapo.observe.progress import Listener
 from dapo.records import Prompt

@@ -32,7 +32,7 @@ from dapo.records import Group, Reward, Sample
 from dapo.util.files import json_line, lines_of, parse_json, write_atomic, write_json
 
 if TYPE_CHECKING:
-    from dapo.training.report import UpdateReport
+    from dapo.training.update_report import UpdateReport
 
 STATUSES: Mapping[str, str] = {
     "kept": "trained on",

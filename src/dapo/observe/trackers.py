@@ -17,10 +17,10 @@ from dapo.config import Config
 from dapo.config.secrets import redact
 from dapo.errors import ConfigError, install
 from dapo.observe.run_folder import RunFolder, config_yaml
-from dapo.observe.services import TRACKERS, TensorBoardTracker
 from dapo.observe.tracker import Background, Tracker
+from dapo.observe.tracker_services import TRACKERS, TensorBoardTracker
 from dapo.util.files import read_json, write_json
-from dapo.util.named import load_named, made
+from dapo.util.user_code import load_named, made
 
 _PROMETHEUS = ("prometheus_client", "starlette", "uvicorn")
 

@@ -21,8 +21,8 @@ from dapo.errors import ConfigError
 from dapo.records import Group, TokenBatch
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import advantage_column, pack
-from dapo.training.report import Mismatch, UpdateReport
-from dapo.util.named import call_own, load_named
+from dapo.training.update_report import Mismatch, UpdateReport
+from dapo.util.user_code import call_own, load_named
 
 
 def own_advantage(config: Config, given: Estimator | None = None) -> Estimator | None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from dapo.checks.examination import brief
+from dapo.checks.checklist import brief
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config, try_check, try_reward
 from dapo.config import Config, warnings_for
-from dapo.config.own import check_own_parts
 from dapo.config.tree import kl_in_loss_of_another
+from dapo.config.user_parts import check_own_parts
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError
@@ -44,7 +44,7 @@ from dapo.reward.monitor import Monitor
 from dapo.rollout.engine import Engine
 from dapo.training.learner import LocalLearner, own_objective
 from dapo.training.lora import begin_adapter, load_trainable
-from dapo.training.objective import unit_of
+from dapo.training.objective_protocol import unit_of
 from dapo.training.trainer import Trainer
 from dapo.util.terminal import visible
 

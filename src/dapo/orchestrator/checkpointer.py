@@ -16,12 +16,13 @@ from dapo.errors import UserError
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.observe.checkpoints import FORMAT, CheckpointId, Checkpoints, CheckpointWriter, Snapshot
 from dapo.observe.run_folder import RunFolder
+from dapo.orchestrator.encoded_state import EncodedState, read_state
 from dapo.orchestrator.model_writer import ModelWriter
 from dapo.orchestrator.run_state import RunState
-from dapo.orchestrator.state import EncodedState, read_state
 from dapo.training.snapshot import expected_bytes, snapshot, snapshot_bytes
+from dapo.util.asynchronous import in_thread
 from dapo.util.files import flush_to_disk
-from dapo.util.process import Shutdown, in_thread
+from dapo.util.shutdown import Shutdown
 
 CLOSE_SECONDS = 30.0
 EXPECTED_RATE = 100e6

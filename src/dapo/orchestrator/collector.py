@@ -27,15 +27,15 @@ from typing import Any
 from dapo.config import Config
 from dapo.errors import DataError, StarvedError
 from dapo.orchestrator.dynamic_sampling import DynamicSampling
+from dapo.orchestrator.encoded_state import lost, require_lasting
 from dapo.orchestrator.group_sampler import GroupSampler
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup
-from dapo.orchestrator.roles import PromptSource
+from dapo.orchestrator.protocols import PromptSource
 from dapo.orchestrator.rollout_batch import RolloutBatch
-from dapo.orchestrator.state import lost, require_lasting
 from dapo.records import Group
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine
-from dapo.util.tasks import Channel, task_group, until_done
+from dapo.util.asynchronous import Channel, task_group, until_done
 
 Progress = Callable[[int, int, str], object]
 """Hears how much is done, of how much, and a note."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from dapo.checks.memory import shortage_explained
 from dapo.config import Config
-from dapo.config.own import own_metrics
 from dapo.config.plan import plan_of
 from dapo.config.secrets import redact
+from dapo.config.user_parts import own_metrics
 from dapo.errors import StarvedError, UserError
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.model.export import export_dtype
@@ -51,8 +51,9 @@ from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
 from dapo.orchestrator.sync import CopySync
 from dapo.training.faults import FaultFolder
+from dapo.util.asynchronous import closed_in_time, in_thread
 from dapo.util.files import write_json, writing
-from dapo.util.process import Shutdown, closed_in_time, in_thread
+from dapo.util.shutdown import Shutdown
 from dapo.util.terminal import counted
 
 

@@ -15,7 +15,7 @@ import torch
 
 from dapo.checks.start import longest_sequence, smaller_step
 from dapo.config import Config
-from dapo.config.own import own_part
+from dapo.config.user_parts import own_part
 from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
@@ -31,14 +31,14 @@ from dapo.model.placement import cache_bytes
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.tracker import Tracker
-from dapo.orchestrator import roles
-from dapo.orchestrator.state import require_lasting
+from dapo.orchestrator import protocols
+from dapo.orchestrator.encoded_state import require_lasting
 from dapo.records import Group, Prompt
 from dapo.reward.build import needs_answer
 from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
-from dapo.util.named import made
+from dapo.util.user_code import made
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class RunOverrides:
     reward: Callable[..., Any] | None = None
     objective: Callable[..., Any] | None = None
     advantage: Callable[..., Any] | None = None
-    source: Callable[[PromptSource], roles.PromptSource] | None = None
+    source: Callable[[PromptSource], protocols.PromptSource] | None = None
     engine: Callable[..., Engine] | Engine | None = None
     trackers: Sequence[Callable[..., Tracker] | Tracker] = ()
     metrics: Mapping[str, Callable[[Sequence[Group]], float]] | None = None
@@ -80,13 +80,13 @@ class RunOverrides:
         return {name: getattr(self, name) for name in ("reward", "objective", "advantage", "source", "engine")}
 
 
-def own_source(config: Config, inputs: RunOverrides, prompts: PromptSource) -> roles.PromptSource:
+def own_source(config: Config, inputs: RunOverrides, prompts: PromptSource) -> protocols.PromptSource:
     """What is drawn from: the recipe's prompts, or what the user's source makes of them.
     Raises UserError: there is no such source, it lacks some of the protocol, or a checkpoint cannot keep its state."""
     own = own_part(config, "data.source", inputs.source)
     if own is None:
         return prompts
-    source: roles.PromptSource = made("data.source", own, roles.PromptSource, prompts)
+    source: protocols.PromptSource = made("data.source", own, protocols.PromptSource, prompts)
     require_lasting("data.source", source.state())
     return source
 

@@ -10,7 +10,8 @@ from dapo.config import Config
 from dapo.observe.progress import Listener
 from dapo.orchestrator.experiment import Experiment
 from dapo.orchestrator.inputs import RunOverrides
-from dapo.util.process import Shutdown, Stopped, awake_for_signals, event_loop
+from dapo.util.asynchronous import event_loop
+from dapo.util.shutdown import Shutdown, Stopped, awake_for_signals
 
 
 def run_experiment(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dapo.orchestrator.roles import Learner, WeightSync
+from dapo.orchestrator.protocols import Learner, WeightSync
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
-from dapo.util.process import in_thread
+from dapo.util.asynchronous import in_thread
 
 if TYPE_CHECKING:
     from dapo.orchestrator.batch_builder import BatchBuilder

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dapo.orchestrator.rollout_batch import RolloutBatch
-from dapo.training.report import UpdateReport
+from dapo.training.update_report import UpdateReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import RunState
 from dapo.orchestrator.step_state import StepState
 from dapo.reward.monitor import Monitor
-from dapo.util.process import in_thread, peak_memory
+from dapo.util.asynchronous import in_thread
+from dapo.util.memory import peak_memory
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dapo.config import Config, build_config, load_config, load_yaml
-from dapo.config.changeable import (
+from dapo.config.on_resume import (
     BETWEEN_STEPS,
     BY_CONTENT,
     FIXED,

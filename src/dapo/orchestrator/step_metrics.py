@@ -14,7 +14,7 @@ from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group, Sample
-from dapo.training.report import Mismatch, UpdateReport
+from dapo.training.update_report import Mismatch, UpdateReport
 
 _OBJECTIVE_NAMES = {
     "entropy": "entropy",

@@ -19,7 +19,7 @@ from dapo.observe.samples import Key, write_samples
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.step_metrics import step_metrics, step_warnings
 from dapo.records import Group, Reward, TokenBatch
-from dapo.training.report import Mismatch, UpdateReport
+from dapo.training.update_report import Mismatch, UpdateReport
 from dapo.util.files import writing
 from dapo.util.spans import Span
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dapo.config import ComposeReward
-from dapo.config.compose import Part, waits_for
+from dapo.config.composed_reward import Part, waits_for
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.contract import Doubt, Scorer

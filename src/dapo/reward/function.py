@@ -12,7 +12,7 @@ from dapo.errors import RewardError
 from dapo.records import Reward
 from dapo.reward.convert import reward_to_json, to_reward, to_rewards
 from dapo.reward.registry import declaration, declared_names, find_declared
-from dapo.util.named import describe, load_named
+from dapo.util.user_code import describe, load_named
 
 CONTRACT = "def f(prompt, response, answer, **meta) -> float | bool | dict | Reward"
 BATCH_CONTRACT = "def f(prompts, responses, answers, **meta) -> list of (float | bool | dict | Reward)"

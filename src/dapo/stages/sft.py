@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from dapo.training.packing import pack_demonstrations
-from dapo.training.report import UpdateReport
 from dapo.training.trainer import Trainer
+from dapo.training.update_report import UpdateReport
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and response ids, the stop token included."""

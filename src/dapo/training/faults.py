@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from dapo.records import IntArray, TokenBatch
 from dapo.training.micro_batch import micro_batches, select_tokens
-from dapo.training.objective import Objective, unit_of
+from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.policy import Policy
 from dapo.util.files import new_folder, write_json
 from dapo.util.version import VERSION

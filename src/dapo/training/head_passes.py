@@ -8,9 +8,9 @@ import torch
 
 from dapo.model.head import chunks
 from dapo.training.micro_batch import MicroBatch, select_tokens
-from dapo.training.objective import Objective, unit_of
+from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.policy import Policy
-from dapo.training.totals import PhaseClock, Totals
+from dapo.training.update_totals import PhaseClock, Totals
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

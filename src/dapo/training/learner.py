@@ -32,12 +32,14 @@ from dapo.errors import ConfigError
 from dapo.model.placement import device_of
 from dapo.records import TokenBatch
 from dapo.training.micro_batch import upload
-from dapo.training.objective import Objective, Unit, unit_of
-from dapo.training.report import OWN_STATISTIC, UpdateReport
+from dapo.training.objective_protocol import Objective, Unit, unit_of
 from dapo.training.snapshot import snapshot
 from dapo.training.trainer import Trainer
-from dapo.util.named import call_own, load_named
-from dapo.util.process import Stopped, give_back_memory, in_thread
+from dapo.training.update_report import OWN_STATISTIC, UpdateReport
+from dapo.util.asynchronous import in_thread
+from dapo.util.memory import give_back_memory
+from dapo.util.shutdown import Stopped
+from dapo.util.user_code import call_own, load_named
 
 
 class UpdatesOfAStep(Protocol):
@@ -66,8 +68,8 @@ class LocalLearner:
             trainer: if the KL is asked for, a copy of its policy as it is now becomes the reference.
             kl: the coefficient of a KL in the loss; others may change it.
             objective: in place of the recipe's.
-            out_of_time: whether an update that is under way is to end with :class:`~dapo.util.process.Stopped`, between
-                two chunks of tokens. Weights and optimizer are those before it then.
+            out_of_time: whether an update under way is to end with :class:`~dapo.util.shutdown.Stopped`, between two
+                chunks of tokens. Weights and optimizer are those before it then.
         """
         self.trainer = trainer
         self._kl, self._given, self._out_of_time = kl, objective, out_of_time
@@ -87,7 +89,7 @@ class LocalLearner:
         """Let go of the training thread; what it is doing is not waited for."""
         self._pool.shutdown(wait=False)
 
-    # --- the door (orchestrator/roles.py) -------------------------------------------------------------------------
+    # --- the door (orchestrator/protocols.py) -------------------------------------------------------------------------
 
     @property
     def version(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from dapo.algorithm.kl import kl_estimate
 from dapo.records import TokenBatch
 from dapo.training.micro_batch import upload
-from dapo.training.report import Mismatch
+from dapo.training.update_report import Mismatch
 
 
 def measure_mismatch(batch: TokenBatch, logprobs: torch.Tensor, version: int) -> Mismatch:

@@ -2,7 +2,7 @@
 
 Consumes: a :class:`~dapo.records.TokenBatch` for one optimizer step, a record of per-token inputs and an
 objective that turns log-probabilities into a sum over tokens. Produces: an
-:class:`~dapo.training.report.UpdateReport` per step and, when
+:class:`~dapo.training.update_report.UpdateReport` per step and, when
 asked, the weights under a new version number. Waits for nothing but its own device.
 
 Loss and gradient are plain sums over tokens: the divisor is part of the token weights, computed over the whole
@@ -29,12 +29,12 @@ from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
 from dapo.training.micro_batch import micro_batches
 from dapo.training.mismatch import measure_mismatch
-from dapo.training.objective import Objective, unit_of
+from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.offload import GROUP_NUMBERS, OffloadedAdamW
 from dapo.training.policy import Policy
-from dapo.training.report import UpdateReport
-from dapo.training.totals import PhaseClock, Totals
-from dapo.util.process import Stopped
+from dapo.training.update_report import UpdateReport
+from dapo.training.update_totals import PhaseClock, Totals
+from dapo.util.shutdown import Stopped
 
 NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
 _LARGE = 2**20

@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dapo.errors import ConfigError
-from dapo.util.process import stop_signals
+from dapo.util.shutdown import stop_signals
 
 LOCAL = "127.0.0.1"
 HEAD_S, BODY_S = 10.0, 60.0
@@ -217,7 +217,7 @@ class _Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """See the module. All of :func:`~dapo.util.process.stop_signals` end it as SIGTERM does."""
+    """See the module. All of :func:`~dapo.util.shutdown.stop_signals` end it as SIGTERM does."""
 
     def __init__(self, app: Any, **settings: Any) -> None:
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}

@@ -25,7 +25,7 @@ from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
 from dapo.records import Group, Prompt
 from dapo.util.files import follow_umask, json_line, write_atomic
-from dapo.util.process import Shutdown
+from dapo.util.shutdown import Shutdown
 
 SIZES = {"heldout": 1000, "exam": 300, "train": 4000, "warmup": 30000}
 DATA_FILES = {"data.train": "train.jsonl", "evaluation.data": "heldout.jsonl"}

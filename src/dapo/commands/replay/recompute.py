@@ -18,7 +18,7 @@ from dapo.commands.replay.stored import StoredStep
 from dapo.config import Config
 from dapo.records import Group, Sample, TokenBatch
 from dapo.training.micro_batch import MicroBatch, micro_batch, select_tokens
-from dapo.training.objective import Objective, unit_of
+from dapo.training.objective_protocol import Objective, unit_of
 from dapo.training.packing import pack
 from dapo.training.policy import Policy
 

@@ -32,7 +32,7 @@ from dapo.observe.run_view import RunView
 from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.step_metrics import statistic
 from dapo.records import Group, Sample
-from dapo.training.report import Mismatch, UpdateReport
+from dapo.training.update_report import Mismatch, UpdateReport
 
 _TOLERANCE: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 3e-2}
 """Relative difference of loss and gradient norm that other hardware or another order of additions may make."""

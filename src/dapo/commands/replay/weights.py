@@ -24,13 +24,13 @@ from dapo.observe.run_folder import RunFolder
 from dapo.observe.run_view import RunView
 from dapo.observe.samples import tokens_path
 from dapo.orchestrator.batch_builder import BatchBuilder
-from dapo.orchestrator.state import read_state
+from dapo.orchestrator.encoded_state import read_state
 from dapo.records import Group, TokenBatch
 from dapo.training.learner import LocalLearner
 from dapo.training.lora import load_trainable
 from dapo.training.packing import advantage_column, pack
-from dapo.training.report import UpdateReport
 from dapo.training.trainer import Trainer
+from dapo.training.update_report import UpdateReport
 from dapo.util.files import holds_model
 
 Visit = Callable[[int, Update, Any], None]

@@ -19,7 +19,7 @@ import numpy as np
 
 from dapo.algorithm.admission import GroupVerdict, judge
 from dapo.config import CodeReward, Config, ExactReward, MathReward, ModelReward, RewardConfig
-from dapo.config.compose import plain_rewards
+from dapo.config.composed_reward import plain_rewards
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow
 from dapo.errors import DataError, UserError

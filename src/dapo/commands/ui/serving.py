@@ -33,7 +33,7 @@ def address_of(listening: socket.socket, token: str | None) -> str:
 
 
 def serve(folders: Sequence[Path], listening: socket.socket, token: str | None) -> None:
-    """Serve until a signal to stop (:func:`~dapo.util.process.stop_signals`)."""
+    """Serve until a signal to stop (:func:`~dapo.util.shutdown.stop_signals`)."""
     make_server(folders, token).run(sockets=[listening])
 
 

@@ -13,10 +13,10 @@ import aiohttp
 from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
+from dapo.reward.client.backoff import requested_pause
 from dapo.reward.client.connections import HttpConnections, beginning, whole
 from dapo.reward.client.faults import BadReply, Fault, Refusal, one_line
 from dapo.reward.client.mapping import fill, from_json, pick, to_json, to_verdict, to_verdicts, unfillable
-from dapo.reward.client.pauses import requested_pause
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 

@@ -19,9 +19,9 @@ from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, begin
+from dapo.reward.client.backoff import Pauses
 from dapo.reward.client.connections import token_in
 from dapo.reward.client.faults import BadReply, Fault, Refusal
-from dapo.reward.client.pauses import Pauses
 from dapo.reward.client.secrecy import Secrets, shown
 from dapo.reward.contract import Scorer
 

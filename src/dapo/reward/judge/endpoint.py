@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from dapo.config import JudgeReward
 from dapo.errors import RewardError
 from dapo.reward.client import extra
+from dapo.reward.client.backoff import Pauses, requested_pause
 from dapo.reward.client.faults import BadReply, Fault
-from dapo.reward.client.pauses import Pauses, requested_pause
 from dapo.reward.client.secrecy import Secrets, shown
 
 FIRST_PAUSE_S = 1.0

@@ -1,106 +1,20 @@
-"""The process that a run lives in: its time, its memory, and work beside the event loop."""
+"""Stopping in order when a signal asks for it, within the time that is left."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import ctypes
 import math
 import os
-import resource
 import select
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, TypeVarTuple
-
-from dapo.util.tasks import until_done
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-
-async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolExecutor | None = None) -> T:
-    """Run ``function`` in a thread. Nothing can stop a thread, so a cancellation takes effect only once it has ended.
-
-    Otherwise weights could be written to disk while an update is still changing them.
-    ``pool``: of threads to take one of; without, any.
-    """
-    # in the context of now, as asyncio.to_thread does: settings of torch.compile are part of it
-    there = partial(contextvars.copy_context().run, function, *args)
-    work = asyncio.get_running_loop().run_in_executor(pool, there)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        with contextlib.suppress(asyncio.CancelledError):  # a second Ctrl-C stops no thread either
-            await until_done(work)
-        raise
-
-
-@contextlib.contextmanager
-def event_loop() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Runs coroutines one after the other in one loop. Inside of a running loop (a notebook's) it is in a thread of its
-    own; there, too, Ctrl-C cancels the work and waits for its end."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        with asyncio.Runner() as runner:  # which would keep the context of its start for all that it runs
-            yield lambda work: runner.run(work, context=contextvars.copy_context())
-        return
-    outer, runner = asyncio.current_task(), asyncio.Runner()
-    cancelled_before = outer.cancelling() if outer is not None else 0
-    cancel: list[Callable[[], object]] = []
-
-    async def cancellable(work: Coroutine[Any, Any, Any]) -> Any:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        cancel[:] = [partial(loop.call_soon_threadsafe, task.cancel)]
-        return await work
-
-    def run(work: Coroutine[Any, Any, Any]) -> Any:
-        running = thread.submit(runner.run, cancellable(work), context=contextvars.copy_context())
-        try:
-            while not wait([running], timeout=0.5).done:
-                # Ctrl-C under asyncio.run cancels the task that waits here
-                if outer is not None and outer.cancelling() > cancelled_before:
-                    raise KeyboardInterrupt
-            return running.result()
-        except KeyboardInterrupt:  # of this thread: the other one does not hear of it
-            for stop in cancel:
-                stop()
-            raise
-
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            yield run
-        finally:
-            thread.submit(runner.close).result()
-
-
-def run_async(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """``asyncio.run``, but also inside of a running event loop."""
-    with event_loop() as run:
-        result: T = run(work())
-        return result
-
-
-async def closed_in_time(close: Callable[[], Awaitable[None]], limit_s: float) -> bool:
-    """Whether ``close`` came to its end within a time. If not it is cancelled, and not waited for any longer."""
-    task = asyncio.ensure_future(close())
-    await asyncio.wait({task}, timeout=limit_s)
-    if not task.done():
-        task.cancel()
-        return False
-    task.result()
-    return True
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -270,56 +184,3 @@ def _tell(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:  # a reader that stopped reading must not hold up the end
             os.write(2, f"{text}\n".encode())
-
-
-def peak_memory() -> int:
-    """The most memory this process has held, in bytes."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024  # kilobytes everywhere else
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
-_KEPT_FREE_BYTES = 1 << 30
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep freed memory for the next tensor instead of giving it back to the system at once.
-
-    A step allocates and frees the same large tensors again and again, and a fresh page costs more than computing what
-    is in it: without this, a softmax over the vocabulary takes four times as long. One arena for all threads, since
-    others than the main one cannot hold large blocks. glibc only; elsewhere nothing happens.
-    """
-    mallopt = _c_function("mallopt")
-    if mallopt is not None:
-        for option, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_ARENA_MAX, 1)):
-            mallopt(option, value)
-
-
-def give_back_memory() -> None:
-    """Give kept memory back to the system if it is more than a GiB and more than is in use.
-
-    Tensors of ever other sizes leave holes between them, and the process would grow with every update.
-    """
-    count, trim = _c_function("mallinfo2"), _c_function("malloc_trim")
-    if count is None or trim is None:
-        return
-    count.restype = _MallInfo
-    found = count()
-    if found.free > max(_KEPT_FREE_BYTES, found.used):
-        trim(0)
-
-
-class _MallInfo(ctypes.Structure):
-    """``mallinfo2`` of malloc.h: ten sizes, of which two are asked for here, in bytes."""
-
-    _fields_ = (
-        ("_others", ctypes.c_size_t * 7),
-        ("used", ctypes.c_size_t),
-        ("free", ctypes.c_size_t),
-        ("_at_end", ctypes.c_size_t),
-    )
-
-
-def _c_function(name: str) -> Any:
-    """A function of the C library; None where it has none of this name."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from dapo.errors import UserError
 from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
 from dapo.records import Group, Prompt, Reward, Sample, TokenBatch
-from dapo.training.report import Mismatch, UpdateReport
+from dapo.training.update_report import Mismatch, UpdateReport
 from dapo.util.files import plain, read_json, write_atomic
 
 STATE, ARRAYS = "state.json", "state.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dapo.config.tree import Config
-from dapo.util.named import load_named
+from dapo.util.user_code import load_named
 
 
 def own_parts(config: Config) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dapo.training.report import Mismatch
+from dapo.training.update_report import Mismatch
 
 
 @dataclass(slots=True)

@@ -1,0 +1,61 @@
+"""The memory of this process: its peak, and what the allocator keeps or gives back."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from typing import Any
+
+
+def peak_memory() -> int:
+    """The most memory this process has held, in bytes."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024  # kilobytes everywhere else
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
+_KEPT_FREE_BYTES = 1 << 30
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep freed memory for the next tensor instead of giving it back to the system at once.
+
+    A step allocates and frees the same large tensors again and again, and a fresh page costs more than computing what
+    is in it: without this, a softmax over the vocabulary takes four times as long. One arena for all threads, since
+    others than the main one cannot hold large blocks. glibc only; elsewhere nothing happens.
+    """
+    mallopt = _c_function("mallopt")
+    if mallopt is not None:
+        for option, value in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_ARENA_MAX, 1)):
+            mallopt(option, value)
+
+
+def give_back_memory() -> None:
+    """Give kept memory back to the system if it is more than a GiB and more than is in use.
+
+    Tensors of ever other sizes leave holes between them, and the process would grow with every update.
+    """
+    count, trim = _c_function("mallinfo2"), _c_function("malloc_trim")
+    if count is None or trim is None:
+        return
+    count.restype = _MallInfo
+    found = count()
+    if found.free > max(_KEPT_FREE_BYTES, found.used):
+        trim(0)
+
+
+class _MallInfo(ctypes.Structure):
+    """``mallinfo2`` of malloc.h: ten sizes, of which two are asked for here, in bytes."""
+
+    _fields_ = (
+        ("_others", ctypes.c_size_t * 7),
+        ("used", ctypes.c_size_t),
+        ("free", ctypes.c_size_t),
+        ("_at_end", ctypes.c_size_t),
+    )
+
+
+def _c_function(name: str) -> Any:
+    """A function of the C library; None where it has none of this name."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
