@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,7 +197,7 @@ def test_a_deadline_kills_what_left_the_worker_for_a_session_of_its_own(tmp_path
 def test_workers_end_with_their_parent(tmp_path):
     code = f"""
 import asyncio, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {sys.path!r}
 from test_pool import function, make_scorer, prompt
 async def run():
     scorer = make_scorer(function("by_name", workers=2, timeout_s=60, state={str(tmp_path)!r}))
