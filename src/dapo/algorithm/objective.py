@@ -259,6 +259,14 @@ class DapoObjective:
         """
         known = inputs.selected()
         logprobs = _select(inputs.mask, logprobs)
+        loss = self.token_losses(logprobs, known)
+        total = (known.weights * loss).sum()  # weights are 0 where masked, and every loss is finite by now
+        return total, self._stats(logprobs.detach(), entropy, known)
+
+    def token_losses(self, logprobs: Tensor, known: TokenInputs) -> Tensor:
+        """``[R]``, loss + KL term of each token, before its weight.
+        ``logprobs``, ``known``: with neutral numbers where masked (:meth:`TokenInputs.selected`).
+        Raises ValueError: ``kl_in_loss`` without reference log-probabilities."""
         loss = clipped_loss(
             logprobs,
             known.proximal_logprobs,
@@ -272,8 +280,7 @@ class DapoObjective:
             if known.reference_logprobs is None:
                 raise ValueError("KL in the loss needs the log-probabilities of the reference policy")
             loss = loss + self.kl_coef * kl_estimate(logprobs, known.reference_logprobs, self.kl_estimator)
-        total = (known.weights * loss).sum()  # weights are 0 where masked, and every loss is finite by now
-        return total, self._stats(logprobs.detach(), entropy, known)
+        return loss
 
     @torch.no_grad()
     def _stats(self, logprobs: Tensor, entropy: Tensor, known: TokenInputs) -> Stats:

@@ -13,25 +13,26 @@ from itertools import islice
 
 import torch
 
-from dapo.algorithm.advantage import ESTIMATORS, Estimator, advantages, with_advantages
+from dapo.algorithm.advantage import Estimator, advantages, with_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
+from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
 from dapo.records import Group, TokenBatch
 from dapo.training.mismatch import measure_mismatch
 from dapo.training.packing import advantage_column, pack
 from dapo.training.update_report import Mismatch, UpdateReport
-from dapo.util.user_code import call_own, load_named
+from dapo.util.user_code import call_own
 
 
 def own_advantage(config: Config, given: Estimator | None = None) -> Estimator | None:
     """The user's advantage: ``given``, or the function that the recipe names; None: it is one of ours.
     Raises ConfigError: there is no function of this name, or it fails on four rewards."""
-    key, kind = "algorithm.advantage.kind", config.algorithm.advantage.kind
-    if given is None and kind in ESTIMATORS:
+    key = "algorithm.advantage.kind"
+    own = own_part(config, key, given)
+    if own is None:
         return None
-    own = load_named(kind, key) if given is None else given
 
     def estimate(rewards: torch.Tensor, epsilon: float) -> torch.Tensor:
         found = call_own(key, lambda: torch.as_tensor(own(rewards, epsilon)).double())

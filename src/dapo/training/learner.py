@@ -28,6 +28,7 @@ from dapo.algorithm.objective import (
     token_weights,
 )
 from dapo.config import AlgorithmConfig, Config
+from dapo.config.user_parts import own_part
 from dapo.errors import ConfigError
 from dapo.model.placement import device_of
 from dapo.records import TokenBatch
@@ -39,7 +40,7 @@ from dapo.training.update_report import OWN_STATISTIC, UpdateReport
 from dapo.util.asynchronous import in_thread
 from dapo.util.memory import give_back_memory
 from dapo.util.shutdown import Stopped
-from dapo.util.user_code import call_own, load_named
+from dapo.util.user_code import call_own
 
 
 class UpdatesOfAStep(Protocol):
@@ -185,16 +186,16 @@ class LocalLearner:
 def own_objective(config: Config, given: Objective | None = None) -> Objective | None:
     """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
     Raises ConfigError: there is none of this name, its unit is unknown, or it fails on a few tokens."""
-    name = config.algorithm.objective
-    if given is None and name == "dapo":
+    own: Any = own_part(config, "algorithm.objective", given)
+    if own is None:
         return None
-    own: Any = load_named(name, "algorithm.objective") if given is None else given
+    what = f"algorithm.objective: {config.algorithm.objective if given is None else given}"
     try:
         own = own() if isinstance(own, type) else own
         unit_of(own)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"algorithm.objective: {name if given is None else own}: {error}") from None
-    _try(own, f"algorithm.objective: {name if given is None else own}", config)
+        raise ConfigError(f"{what}: {error}") from None
+    _try(own, what, config)
     return own  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Channel(Generic[T]):
@@ -72,9 +73,6 @@ async def until_done(work: asyncio.Future[Any]) -> None:
         work.exception()  # taken note of
     if cancelled is not None:
         raise cancelled
-
-
-Ts = TypeVarTuple("Ts")
 
 
 async def in_thread(function: Callable[[*Ts], T], *args: *Ts, pool: ThreadPoolExecutor | None = None) -> T:

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from dapo.algorithm.admission import GroupVerdict, judge
-from dapo.algorithm.kl import kl_estimate
-from dapo.algorithm.objective import DapoObjective, TokenInputs, clipped_loss, policy_ratio, token_weights
+from dapo.algorithm.objective import DapoObjective, TokenInputs, policy_ratio, token_weights
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.commands.replay.stored import StoredStep
 from dapo.config import Config
@@ -260,28 +259,11 @@ def traced_tokens(policy: Policy, update: Update, objective: Objective, number: 
         "entropy": entropy,
     }
     if isinstance(objective, DapoObjective):
-        columns["loss"] = _losses(logprobs, inputs, objective)
+        known = inputs.selected()
+        columns["loss"] = known.weights * objective.token_losses(torch.where(inputs.mask, logprobs, 0), known)
     lists = {name: [plain_number(value) for value in column.tolist()] for name, column in columns.items()}
     rows = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     return [{**row, "clip": _clip(row, objective)} if isinstance(objective, DapoObjective) else row for row in rows]
-
-
-def _losses(logprobs: torch.Tensor, inputs: TokenInputs, objective: DapoObjective) -> torch.Tensor:
-    """Of each token, with its weight."""
-    known = inputs.selected()
-    safe = torch.where(inputs.mask, logprobs, 0)
-    loss = clipped_loss(
-        safe,
-        known.proximal_logprobs,
-        known.advantages,
-        known.importance,
-        low=objective.clip_ratio_low,
-        high=objective.clip_ratio_high,
-        c=objective.clip_ratio_c,
-    )
-    if objective.kl_in_loss and known.reference_logprobs is not None:
-        loss = loss + objective.kl_coef * kl_estimate(safe, known.reference_logprobs, objective.kl_estimator)
-    return known.weights * loss
 
 
 def _clip(row: dict[str, Any], objective: DapoObjective) -> str | None:
