@@ -14,7 +14,7 @@ MAY_CHANGE = (
     *_keys("training", "steps minutes max_skipped_updates mismatch_alarm offload_optimizer"),
     *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
     *_keys("evaluation", "rows every patience min_improvement samples_per_prompt max_response_length stop"),
-    *_keys("evaluation", "temperature top_p top_k min_p metrics"),
+    *_keys("evaluation", "temperature top_p top_k min_p metrics while_sampling"),
     *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
     *_keys("reward", "url token_env api_key_env cache"),
     *("data.on_bad_row", "data.max_bad_rows", "model.export_dtype", "monitor", "run"),
@@ -36,7 +36,7 @@ FROM_THE_NEXT_STEP = (
 
 
 BETWEEN_STEPS = (
-    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length max_staleness"),
+    *_keys("rollout", "prompts_per_step samples_per_prompt max_response_length max_staleness ahead in_flight"),
     *_keys("algorithm", "filter_groups.enable filter_groups.metric filter_groups.tolerance kl.mode"),
 )
 """Keys of what is sampled and kept. Inside of a step, of which there are samples already, they are refused."""
@@ -44,7 +44,7 @@ BETWEEN_STEPS = (
 
 MAY_CHANGE_UNLESS_DETERMINISTIC = (
     *_keys("runtime", "threads device"),
-    *_keys("rollout", "max_concurrent_samples cache_gib"),
+    *_keys("rollout", "max_concurrent_samples cache_gib device"),
     *_keys("training", "tokens_per_micro_batch activation_checkpointing"),
     *_keys("reward", "timeout_s memory_mb test_timeout_s"),
 )

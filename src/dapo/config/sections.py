@@ -86,8 +86,16 @@ class RolloutConfig(Section):
     max_concurrent_samples: int = Field(256, ge=1, le=2**20)
     """Samples that the engine decodes at once."""
     max_staleness: int = Field(0, ge=0)
-    """S: how many versions old a group may be when it is trained on. 0 is on-policy: surplus groups are discarded;
-    with 1 or more they are carried over to the next step."""
+    """S: how many versions old a group may be when it is trained on. 0 is on-policy: sampling and updates take turns,
+    and surplus groups are discarded. With 1 or more, sampling goes on during updates."""
+    ahead: int | None = Field(None, ge=0)
+    """Batches that may be sampled before they are wanted, at most S. null: S. 0: sampling and updates take turns, and
+    surplus groups are carried over to the next step."""
+    in_flight: Literal["auto", "keep", "drain", "restart"] = "auto"
+    """Samples that are being written when new weights come (S >= 1): they are continued under the new weights, waited
+    for, or begun again. `auto`: `keep` with an engine that can continue samples, else `drain`."""
+    device: str | None = None
+    """Device of the engine, such as `cuda:1`. null: the learner's, runtime.device."""
 
     @field_validator("top_p", "top_k")
     @classmethod
@@ -177,10 +185,10 @@ class AlgorithmConfig(Section):
     overlong_hard_punishment: bool = False
     """The reward of a truncated response is -1 whatever it says. Refused together with the soft punishment."""
     advantage: AdvantageConfig = AdvantageConfig()
-    proximal: Literal["auto", "engine", "recompute"] = "auto"
-    """Where log pi_prox comes from: the engine's log-probabilities, or a forward pass before the first update.
-    `auto`: `engine` when max_staleness is 0, rollout.engine is `native` and no correction is asked for, else
-    `recompute`."""
+    proximal: Literal["auto", "engine", "recompute", "interpolate"] = "auto"
+    """Where log pi_prox comes from: the engine's log-probabilities; a forward pass before the first update; or, without
+    that pass, a point between the engine's and the present policy's, by the optimizer updates between them. `auto`:
+    `engine` when max_staleness is 0, rollout.engine is `native` and no correction is asked for, else `recompute`."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
 
@@ -254,6 +262,9 @@ class EvaluationConfig(Section):
     """Texts that end a response. By default those of the rollout."""
     max_response_length: int | None = Field(None, ge=1)
     """By default that of the rollout."""
+    while_sampling: Literal["pause", "copy"] = "pause"
+    """What sampling ahead (rollout.max_staleness >= 1) does during an evaluation: pause, or go on beside it, while the
+    evaluation has an engine of its own with a copy of the weights."""
     patience: int | None = Field(None, ge=1)
     """Stop training when so many evaluations in a row brought no improvement. null: never."""
     min_improvement: float = Field(0.0, ge=0)

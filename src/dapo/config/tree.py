@@ -45,12 +45,17 @@ class Config(Section):
         return self
 
     @property
-    def proximal(self) -> Literal["engine", "recompute"]:
+    def proximal(self) -> Literal["engine", "recompute", "interpolate"]:
         """`algorithm.proximal` with `auto` resolved."""
         if self.algorithm.proximal != "auto":
             return self.algorithm.proximal
         same = self.rollout.max_staleness == 0 and self.rollout.engine == "native"
         return "engine" if same and self.algorithm.correction.kind == "none" else "recompute"
+
+    @property
+    def ahead(self) -> int:
+        """`rollout.ahead` with null resolved."""
+        return self.rollout.max_staleness if self.rollout.ahead is None else self.rollout.ahead
 
     @property
     def evaluated_length(self) -> int:
