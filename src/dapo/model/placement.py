@@ -44,6 +44,12 @@ def engine_device(config: Config) -> torch.device:
     return learner if shared else torch.device("cuda", place)
 
 
+def takes_turns(config: Config) -> bool:
+    """Whether samples come and updates are made one after the other: nothing is sampled ahead, or both share a GPU."""
+    learner = device_of(config)
+    return config.ahead == 0 or (learner.type == "cuda" and learner == engine_device(config))
+
+
 def cache_bytes(config: Config) -> int | None:
     """What the engine may take for keys and values; None: what is free."""
     return None if config.rollout.cache_gib is None else int(config.rollout.cache_gib * 2**30)
