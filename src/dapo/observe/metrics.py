@@ -102,9 +102,10 @@ groups/rounds              | count        | rounds of drawing that it took to fi
 staleness/mean             | versions     | mean age of the oldest token of each trained group
 staleness/max              | versions     | largest such age
 staleness/groups/{}        | groups       | trained groups whose oldest token is so many versions old
-mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, tokens of the current version
+mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, samples wholly of the current version
 mismatch/max               | nats         | largest such difference
 mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
+mismatch/tail              | share        | of the same tokens, those with pi_trainer / pi_engine outside [0.9, 1.1]
 correction/mean            | ratio        | mean weight of the importance correction
 kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
