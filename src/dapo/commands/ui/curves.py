@@ -89,19 +89,57 @@ def marks(entries: Sequence[Entry], changes: Sequence[Change], x: str = "step") 
 
 
 def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
-    """Seconds of each phase per step: series for the screen (means over neighbours) and totals over the run.
+    """Seconds of each phase per step, as :func:`_stack` has them.
 
     ``other`` is what no phase has, such as writing samples and checkpoints.
     """
-    steps, names = [entry for entry in entries if entry.get("step")], [*PHASES, "other"]
-    table = np.array([[entry["step"], *_phases_of(entry)] for entry in steps], np.float64).reshape(-1, len(names) + 1)
+    steps = [entry for entry in entries if entry.get("step")]
+    return _stack([*PHASES, "other"], [[entry["step"], *_phases_of(entry)] for entry in steps], points)
+
+
+def ages(entries: Sequence[Entry], points: int) -> dict[str, Any]:
+    """Groups trained on in each step by how many versions old they were, as :func:`_stack` has them."""
+    prefix = "staleness/groups/"
+    names = sorted({int(name.removeprefix(prefix)) for e in entries for name in e if name.startswith(prefix)})
+    steps = [entry for entry in entries if names and _is_number(entry.get(f"{prefix}{names[0]}"))]
+    rows = [[entry["step"], *(entry.get(f"{prefix}{age}") or 0 for age in names)] for entry in steps]
+    return _stack([str(age) for age in names], rows, points)
+
+
+def _stack(names: Sequence[str], steps: Sequence[Sequence[float]], points: int) -> dict[str, Any]:
+    """Of ``[step, value of each name]``: series for the screen (means over neighbours) and totals over the run."""
+    table = np.array(steps, np.float64).reshape(-1, len(names) + 1)
     parts = np.array_split(table, min(points, len(steps))) if steps else ()
     rows = [[_round(part[-1, 0]), *map(_round, part[:, 1:].mean(axis=0))] for part in parts]
     return {
-        "names": names,
+        "names": list(names),
         "rows": rows,
         "totals": dict(zip(names, map(_round, table[:, 1:].sum(axis=0)), strict=True)),
     }
+
+
+def overlap_told(entries: Sequence[Entry]) -> str:
+    """What sampling ahead saved, or could save where sampling and updates took turns. Empty: no times are known."""
+    done = [e for e in entries if _is_number(e.get("overlap/won"))]
+    wall, both, waited, idle = (
+        sum(e.get(name) or 0.0 for e in done)
+        for name in ("overlap/wall", "overlap/seconds", "idle/learner", "idle/engine")
+    )
+    if wall:
+        saved = both / (wall + both)
+        told = f"Sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. "
+        told += (
+            f"The learner waited for samples {waited / wall:.0%} of the time; the engine was idle {idle / wall:.0%}."
+        )
+        return told + (" There is little to win where one of the two is most of a step." if saved < 0.05 else "")
+    steps = [e for e in entries if e.get("time/step")]
+    seconds = sum(e["time/step"] for e in steps)
+    sampling = sum((e.get("time/rollout") or 0.0) + (e.get("time/reward_wait") or 0.0) for e in steps)
+    if not seconds:
+        return ""
+    most = min(sampling, seconds - sampling) / seconds
+    told = f"Sampling and updates took turns. Sampling is {sampling / seconds:.0%} of a step: side by side, with "
+    return told + f"rollout.max_staleness=1 and a device of its own, it could save {max(most, 0.0):.0%} at most."
 
 
 def lanes(steps: Sequence[tuple[int, Sequence[Span]]], idle: float = 10.0) -> dict[str, list[list[float]]]:
