@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo.commands import app
+from dapo.commands.report import figures
 from dapo.commands.report.content import sections_of
 from dapo.commands.report.costs import costs, gains, gpus_of
 from dapo.commands.report.extremes import extremes
@@ -288,3 +289,15 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
     assert done.exit_code == 1 and "pip install 'dapo-rl[report]'" in done.output
+
+
+def test_what_was_sampled_ahead_has_panels_of_its_own() -> None:
+    turns = {"groups/drawn": 4, "groups/share_all_right": 0.5, "groups/share_all_wrong": 0.0, "time/rollout": 1.0}
+    ahead = {f"staleness/groups/{age}": count for age, count in {10: 1, 9: 2, 0: 1}.items()}
+    ahead |= {"overlap/seconds": 0.5, "idle/learner": 0.2}
+    for draw, title in ((figures.sampling, "by age in versions"), (figures.time, "side by side, and idle")):
+        alone, both = draw([{"step": 1} | turns]), draw([{"step": 1} | turns, {"step": 2} | turns | ahead])
+        assert alone and len(alone.axes) == 2 and both and len(both.axes) == 3
+        assert title in both.axes[2].get_title(loc="left")
+        labels = [text.get_text() for text in both.axes[2].get_legend().get_texts()]
+        assert labels in (["0 old", "9 old", "10 old"], ["overlap/seconds", "idle/learner"])

@@ -21,6 +21,8 @@ WATCHED = (
     *("clip/low", "clip/high", "groups/kept", "groups/drawn", "grad_norm", "mismatch/mean", "time/step"),
 )
 """The metrics that are shown unless others are asked for."""
+WATCHED_AHEAD = ("staleness/mean", "staleness/max", "groups/stale", "overlap/won", "idle/learner", "idle/engine")
+"""Those that are shown, too, where ``rollout.max_staleness`` is 1 or more."""
 
 _MOST_STEPS, _CURVE = 8, 16
 
@@ -32,7 +34,8 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
     for name, value in facts(run):
         yield f"{name:<12} {visible(value)}"
     entries = [e for e in in_range(run.metrics, steps) if e["step"]]
-    names = [name for name in WATCHED if any(e.get(name) is not None for e in entries)]
+    watched = WATCHED + (WATCHED_AHEAD if _get(run.config, "rollout", "max_staleness") not in ("", "0") else ())
+    names = [name for name in watched if any(e.get(name) is not None for e in entries)]
     if entries:
         yield ""
         yield from _course(entries, names, width, ASCII if ascii_only else BLOCKS)

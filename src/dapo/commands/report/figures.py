@@ -51,7 +51,8 @@ def sampling(entries: Sequence[Entry]) -> Figure | None:
     """What dynamic sampling saw, and the tokens it cost; None: nothing was sampled yet."""
     if not _has(entries, "groups/drawn"):
         return None
-    figure, (groups, tokens) = _grid(2)
+    ages = sorted({name for e in entries for name in e if name.startswith("staleness/groups/")}, key=_last_number)
+    figure, (groups, tokens, *stale) = _grid(3 if ages else 2)
     steps = [e["step"] for e in entries if e.get("groups/drawn") is not None]
     wrong, right = (_column(entries, steps, f"groups/share_all_{name}") for name in ("wrong", "right"))
     mixed = np.clip(1 - wrong - right, 0, 1)
@@ -62,6 +63,11 @@ def sampling(entries: Sequence[Entry]) -> Figure | None:
     _finish(groups, "groups, share of those scored", legend=True)
     _draw_all(tokens, entries, ("tokens/generated", "tokens/loss", "tokens/wasted"))
     _finish(tokens, "tokens of a step", legend=True)
+    for place in stale:
+        colours = [_COLOURS[n % len(_COLOURS)] for n in range(len(ages))]
+        labels = [f"{_last_number(name)} old" for name in ages]
+        place.stackplot(steps, *(_column(entries, steps, name) for name in ages), labels=labels, colors=colours)
+        _finish(place, "groups trained on, by age in versions", legend=True)
     return figure
 
 
@@ -71,12 +77,16 @@ def time(entries: Sequence[Entry]) -> Figure | None:
     steps = [e["step"] for e in entries if e["step"] and any(e.get(name) is not None for name in names)]
     if not steps:
         return None
-    figure, (seconds, speed) = _grid(2)
+    ahead = ("overlap/seconds", "idle/learner", "idle/engine")
+    figure, (seconds, speed, *side) = _grid(3 if _has(entries, ahead[0]) else 2)
     columns = [_column(entries, steps, name) for name in names]
     seconds.stackplot(steps, *columns, labels=[name.removeprefix("time/") for name in names], colors=_COLOURS)
     _finish(seconds, "seconds of a step", legend=True)
     _draw_all(speed, entries, [f"tokens_per_second/{of}" for of in ("rollout", "update", "total")])
     _finish(speed, "tokens per second", legend=True)
+    for place in side:
+        _draw_all(place, entries, ahead)
+        _finish(place, "seconds side by side, and idle", legend=True)
     return figure
 
 
@@ -127,6 +137,10 @@ def _finish(place: Axes, title: str, legend: bool) -> None:
     place.spines[["top", "right"]].set_visible(False)
     if legend and place.get_legend_handles_labels()[0]:
         place.legend(fontsize=7, frameon=False, loc="best")
+
+
+def _last_number(name: str) -> int:
+    return int(name.rpartition("/")[2])
 
 
 def _has(entries: Sequence[Entry], name: str) -> bool:
