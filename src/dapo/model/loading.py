@@ -249,17 +249,22 @@ def _unsupported_options(config: Any) -> Iterator[str]:
             yield "partial_rotary_factor"
 
 
-def copy_model(model: Any, dtype: torch.dtype | None = None) -> Any:
-    """A frozen copy of ``model`` in ``dtype`` (None: in its own types), for the engine or as the reference policy.
+def copy_model(model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+    """A frozen copy of ``model`` in ``dtype`` and on ``device`` (None: its own), for the engine or as the reference
+    policy.
 
-    Parameters that are frozen in ``model`` already, and are of that type, are the same ones in both: of a base under an
-    adapter there is one, whoever computes with it.
+    Parameters that are frozen in ``model`` already, of that type and there, are the same ones in both: of a base under
+    an adapter there is one, whoever computes with it.
     """
-    shared = [p for p in model.parameters() if not p.requires_grad and p.dtype in (dtype or p.dtype,)]
-    twin = copy.deepcopy(model, {id(p): p for p in shared}).eval().requires_grad_(False)
-    if dtype is not None:
-        _cast(twin, dtype)
-    return twin
+    known: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        here = parameter.detach()
+        there = here.to(device or here.device, dtype or here.dtype)
+        if there is not here:
+            known[id(parameter)] = torch.nn.Parameter(there, requires_grad=False)
+        elif not parameter.requires_grad:
+            known[id(parameter)] = parameter
+    return copy.deepcopy(model, known).eval().requires_grad_(False).to(device)
 
 
 def stop_token_ids(model: Any, tokenizer: Any, extra: tuple[int, ...] | list[int] = ()) -> tuple[int, ...]:

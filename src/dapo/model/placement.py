@@ -17,12 +17,31 @@ SMALL_MODEL = 10_000_000  # parameters below which an operation is too short to 
 
 
 def device_of(config: Config) -> torch.device:
-    """The device of engine and trainer. Raises ConfigError: a GPU was asked for and there is none."""
+    """The device of the trainer. Raises ConfigError: a GPU was asked for and there is none."""
     found = torch.cuda.is_available()
     if config.runtime.device == "cuda" and not found:
         built = "no GPU was found" if torch.version.cuda else "this PyTorch was built for CPUs only"
         raise ConfigError(f"runtime.device: cuda, but {built} (torch {torch.__version__}); auto or cpu will run here")
     return torch.device("cuda" if found and config.runtime.device != "cpu" else "cpu")
+
+
+def engine_device(config: Config) -> torch.device:
+    """The device of the engine: equal to :func:`device_of` exactly where trainer and engine share one.
+    Raises ConfigError: ``rollout.device`` names none, or one that is not here."""
+    name, learner = config.rollout.device, device_of(config)
+    if name is None:
+        return learner
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or (kind == "cpu" and number) or (":" in name and not number.isdecimal()):
+        raise ConfigError(f"rollout.device: {name!r} is no device; use cpu, cuda, cuda:N for GPU N (from 0), or null")
+    if kind == "cpu":
+        return torch.device("cpu")
+    place, count = int(number or 0), torch.cuda.device_count()
+    if place >= count:
+        have = f"{count} were found, cuda:0 to cuda:{count - 1}" if count > 1 else ("only cuda:0", "no GPU")[not count]
+        raise ConfigError(f"rollout.device: {name}, but {have}; null puts the engine on the learner's device")
+    shared = learner.type == "cuda" and place == (learner.index or 0)
+    return learner if shared else torch.device("cuda", place)
 
 
 def cache_bytes(config: Config) -> int | None:

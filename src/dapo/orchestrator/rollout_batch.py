@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dapo.records import Group
 from dapo.util.spans import Span
@@ -49,6 +50,17 @@ class RolloutStats:
     """Seconds from the last sample's arrival to the end of the round."""
     decode_steps: int = 0
     """Of the engine in the round, where it counts them."""
+    ages: tuple[int, ...] = ()
+    """Groups handed out by the age of their oldest token in versions, from 0; S + 1 places at most."""
+    unfinished: int = 0
+    """Draws that were in flight when this batch was handed out, and go on."""
+    continued: int = 0
+    """Samples of the draws finished in this step whose tokens are of more than one version."""
+    restarted: int = 0
+    """Samples that were begun again under newer weights; their earlier tokens count as wasted."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """Draws since the run began: ``produced``, and what became of them, which adds up to it: ``trained, filtered,
+    stale, surplus, cancelled, carried, unfinished``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
