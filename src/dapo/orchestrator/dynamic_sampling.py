@@ -272,3 +272,25 @@ class DynamicSampling:
 
 def _mixed(draws: Sequence[PendingGroup]) -> int:
     return sum(d.verdict is GroupVerdict.MIXED for d in draws)
+
+
+def starved_message(batch: RolloutBatch, config: Config) -> str:
+    """That a step found too few groups, and what may help."""
+    stats, wanted, filters = batch.stats, config.rollout.prompts_per_step, config.algorithm.filter_groups
+    others = {"without spread in the reward": stats.flat, "with fewer than two scores": stats.too_few_scored}
+    counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
+    counts |= {name: count for name, count in others.items() if count}
+    failed = f"{stats.failed_scores} of {stats.scores} scores failed. " if stats.failed_scores else ""
+    kept, run = float(config.run.save_samples), config.run.dir or "runs/run"
+    shown = f"\nWhat was drawn: dapo inspect {run} --samples" if kept else ""
+    prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
+    return (
+        f"step {batch.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
+        f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
+        f"{failed}What may help: {prompts}; a larger rollout.samples_per_prompt (now "
+        f"{config.rollout.samples_per_prompt}); a larger "
+        "algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the groups "
+        "there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
+        f"{shown}"
+    )
