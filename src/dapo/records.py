@@ -116,6 +116,11 @@ class Sample:
         return self.finish_reason == "length"
 
     @property
+    def continued(self) -> bool:
+        """Whether it went on under new weights: its tokens are of more than one version."""
+        return bool(self.length) and bool(self.versions[0] != self.versions[-1])
+
+    @property
     def scored(self) -> bool:
         """Whether there is a verdict: a failed score is not a wrong answer."""
         return self.reward is not None and self.reward.error is None

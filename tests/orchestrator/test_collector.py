@@ -366,7 +366,7 @@ def test_carried_groups_over_the_limit_are_dropped_and_counted():
     changes = {"rollout.max_staleness": 1, "rollout.max_response_length": 5, "algorithm.overlong_buffer.len": 1}
     carried = [waiting_group(0, 5, 0), waiting_group(1, 6, 0), waiting_group(2, 9, 0)]
     collector = in_order(every_second, carried, version=0, changes=changes)
-    assert collector.drop_longer() == 2 and collector.drop_longer() == 0
+    assert collector.drop_unfit() == 2 and collector.drop_unfit() == 0
     assert [group.draw for group in collector.state()["carried"]] == [0]
 
 

@@ -4,12 +4,13 @@ Consumes: prompts from a source, samples from an engine, rewards from a scorer. 
 :class:`RolloutBatch` with the N groups to train on (raw rewards), those that were turned down, and counts. Computes no
 loss, shapes no reward.
 
-A task of its own produces them (:meth:`Collector.running`), one batch for each :meth:`Collector.take`: on-policy, a
-prompt is sampled only under the weights that it will train. It ends with a reason (starved, exhausted, failed), which
-``take`` raises; the engine and the scorer's deadline end each of its waits, and the number of draws is bounded. The
-first exception of engine, scorer or decoder ends a round at once, as does a cancellation: all its tasks are cancelled
-and all streams closed. The next round goes on with the samples that had come; in deterministic mode the collector is
-where it was before the round, which is drawn again from its seeds.
+A task of its own produces them (:meth:`Collector.running`). On-policy (``max_staleness`` 0) a prompt is drawn only for
+a step that waits. Otherwise as many are drawn as will probably give the groups of ``rollout.ahead`` steps beyond the
+one that waits, or that is trained on. The task ends with a reason (starved, exhausted, failed), which ``take`` raises;
+the engine and the scorer's deadline end each of its waits, and the number of draws is bounded. The first exception of
+engine, scorer or decoder ends it at once, as does a cancellation: all its tasks are cancelled and all streams closed.
+What had come is in the state; in deterministic mode that is the state before the round, which is drawn again from its
+seeds.
 
 Order: draws are numbered through the run, and the first N kept ones *in that order* are admitted, whatever the order
 they finish in. Each sample has its own seed. So what a round returns depends on when things finish only through the
@@ -20,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dapo.config import Config
 from dapo.errors import DataError, StarvedError
-from dapo.orchestrator.dynamic_sampling import DynamicSampling
+from dapo.orchestrator.dynamic_sampling import DynamicSampling, starved_message
 from dapo.orchestrator.encoded_state import lost, require_lasting
 from dapo.orchestrator.group_sampler import GroupSampler
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup
@@ -43,15 +45,24 @@ Progress = Callable[[int, int, str], object]
 
 @dataclass(slots=True)
 class _Position:
-    """Between two rounds: all that the next one depends on, but for the source."""
+    """All that the next step depends on, but for the source and the draws that a producer has in hand."""
 
     draws: int = 0
     rate: AcceptanceRate = field(default_factory=AcceptanceRate)
     carried: tuple[Group, ...] = ()
     under_way: tuple[Group, ...] = ()
-    """Draws of a round that was interrupted, each with the samples that had come; none in deterministic mode."""
+    """Draws that are not settled, each with the samples that had come; none in deterministic mode."""
     rounds: int = 0
-    """Times that it had drawn prompts."""
+    """Times that prompts were drawn for the step that waits."""
+    steps: int = 0
+    """Those that groups were handed out for."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What became of settled draws, by the names of ``RolloutStats.totals``."""
+    starved: bool = False
+    learning: bool = False
+    """Whether a step is between its batch and its push."""
+    ready: bool = False
+    """Whether the engine has weights to sample with. Inside of a step that is resumed it has not, until the push."""
 
 
 class Collector:
@@ -74,16 +85,18 @@ class Collector:
         self._progress = progress
         self._position = _Position()
         self._before: dict[str, Any] | None = None
-        self.unsettled = False
-        """Whether the last round did not come to its end, so that there is more here than between two steps."""
+        self._ledger: DynamicSampling | None = None
+        self._sampler: GroupSampler | None = None
+        self._wanted: tuple[int, int, int] | None = None
+        """Step, groups and version that are waited for."""
         self._untaken: RolloutBatch | None = None
         """Ready in the moment in which whoever waited for it was cancelled."""
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Inside, batches are produced. Nothing of it is left behind, however it ends."""
-        self._asked: Channel[tuple[int, int, int]] = Channel()
         self._ready: Channel[RolloutBatch] = Channel()
+        self._heard = asyncio.Event()
         producer = asyncio.create_task(self._produce(), name="dapo-collector")
         try:
             yield
@@ -92,19 +105,21 @@ class Collector:
             try:
                 await until_done(producer)
             finally:
+                self._sampler, self._wanted = None, None
                 for batch in self._ready.drain():
-                    self._untaken, self.unsettled = batch, True
+                    self._untaken = batch
 
     async def take(self, step: int, count: int, version: int) -> RolloutBatch:
         """The groups of a rollout step: sampled until ``count`` hold something to learn from (Eq. 11).
 
-        With ``max_staleness`` 0, draws that can no longer be admitted are cancelled. Otherwise they are left to finish,
-        and good groups beyond ``count`` wait for the next step, as long as they are fresh. In deterministic mode all
-        draws finish, and new ones are made only when none is in flight.
+        With ``max_staleness`` 0, draws that can no longer be admitted are cancelled. Otherwise they go on, and groups
+        beyond ``count`` wait for the next step, as long as they are fresh. In deterministic mode all draws finish, and
+        new ones are made only when none is in flight.
 
         Args:
-            step: rollout step, from 0; for messages.
-            version: policy version that will be trained on these groups, which staleness is counted to.
+            step: rollout step, from 0.
+            version: policy version that will be trained on these groups, which staleness is counted to, and that the
+                engine has.
 
         Returns:
             Exactly ``count`` groups; fewer if the budget was spent and ``on_starved`` is ``train``. With filtering off:
@@ -117,9 +132,10 @@ class Collector:
             EngineError: the engine failed, or did not give back each requested sample exactly once.
         """
         if self._untaken is None:
-            self._asked.put((step, count, version))
+            self._wanted = (step, count, version)
+            self._heard.set()
             return await self._ready.get()
-        batch, self._untaken, self.unsettled = self._untaken, None, False
+        batch, self._untaken = self._untaken, None
         return batch
 
     def release(self, batch: RolloutBatch) -> None:
@@ -128,40 +144,81 @@ class Collector:
         self._feed_back(batch)
         require_lasting("data.source", self._source.state())
 
+    # -- when the engine does something else ---------------------------------------------------------------------------
+
     @contextlib.asynccontextmanager
     async def parked(self, colocated: bool) -> AsyncIterator[None]:
         """Inside, the memory of the engine's cache is the trainer's, if they share a device. After an error the engine
         stays asleep: its weights may be in part another version's."""
-        if colocated:
+        if not colocated:
+            yield
+            return
+        async with self._held(empty=True, new_weights=True):
             await self.engine.sleep()
-        yield
-        if colocated:
+            yield
             await self.engine.wake()
 
+    @contextlib.asynccontextmanager
+    async def changing_weights(self) -> AsyncIterator[None]:
+        """Inside, new weights are handed to the engine; ``rollout.in_flight`` says what becomes of samples meanwhile.
+        From then on there is room for another step's groups."""
+        async with self._held(empty=False, new_weights=True):
+            yield
+            self._position.learning, self._position.ready = False, True
+            if self._ledger is not None:
+                self._ledger.version = self.engine.version
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Inside, the engine has no requests of training."""
+        async with self._held(empty=True, new_weights=False):
+            yield
+
+    def _held(self, **how: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._sampler.in_flight.holding(**how) if self._sampler else contextlib.nullcontext()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether there is more here than between two steps of a run that samples for the step that waits only."""
+        lasting = self._ledger is not None and self._config.rollout.max_staleness > 0
+        return self._untaken is not None or self._position.starved or bool(self._position.under_way) or lasting
+
     def state(self) -> dict[str, Any]:
-        """The position, for a checkpoint (``state.py``). While a round is running: that before it.
+        """The position, for a checkpoint (``state.py``); on-policy, while a round is running, that before it.
         A source's state that no checkpoint can keep is left out; :meth:`release` raises for it, and nothing here, as
         this may be what is saved of a run that has failed."""
         state = self._state() if self._before is None else self._before
         return {key: value for key, value in state.items() if key != "source" or not lost(value)}
 
     def _state(self) -> dict[str, Any]:
-        at = self._position
+        at, ledger = self._position, self._ledger
         return {
             "draws": at.draws,
             "keep_rate_kept": at.rate.kept,
             "keep_rate_finished": at.rate.finished,
             "source": self._source.state(),
-            "carried": at.carried,
-            "under_way": at.under_way,
-            "rounds": at.rounds,
+            "carried": ledger.waiting() if ledger else at.carried,
+            "under_way": ledger.under_way() if ledger else at.under_way,
+            "rounds": ledger.rounds if ledger else at.rounds,
+            "steps": at.steps,
+            "counts": dict(at.counts),
             "untaken": self._untaken,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
-        self._position = _Position(state["draws"], rate, state["carried"], state["under_way"], state["rounds"])
+        self._position = _Position(
+            state["draws"],
+            rate,
+            state["carried"],
+            state["under_way"],
+            state["rounds"],
+            state.get("steps", 0),
+            Counter(state.get("counts", {"produced": len(state["carried"]) + len(state["under_way"])})),
+        )
         if "source" not in state:
             raise DataError(
                 "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "
@@ -171,77 +228,152 @@ class Collector:
         self._source.load_state(state["source"])
         self._untaken = state.get("untaken")
 
-    def drop_longer(self) -> int:
-        """Drop carried groups with a response over ``rollout.max_response_length``, once larger; returns how many."""
-        before, limit = self._position.carried, self._config.rollout.max_response_length
-        self._position.carried = tuple(group for group in before if max(s.length for s in group.samples) <= limit)
-        return len(before) - len(self._position.carried)
+    def drop_unfit(self) -> int:
+        """Drop groups with a response over ``rollout.max_response_length``, or with more samples than are wanted of a
+        prompt, once larger; returns how many."""
+        at, rollout = self._position, self._config.rollout
+        longest, size = rollout.max_response_length, rollout.samples_per_prompt
+
+        def fits(group: Group) -> bool:
+            return all(s.length <= longest for s in group.samples) and len(group.samples) <= size
+
+        before = len(at.carried) + len(at.under_way)
+        at.carried, at.under_way = (tuple(filter(fits, groups)) for groups in (at.carried, at.under_way))
+        dropped = before - len(at.carried) - len(at.under_way)
+        at.counts["cancelled"] += dropped
+        return dropped
 
     # -- the producer --------------------------------------------------------------------------------------------------
 
     async def _produce(self) -> None:
         """One batch after the other, as they are asked for; whoever waits hears why there are no more."""
         try:
-            while True:
-                self._ready.put(await self._round(*await self._asked.get()))
+            async with task_group() as tasks:
+                work = (self.engine, self._scorer, self._decode, self._config)
+                self._sampler = GroupSampler(*work, tasks, self._heard.set)
+                while True:
+                    self._ready.put(await self._next_batch(self._sampler))
         except BaseException as error:
+            self._keep_what_there_is()
             self._ready.close(error)
             if isinstance(error, asyncio.CancelledError):
                 raise
 
-    async def _round(self, step: int, count: int, version: int) -> RolloutBatch:
-        """Sample for one step, and decide what waits for the next one."""
-        self._before = self._state()
+    def _keep_what_there_is(self) -> None:
+        """For whoever goes on later. In deterministic mode, that the round had never begun."""
+        at, ledger, before = self._position, self._ledger, self._before
+        self._ledger = self._before = None
+        if ledger is None:
+            return
+        if before is not None and self._config.runtime.deterministic:
+            self.load_state(before)
+        else:
+            at.carried, at.under_way, at.rounds = ledger.waiting(), ledger.under_way(), ledger.rounds
+
+    async def _next_batch(self, sampler: GroupSampler) -> RolloutBatch:
+        """Draw, sample and score until no draw can change what the next step gets, or the budget is spent."""
+        while self._ledger is None:
+            if self._batches:
+                self._begin(sampler)
+            else:
+                await self._next_event()
+        ledger = self._ledger
+        while True:
+            if self._wanted is not None:
+                ledger.begin(*self._wanted)
+            drew = self._draw_more(ledger, sampler)
+            if self._wanted is not None and not drew and self._found(ledger):
+                return await self._hand_out(ledger, sampler)
+            await self._next_event()
+            if self._wanted is not None:
+                note = f"groups of {len(ledger.own)} drawn, {sampler.tokens_per_second:,.0f} tok/s"
+                self._progress(ledger.kept, ledger.wanted, note)
+
+    async def _next_event(self) -> None:
+        await self._heard.wait()
+        self._heard.clear()
+
+    @property
+    def _batches(self) -> int:
+        """How many steps to have groups for: of the one that waits, and of those after it, as far as there are any."""
+        at, waits = self._position, self._wanted is not None
+        ahead = self._config.ahead if at.ready or waits else 0
+        wanted = ahead + (waits or (ahead > 0 and not at.learning))
+        return max(min(wanted, self._config.training.steps - at.steps), int(waits))
+
+    def _begin(self, sampler: GroupSampler) -> None:
+        """A ledger for draws that were kept, and for those to come."""
         at = self._position
-        sampling = DynamicSampling(self._config, step, count, version, at.rate, at.carried, at.under_way, at.rounds)
-        try:
-            await self._sample(sampling)
-            at.rate.learn(*sampling.settled_draws())
-            batch = sampling.batch(at.rate.value())
-            starved = sampling.starved and self._config.algorithm.filter_groups.on_starved == "stop"
-            waiting = tuple(group for group, status in batch.rejected if status == "carried")
-            at.carried = batch.groups if starved else waiting
-            at.under_way, at.rounds, self.unsettled = (), 0, starved
-        except BaseException:
-            if self._config.runtime.deterministic:
-                self.load_state(self._before)
-            else:  # what is finished is finished: the next round goes on from there
-                at.under_way, at.rounds = sampling.under_way(), sampling.rounds
-                self.unsettled = bool(at.under_way)
-            raise
-        finally:
-            self._before = None
-        if starved:  # a later step trains on its groups, but does not count them as its own
+        if self._config.rollout.max_staleness == 0:
+            self._before = self._state()
+        step, count, version = self._wanted or (at.steps, self._config.rollout.prompts_per_step, self.engine.version)
+        ledger = DynamicSampling(self._config, step, count, version, at.rate, at.carried, at.under_way, at.rounds)
+        self._ledger = sampler.ledger = ledger
+        ledger.decode_steps = self._decode_steps
+        self._heard.clear()  # so that the next draws are sized by what becomes of the first ones
+        sampler.restart()
+        sampler.resume(ledger.resumed)
+
+    def _draw_more(self, ledger: DynamicSampling, sampler: GroupSampler) -> bool:
+        """Whether prompts were drawn."""
+        if sampler.in_flight.held or ledger.exhausted or not (count := ledger.refill(self._batches)):
+            return False
+        drawn = [ledger.add(draw) for draw in self._draw(count)]
+        ledger.exhausted = len(drawn) < count
+        if drawn:
+            sampler.start(drawn)
+        return bool(drawn)
+
+    def _found(self, ledger: DynamicSampling) -> bool:
+        """Whether the step that waits can have its groups. Raises DataError: there will never be enough."""
+        complete = ledger.admission().complete
+        if ledger.pending:
+            return complete and not self._config.runtime.deterministic
+        if ledger.exhausted and not complete:
+            raise DataError(f"the prompt source has no more prompts after {self._position.draws} draws")
+        return True
+
+    async def _hand_out(self, ledger: DynamicSampling, sampler: GroupSampler) -> RolloutBatch:
+        """The batch of a step, once it is found, and what goes on to the next one."""
+        at, lasting = self._position, self._config.rollout.max_staleness > 0
+        if not lasting:
+            await sampler.stop()  # all that is left serves draws after the last admitted one
+            ledger.reward_wait_s = sampler.seconds_since_last
+        ledger.scores.check(final=True)
+        ledger.decode_steps = self._decode_steps - ledger.decode_steps
+        at.rate.learn(*ledger.settled_draws())
+        batch = ledger.batch(at.rate.value(), sampler.spans.cut()[1])
+        at.starved = ledger.starved and self._config.algorithm.filter_groups.on_starved == "stop"
+        at.carried = batch.groups if at.starved else ()
+        batch = replace(batch, stats=replace(batch.stats, totals=self._count(batch, ledger)))
+        self._ledger = self._before = None
+        at.under_way, at.rounds, self._wanted = (), 0, None
+        if at.starved:  # a later step trains on its groups, but does not count them as its own
             self._feed_back(batch)
-            raise StarvedError(_starved_message(batch, self._config), batch)
+            raise StarvedError(starved_message(batch, self._config), batch)
+        at.steps, at.learning, at.ready = batch.step + 1, True, True
+        if lasting:
+            self._go_on(ledger, sampler)
         return batch
 
-    async def _sample(self, sampling: DynamicSampling) -> None:
-        """Draw, sample and score until no draw can change the outcome, or the budget is spent."""
-        early = self._config.rollout.max_staleness == 0 and not self._config.runtime.deterministic
-        decoded = self._decode_steps
-        async with task_group() as tasks:
-            sampler = GroupSampler(self.engine, self._scorer, self._decode, self._config, sampling, tasks)
-            sampler.resume(sampling.resumed)
-            exhausted = False
-            while not (early and sampling.admission().complete):
-                if not exhausted and (count := sampling.refill(sampler.in_flight)):
-                    drawn = [sampling.add(draw) for draw in self._draw(count)]
-                    exhausted = len(drawn) < count
-                    if drawn:
-                        sampler.start(drawn)
-                if not sampler.in_flight:
-                    if exhausted and not sampling.admission().complete:
-                        draws = self._position.draws
-                        raise DataError(f"the prompt source has no more prompts after {draws} draws")
-                    break
-                await sampler.next_finished()
-                note = f"groups of {len(sampling.own)} drawn, {sampler.tokens_per_second:,.0f} tok/s"
-                self._progress(sampling.kept, sampling.wanted, note)
-            sampler.cancel()  # all that is left serves draws after the last admitted one
-        sampling.scores.check(final=True)
-        sampling.reward_wait_s = sampler.seconds_since_last
-        sampling.decode_steps = self._decode_steps - decoded
+    def _go_on(self, ledger: DynamicSampling, sampler: GroupSampler) -> None:
+        """With the draws that are not settled, in the ledger of the next step."""
+        at = self._position
+        going_on = ledger.going_on
+        place = (self._config, at.steps, ledger.wanted, self.engine.version, at.rate)
+        self._ledger = sampler.ledger = DynamicSampling(*place, going_on=going_on)
+        self._ledger.exhausted, self._ledger.decode_steps = ledger.exhausted, self._decode_steps
+
+    def _count(self, batch: RolloutBatch, ledger: DynamicSampling) -> dict[str, int]:
+        """What became of all draws, with those of this batch."""
+        at, stats = self._position, batch.stats
+        trained = 0 if at.starved else len(batch.groups)
+        filtered = sum(status not in ("stale", "surplus") for _, status in batch.rejected)
+        at.counts.update(trained=trained, filtered=filtered, stale=stats.stale, surplus=stats.surplus)
+        at.counts["cancelled"] += stats.cancelled
+        waiting = stats.carried + len(at.carried)
+        names = ("produced", "trained", "filtered", "stale", "surplus", "cancelled")
+        return {name: at.counts[name] for name in names} | {"carried": waiting, "unfinished": stats.unfinished}
 
     @property
     def _decode_steps(self) -> int:
@@ -255,28 +387,8 @@ class Collector:
             if prompt is None:
                 return
             self._position.draws += 1
+            self._position.counts["produced"] += 1
             yield PendingGroup(self._position.draws - 1, prompt)
 
     def _feed_back(self, batch: RolloutBatch) -> None:
         self._source.feedback(sorted(batch.sampled, key=lambda group: group.draw))
-
-
-def _starved_message(batch: RolloutBatch, config: Config) -> str:
-    stats, wanted, filters = batch.stats, config.rollout.prompts_per_step, config.algorithm.filter_groups
-    others = {"without spread in the reward": stats.flat, "with fewer than two scores": stats.too_few_scored}
-    counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
-    counts |= {name: count for name, count in others.items() if count}
-    failed = f"{stats.failed_scores} of {stats.scores} scores failed. " if stats.failed_scores else ""
-    kept, run = float(config.run.save_samples), config.run.dir or "runs/run"
-    shown = f"\nWhat was drawn: dapo inspect {run} --samples" if kept else ""
-    prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
-    return (
-        f"step {batch.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
-        f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
-        f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
-        f"{failed}What may help: {prompts}; a larger rollout.samples_per_prompt (now "
-        f"{config.rollout.samples_per_prompt}); a larger "
-        "algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the groups "
-        "there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
-        f"{shown}"
-    )

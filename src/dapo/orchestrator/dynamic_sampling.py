@@ -12,18 +12,23 @@ from dapo.errors import RewardError
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup, Scores
 from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
 from dapo.records import Group
-from dapo.util.spans import Spans
+from dapo.util.spans import Span
 
 
 class DynamicSampling:
     """The draws of one step, carried-over ones first, in the order in which they are admitted.
 
+    Where groups may be stale (``rollout.max_staleness`` >= 1), draws go on from step to step: each counts in the step
+    that settles it, which is all up to the last admitted one.
+
     Attributes:
         wanted: groups to find.
+        version: policy version that will be trained, as far as it is known.
         rounds: times that prompts were drawn for this step.
         scores: of this step.
+        exhausted: whether the source has no more prompts.
         reward_wait_s: seconds from the last sample's arrival to the end of the round; for the counts, as is
-        decode_steps: of the engine in the round, and the spans of its sampling and scoring.
+        decode_steps: of the engine in the round.
     """
 
     def __init__(
@@ -36,29 +41,44 @@ class DynamicSampling:
         carried: Sequence[Group] = (),
         resumed: Sequence[Group] = (),
         rounds: int = 0,
+        going_on: Sequence[PendingGroup] = (),
     ) -> None:
         """
         Args:
-            version: policy version that will be trained.
             rate: of earlier steps.
-            carried: good groups of earlier steps.
+            carried: good groups of earlier steps that counted them.
             resumed: the draws of an interrupted round of this step, each with the samples that it had.
             rounds: times that it had drawn prompts.
+            going_on: the draws that the step before has not settled.
         """
         self._config = config
         self._step = step
-        self._version = version
+        self.version = version
         self._rate = rate
         self.wanted = wanted
         self.rounds = rounds
+        self.exhausted = False
         self.scores = Scores(config.reward, config.algorithm.filter_groups.metric, step)
         self.reward_wait_s, self.decode_steps = 0.0, 0
-        self.spans = Spans()
         self._draws = [PendingGroup.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
         filters = config.algorithm.filter_groups
-        self._budget = wanted * filters.max_num_gen_batches if filters.enable else self._missing
+        most = wanted * (filters.max_num_gen_batches + config.ahead)
+        self._budget = most if filters.enable or self._lasting else self._missing
+        self._rate_known = bool(rounds or going_on)
+        for draw in going_on:
+            self.add(draw)
         self.resumed = [self.add(PendingGroup.resume(g)) for g in resumed]
         """The draws of an interrupted round."""
+
+    def begin(self, step: int, wanted: int, version: int) -> None:
+        """A step waits for these groups."""
+        self._step = self.scores.step = step
+        self.wanted, self.version = wanted, version
+
+    @property
+    def _lasting(self) -> bool:
+        """Whether draws go on from step to step."""
+        return self._config.rollout.max_staleness > 0
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -68,31 +88,37 @@ class DynamicSampling:
         self._draws.append(draw)
         return draw
 
-    def refill(self, in_flight: int) -> int:
-        """How many prompts will probably do, to be drawn now."""
-        streaming = not self._config.runtime.deterministic
+    def refill(self, batches: int = 1) -> int:
+        """How many prompts will probably do for so many steps, to be drawn now."""
+        streaming, in_flight = not self._config.runtime.deterministic, self.pending
         if in_flight and not streaming:
             return 0  # what to draw must not depend on what happens to have finished
         new = [d for d in self.own if d.verdict is not None]
         count = refill_size(
-            wanted=self._missing,
+            wanted=self._missing + self.wanted * (batches - 1),
             in_flight=in_flight,
             # the first round is N prompts; what comes of them sizes the others
-            keep_rate=self._rate.value(_mixed(new), len(new)) if self.rounds else 1.0,
+            keep_rate=self._rate.value(_mixed(new), len(new)) if self._rate_known else 1.0,
             budget_left=self._budget,
         )
-        count = max(min(count, self._slots(len(new)) - in_flight) if streaming else count, 0)
+        count = max(min(count, self._slots(len(new), batches) - in_flight) if streaming else count, 0)
         self.rounds += bool(count)
+        self._rate_known |= bool(count)
         return count
 
-    def _slots(self, finished: int) -> int:
+    def _slots(self, finished: int, batches: int = 1) -> int:
         """Draws that the engine has room for. More would only queue, and be in vain if the keep-rate rises.
 
-        N at most while fewer than N draws have ``finished``: the first ones are few, and the short ones.
+        N at most (of each step) while fewer than N draws have ``finished``: the first ones are few, and the short ones.
         """
         at_once = -(-self._config.rollout.max_concurrent_samples // self._config.rollout.samples_per_prompt)
         trusted = self._rate.finished + finished >= self.wanted
-        return max(self.wanted, at_once) if trusted else self.wanted
+        return max(self.wanted * batches, at_once) if trusted else self.wanted * batches
+
+    @property
+    def pending(self) -> int:
+        """Draws that are not whole groups yet."""
+        return sum(d.verdict is None for d in self._draws)
 
     @property
     def _missing(self) -> int:
@@ -105,12 +131,28 @@ class DynamicSampling:
 
     @property
     def own(self) -> list[PendingGroup]:
-        """This step's draws, without those carried over."""
+        """All draws but those that an earlier step counted."""
         return [d for d in self._draws if not d.carried]
 
+    @property
+    def settled(self) -> list[PendingGroup]:
+        """The draws whose fate this step decides."""
+        admission = self.admission()
+        until = admission.admitted[-1] + 1 if self._lasting and admission.complete else len(self._draws)
+        return self._draws[:until]
+
+    @property
+    def going_on(self) -> list[PendingGroup]:
+        """The others, which the next step goes on with."""
+        return self._draws[len(self.settled) :]
+
     def under_way(self) -> tuple[Group, ...]:
-        """This step's draws with the samples that have come, for a round that goes on later."""
+        """Draws with the samples that have come, for a round that goes on later."""
         return tuple(d.under_way() for d in self.own)
+
+    def waiting(self) -> tuple[Group, ...]:
+        """Groups that an earlier step counted."""
+        return tuple(d.group for d in self._draws if d.carried and d.group)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -144,7 +186,7 @@ class DynamicSampling:
 
     def _outcomes(self) -> list[bool | None]:
         """For each draw, in order: good, not good, or None while pending."""
-        horizon = self._version - self._config.rollout.max_staleness
+        horizon = self.version - self._config.rollout.max_staleness
         return [
             None if d.verdict is None else self._good(d) and (d.oldest is None or d.oldest >= horizon)
             for d in self._draws
@@ -164,35 +206,40 @@ class DynamicSampling:
         draws = [d for d in self._draws[:until] if not d.carried]
         return _mixed(draws), len(draws)
 
-    def batch(self, keep_rate: float) -> RolloutBatch:
+    def batch(self, keep_rate: float, spans: Sequence[Span] = ()) -> RolloutBatch:
         """The groups, each with what became of it, and the counts."""
         admitted, outcomes = set(self.admission().admitted), self._outcomes()
-        finished = [(place, d) for place, d in enumerate(self._draws) if d.group is not None]
+        finished = [(place, d) for place, d in enumerate(self.settled) if d.group is not None]
         groups = [d for place, d in finished if place in admitted]
         rejected = [(d, self._status(d, outcomes[place] is True)) for place, d in finished if place not in admitted]
+        own = [d for d in self.settled if not d.carried]
         return RolloutBatch(
             step=self._step,
-            first_draw=next((d.number for d in self.own), self._draws[-1].number + 1),
+            first_draw=next((d.number for d in own), self._draws[-1].number + 1),
             groups=tuple(d.group for d in groups if d.group),
             rejected=tuple((d.group, status) for d, status in rejected if d.group),
-            stats=self._stats(groups, rejected, keep_rate),
-            spans=tuple(self.spans.cut()[1]),
+            stats=self._stats(own, groups, rejected, keep_rate),
+            spans=tuple(spans),
         )
 
     def _status(self, draw: PendingGroup, good: bool) -> str:
-        """What became of a finished draw that is not trained on now."""
+        """What became of a finished draw that is not trained on."""
         if good:
-            return "carried" if self._config.rollout.max_staleness else "surplus"
+            return "surplus"
         return "stale" if self._good(draw) else str(draw.verdict)
 
     def _stats(
-        self, kept: list[PendingGroup], rejected: list[tuple[PendingGroup, str]], keep_rate: float
+        self,
+        own: list[PendingGroup],
+        kept: list[PendingGroup],
+        rejected: list[tuple[PendingGroup, str]],
+        keep_rate: float,
     ) -> RolloutStats:
-        own = self.own
         verdicts = Counter(d.verdict for d in own)
         statuses = Counter(status for _, status in rejected)
         lost = [d for d, status in rejected if status in ("surplus", "stale")] + [d for d in own if d.group is None]
-        ages = [self._version - d.oldest for d in kept if d.oldest is not None]
+        ages = Counter(self.version - d.oldest for d in kept if d.oldest is not None)
+        unfinished = sum(d.verdict is None for d in self.going_on)
         return RolloutStats(
             drawn=len(own),
             rounds=self.rounds,
@@ -205,19 +252,45 @@ class DynamicSampling:
             too_few_scored=verdicts[GroupVerdict.TOO_FEW_SCORED],
             kept=len(kept),
             surplus=statuses["surplus"],
-            carried=statuses["carried"],
+            carried=len(self.going_on) - unfinished,
             stale=statuses["stale"],
             cancelled=verdicts[None],
-            wasted_tokens=sum(d.tokens for d in lost),
+            wasted_tokens=sum(d.tokens for d in lost) + sum(d.dropped_tokens for d in own),
             scores=self.scores.made,
             failed_scores=self.scores.failed,
             keep_rate=keep_rate,
-            staleness_mean=sum(ages) / len(ages) if ages else 0.0,
+            staleness_mean=sum(age * count for age, count in ages.items()) / max(ages.total(), 1),
             staleness_max=max(ages, default=0),
             reward_wait_s=self.reward_wait_s,
             decode_steps=self.decode_steps,
+            ages=tuple(ages[age] for age in range(max(ages, default=-1) + 1)),
+            unfinished=unfinished,
+            continued=sum(s.continued for d in own for s in d.received.values()),
+            restarted=sum(d.restarted for d in own),
         )
 
 
 def _mixed(draws: Sequence[PendingGroup]) -> int:
     return sum(d.verdict is GroupVerdict.MIXED for d in draws)
+
+
+def starved_message(batch: RolloutBatch, config: Config) -> str:
+    """That a step found too few groups, and what may help."""
+    stats, wanted, filters = batch.stats, config.rollout.prompts_per_step, config.algorithm.filter_groups
+    others = {"without spread in the reward": stats.flat, "with fewer than two scores": stats.too_few_scored}
+    counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
+    counts |= {name: count for name, count in others.items() if count}
+    failed = f"{stats.failed_scores} of {stats.scores} scores failed. " if stats.failed_scores else ""
+    kept, run = float(config.run.save_samples), config.run.dir or "runs/run"
+    shown = f"\nWhat was drawn: dapo inspect {run} --samples" if kept else ""
+    prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
+    return (
+        f"step {batch.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
+        f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
+        f"{failed}What may help: {prompts}; a larger rollout.samples_per_prompt (now "
+        f"{config.rollout.samples_per_prompt}); a larger "
+        "algorithm.filter_groups.max_num_gen_batches; algorithm.filter_groups.on_starved=train, to train on the groups "
+        "there are. If nearly all are wrong, check that the reward finds the answer in the responses at all."
+        f"{shown}"
+    )

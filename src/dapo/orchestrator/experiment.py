@@ -237,8 +237,9 @@ class Experiment:
                 "the best one is looked for anew"
             )
             self.early_stopping.evaluations_since = 0
-        if dropped := self.roles.collector.drop_longer():
-            self.listener.warning(f"rollout.max_response_length: dropped {counted(dropped, 'longer carried group')}")
+        if dropped := self.roles.collector.drop_unfit():
+            what = f"{counted(dropped, 'group')} of longer responses, or of more samples than are wanted now"
+            self.listener.warning(f"rollout.max_response_length or samples_per_prompt: dropped {what}")
         if self.state.step is None:  # otherwise they are published once its updates are done
             await CopySync().push(self.roles.learner, self.roles.engine)
 

@@ -10,15 +10,17 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.orchestrator.dynamic_sampling import DynamicSampling
+from dapo.orchestrator.in_flight import InFlight
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, EngineError, Request, Sampling
 from dapo.rollout.seeds import sample_seed
+from dapo.util.spans import Spans
 
 
 class GroupSampler:
-    """The engine's streams and the scores of one round. A failure in any task ends the group of ``tasks``."""
+    """The engine's streams and the scores of a collector. A failure in any task ends the group of ``tasks``."""
 
     def __init__(
         self,
@@ -26,48 +28,51 @@ class GroupSampler:
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
         config: Config,
-        ledger: DynamicSampling,
         tasks: asyncio.TaskGroup,
+        heard: Callable[[], object],
     ) -> None:
+        """``heard``: called when a draw is a whole group, or sampling may go on."""
         self._engine = engine
         self._scorer = scorer
         self._decode = decode
         self._config = config
-        self._ledger = ledger
         self._tasks = tasks
+        self._heard = heard
         self._running: set[asyncio.Task[None]] = set()
-        self._finished = asyncio.Event()
+        self.in_flight = InFlight(engine, config, heard)
+        self.ledger: DynamicSampling
+        """Of the draws that are in flight now."""
+        self.spans = Spans()
+        """Of sampling and scoring."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Count tokens a second from now on."""
         self._tokens, self._began = 0, time.perf_counter()
         self._last_sample = self._began
-        self.in_flight = 0
-        """Draws that are not whole groups yet."""
 
     def resume(self, draws: Sequence[PendingGroup]) -> None:
-        """Go on with the draws of an interrupted round: score what is not scored, ask for what is missing."""
-        self.in_flight += len(draws)
+        """Go on with interrupted draws: score what is not scored, ask for what is missing."""
         for draw in draws:
-            self._ledger.scores.made += len(draw.scored)
+            self.ledger.scores.made += len(draw.scored)
             self._finish_if_whole(draw)
             for sample in draw.received.values():
                 if sample.index not in draw.scored:
                     self._spawn(self._score(draw, sample))
         if short := [d for d in draws if len(d.received) < self._size]:
-            self._spawn(self._read(short))
+            self.start(short)
 
     def start(self, draws: Sequence[PendingGroup]) -> None:
         """Sample them, in one request to the engine."""
-        self.in_flight += len(draws)
         self._spawn(self._read(draws))
 
-    async def next_finished(self) -> None:
-        """Wait until another draw is a whole group."""
-        await self._finished.wait()
-        self._finished.clear()
-
-    def cancel(self) -> None:
+    async def stop(self) -> None:
         """Stop all that is in flight."""
-        for task in self._running:
+        running = list(self._running)
+        for task in running:
             task.cancel()
+        if running:
+            await asyncio.wait(running)
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,6 +82,8 @@ class GroupSampler:
     def seconds_since_last(self) -> float:
         """Since the last sample came."""
         return time.perf_counter() - self._last_sample
+
+    # -- tasks ---------------------------------------------------------------------------------------------------------
 
     @property
     def _size(self) -> int:
@@ -92,15 +99,23 @@ class GroupSampler:
         draw.asked = tuple(i for i in range(self._size) if i not in draw.received)
         seeds = (sample_seed(self._config.seed, draw.prompt.row, draw.number, i) for i in draw.asked)
         sampling = Sampling(rollout.temperature, rollout.max_response_length, stop=tuple(rollout.stop))
-        return Request(draw.number, draw.prompt.token_ids, tuple(seeds), sampling)
+        begun = enumerate(draw.asked)
+        drafts = tuple(replace(draw.drafts[i], index=place) for place, i in begun if i in draw.drafts)
+        return Request(draw.number, draw.prompt.token_ids, tuple(seeds), sampling, drafts)
 
     async def _read(self, draws: Sequence[PendingGroup]) -> None:
-        """Take the samples of ``draws`` as they finish; cancelling this task closes the engine's stream."""
+        """Take the samples of ``draws`` as they finish, in further streams where one is interrupted."""
+        while short := [d for d in draws if len(d.received) < self._size]:
+            async with self.in_flight.asking_for(short):
+                await self._stream(short)
+
+    async def _stream(self, draws: Sequence[PendingGroup]) -> None:
+        """Cancelling the task of this closes the engine's stream."""
         by_number = {d.number: d for d in draws}
         stream = self._engine.generate([self._request(d) for d in draws])
         wanted = missing = sum(len(d.asked) for d in draws)
         try:
-            with self._ledger.spans("sampling"):
+            with self.spans("sampling"):
                 async for sample in stream:
                     self._receive(by_number.get(sample.request_id), sample)
                     missing -= 1
@@ -115,27 +130,29 @@ class GroupSampler:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
-        raise EngineError(f"{missing} of {wanted} samples never came back")
+        if not self.in_flight.interrupted:
+            raise EngineError(f"{missing} of {wanted} samples never came back")
 
     def _receive(self, draw: PendingGroup | None, sample: Sample) -> None:
         known = draw is not None and 0 <= sample.index < len(draw.asked)
         if draw is None or not known or draw.asked[sample.index] in draw.received:
             raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
+        self.in_flight.check_versions(sample)
         sample = replace(sample, index=draw.asked[sample.index])  # the engine numbers them as they were asked for
         draw.received[sample.index] = sample
+        draw.drafts.pop(sample.index, None)
         self._tokens += sample.length
         self._last_sample = time.perf_counter()
         self._spawn(self._score(draw, sample))
 
     async def _score(self, draw: PendingGroup, sample: Sample) -> None:
         text = self._decode(sample.token_ids.tolist())
-        with self._ledger.spans("scoring"):
-            reward = self._ledger.scores.take(await self._scorer.score(draw.prompt, text, sample.finish_reason))
-        draw.scored[sample.index] = replace(sample, text=text, reward=reward)
+        with self.spans("scoring"):
+            reward = await self._scorer.score(draw.prompt, text, sample.finish_reason)
+        draw.scored[sample.index] = replace(sample, text=text, reward=self.ledger.scores.take(reward))
         self._finish_if_whole(draw)
 
     def _finish_if_whole(self, draw: PendingGroup) -> None:
         if len(draw.scored) == self._size:
-            self._ledger.finish(draw)
-            self.in_flight -= 1
-            self._finished.set()
+            self.ledger.finish(draw)
+            self._heard()

@@ -55,7 +55,8 @@ async def train(
                     with state.doing("update", f"update {index + 1} of {count}", index, count):
                         await learner.update(state.steps_done, index, mini, into=step)
                 with state.doing("sync", "the weights to be handed to the engine"):
-                    await sync.push(learner, collector.engine)
+                    async with collector.changing_weights():
+                        await sync.push(learner, collector.engine)
             after = state.after_step()
             evaluation = await evaluator.maybe(after)
             if not step.seconds:  # what follows counts as the next step's

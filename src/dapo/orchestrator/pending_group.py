@@ -14,6 +14,7 @@ from dapo.config import RewardConfig
 from dapo.errors import RewardError
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.contract import in_place_of_failed
+from dapo.rollout.engine import Draft
 
 ENOUGH_SCORES = 20
 """Scores of a step after which the share of failed ones is judged at once, and not only at the end of the round."""
@@ -55,7 +56,13 @@ class PendingGroup:
     oldest: int | None = None
     """Policy version of the group's oldest token; None: it has no token."""
     carried: bool = False
-    """From an earlier step."""
+    """From an earlier step that counted it."""
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    """Samples that were interrupted, as far as they were, by index."""
+    restarted: int = 0
+    """Samples that were begun again."""
+    dropped_tokens: int = 0
+    """Of samples that were begun again."""
 
     @classmethod
     def carry(cls, group: Group) -> PendingGroup:
@@ -91,7 +98,7 @@ class Scores:
     def __init__(self, config: RewardConfig, metric: str, step: int) -> None:
         self._config = config
         self._metric = metric
-        self._step = step
+        self.step = step
         self.made = 0
         self.failed = 0
         self._errors: Counter[str] = Counter()
@@ -112,6 +119,6 @@ class Scores:
         if self.failed > limit * self.made and (final or self.made >= ENOUGH_SCORES):
             common = "; ".join(f"{text} ({count} x)" for text, count in self._errors.most_common(3))
             raise RewardError(
-                f"step {self._step + 1}: {self.failed} of {self.made} scores failed "
+                f"step {self.step + 1}: {self.failed} of {self.made} scores failed "
                 f"({self.failed / self.made:.0%}; reward.max_error_rate allows {limit:.0%}): {common}"
             )

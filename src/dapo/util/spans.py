@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 Span = tuple[str, float, float]
 """Role, begin and end, in seconds since 1970."""
@@ -21,7 +22,7 @@ class Spans:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self.done: list[Span] = []
-        self._open: list[tuple[str, float]] = []
+        self._open: list[list[Any]] = []  # role and begin
         self._earlier = 0.0
         self._since: float | None = None
 
@@ -37,14 +38,17 @@ class Spans:
     @contextlib.contextmanager
     def __call__(self, role: str) -> Iterator[None]:
         """What happens inside is ``role``'s, however it ends."""
-        began = time.perf_counter()
-        self._open.append((role, began))
+        span = [role, time.perf_counter()]
+        self._open.append(span)
         try:
             yield
         finally:
-            self._open.remove((role, began))
-            self._seconds[role] = self._seconds.get(role, 0.0) + time.perf_counter() - began
-            self.done.append((role, _EPOCH + began, _EPOCH + time.perf_counter()))
+            self._open = [other for other in self._open if other is not span]
+            self._end(*span, time.perf_counter())
+
+    def _end(self, role: str, began: float, ended: float) -> None:
+        self._seconds[role] = self._seconds.get(role, 0.0) + ended - began
+        self.done.append((role, _EPOCH + began, _EPOCH + ended))
 
     def credit(self, role: str) -> None:
         """All that was counted in this process so far was ``role``'s."""
@@ -72,8 +76,11 @@ class Spans:
             self._earlier += taken
 
     def cut(self) -> tuple[dict[str, float], list[Span]]:
-        """:attr:`seconds`, and the spans of each role; the count starts anew. Outside of all spans. Those that overlap
-        become one, and so do those with the least time between them where there are more than ``MOST``."""
+        """:attr:`seconds`, and the spans of each role; the count starts anew. Those that overlap become one, and so do
+        those with the least time between them where there are more than ``MOST``. One that is open is cut in two."""
+        for span in self._open:
+            self._end(*span, now := time.perf_counter())
+            span[1] = now
         found = self.seconds, [span for role in self._seconds for span in _joined(role, self.done)]
         self._seconds, self.done, self._earlier = {}, [], 0.0
         self._since = self._since and time.perf_counter()
