@@ -180,23 +180,22 @@ def check_files(context: CheckContext) -> Iterator[Finding]:
 def check_ahead(context: CheckContext) -> Iterator[Finding]:
     """With ``max_staleness``: whether sampling and updates will run side by side, and what corrects older samples."""
     config = context.config
-    bound, correction = config.rollout.max_staleness, config.algorithm.correction.kind
+    bound = config.rollout.max_staleness
     if not bound:
         return
     learner, engine = context.need(context.device, "device"), engine_device(config)
-    gain = "at most the shorter of sampling and updates is saved: time/rollout and time/update of a run without it tell"
     turns = f"rollout.max_staleness={bound}, but sampling and updates take turns"
+    gain = "at most the shorter of sampling and updates is saved: time/rollout and time/update of a run without it tell"
     if not config.ahead:
         yield Finding("recipe", "ahead", "pass", f"{turns} (rollout.ahead=0); groups left over are carried on")
     elif takes_turns(config):
         fix = "rollout.device=cuda:1 if there is another GPU, or rollout.max_staleness=0"
         yield Finding("recipe", "ahead", "warn", f"{turns} on {learner}: only the wait for late samples is saved", fix)
-    elif learner == engine:
-        text = f"sampling goes on beside the updates, but on the same cores, which slows both down; {gain}"
-        yield Finding("recipe", "ahead", "pass", text)
     else:
-        yield Finding("recipe", "ahead", "pass", f"sampling on {engine} goes on beside updates on {learner}; {gain}")
-    if correction == "none" and config.proximal != "engine":
+        slower = ", on the same cores, which slows both down" if engine == learner else ""
+        text = f"sampling on {engine} goes on beside updates on {learner}{slower}; {gain}"
+        yield Finding("recipe", "ahead", "pass", text)
+    if config.algorithm.correction.kind == "none" and config.proximal != "engine":
         text = f"tokens up to {bound} versions old count as if the proximal policy had sampled them"
         yield Finding("recipe", "correction", "warn", text, "algorithm.correction.kind=truncate (docs/async.md)")
 

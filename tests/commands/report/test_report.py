@@ -292,12 +292,15 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: 
 
 
 def test_what_was_sampled_ahead_has_panels_of_its_own() -> None:
-    turns = {"groups/drawn": 4, "groups/share_all_right": 0.5, "groups/share_all_wrong": 0.0, "time/rollout": 1.0}
+    turns = {"groups/drawn": 4, "groups/share_all_right": 0.5, "groups/share_all_wrong": 0.0, "accuracy": 1.0}
     ahead = {f"staleness/groups/{age}": count for age, count in {10: 1, 9: 2, 0: 1}.items()}
     ahead |= {"overlap/seconds": 0.5, "idle/learner": 0.2}
-    for draw, title in ((figures.sampling, "by age in versions"), (figures.time, "side by side, and idle")):
+    for draw, title, labels in (
+        (figures.sampling, "by age in versions", ["0 old", "9 old", "10 old"]),
+        (figures.learning, "side by side, and idle", ["overlap/seconds", "idle/learner"]),
+    ):
         alone, both = draw([{"step": 1} | turns]), draw([{"step": 1} | turns, {"step": 2} | turns | ahead])
-        assert alone and len(alone.axes) == 2 and both and len(both.axes) == 3
-        assert title in both.axes[2].get_title(loc="left")
-        labels = [text.get_text() for text in both.axes[2].get_legend().get_texts()]
-        assert labels in (["0 old", "9 old", "10 old"], ["overlap/seconds", "idle/learner"])
+        assert alone and both and len(both.axes) == len(alone.axes) + 1
+        last = both.axes[-1]
+        assert title in last.get_title(loc="left")
+        assert [text.get_text() for text in last.get_legend().get_texts()] == labels

@@ -107,7 +107,7 @@ def test_what_is_told_of_sampling_beside_the_updates() -> None:
     told = curves.overlap_told([{"step": 1} | ahead, {"step": 2} | ahead])
     assert "saved 20% " in told and "for samples 70% " in told and told.endswith("was idle 5%.")
     assert "little to win" in curves.overlap_told([{"step": 1} | ahead | {"overlap/seconds": 0.5}])
-    turns = {"time/step": 10.0, "time/rollout": 8.0, "time/reward_wait": 1.0}
+    turns = {"step": 1, "time/step": 10.0, "time/rollout": 8.0, "time/reward_wait": 1.0}
     assert "Sampling is 90% of a step" in (told := curves.overlap_told([turns])) and "save 10% at most" in told
     assert curves.overlap_told([turns | ahead | {"overlap/won": None}]) == told  # they share a GPU
     assert curves.overlap_told([{"step": 0}]) == ""

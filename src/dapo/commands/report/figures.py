@@ -24,10 +24,12 @@ PANELS: Sequence[tuple[str, Sequence[str]]] = (
     ("gradient norm", ("grad_norm", "grad_norm/max")),
     ("engine against trainer, nats", ("mismatch/mean",)),
     ("KL, nats", ("kl/reference", "kl/proximal")),
+    ("side by side, and idle, seconds", ("overlap/seconds", "idle/learner", "idle/engine")),
 )
 """What is drawn of each run that has it: a title and the metrics of one panel."""
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
+_AGES = "staleness/groups/"
 _GREY = "#999999"
 _SMOOTH_FROM = 40  # steps from which on a curve is drawn as a running mean, over its raw values
 
@@ -51,7 +53,7 @@ def sampling(entries: Sequence[Entry]) -> Figure | None:
     """What dynamic sampling saw, and the tokens it cost; None: nothing was sampled yet."""
     if not _has(entries, "groups/drawn"):
         return None
-    ages = sorted({name for e in entries for name in e if name.startswith("staleness/groups/")}, key=_last_number)
+    ages = sorted({int(name.rpartition("/")[2]) for e in entries for name in e if name.startswith(_AGES)})
     figure, (groups, tokens, *stale) = _grid(3 if ages else 2)
     steps = [e["step"] for e in entries if e.get("groups/drawn") is not None]
     wrong, right = (_column(entries, steps, f"groups/share_all_{name}") for name in ("wrong", "right"))
@@ -64,9 +66,8 @@ def sampling(entries: Sequence[Entry]) -> Figure | None:
     _draw_all(tokens, entries, ("tokens/generated", "tokens/loss", "tokens/wasted"))
     _finish(tokens, "tokens of a step", legend=True)
     for place in stale:
-        colours = [_COLOURS[n % len(_COLOURS)] for n in range(len(ages))]
-        labels = [f"{_last_number(name)} old" for name in ages]
-        place.stackplot(steps, *(_column(entries, steps, name) for name in ages), labels=labels, colors=colours)
+        columns = (_column(entries, steps, f"{_AGES}{age}") for age in ages)
+        place.stackplot(steps, *columns, labels=[f"{age} old" for age in ages])
         _finish(place, "groups trained on, by age in versions", legend=True)
     return figure
 
@@ -77,16 +78,12 @@ def time(entries: Sequence[Entry]) -> Figure | None:
     steps = [e["step"] for e in entries if e["step"] and any(e.get(name) is not None for name in names)]
     if not steps:
         return None
-    ahead = ("overlap/seconds", "idle/learner", "idle/engine")
-    figure, (seconds, speed, *side) = _grid(3 if _has(entries, ahead[0]) else 2)
+    figure, (seconds, speed) = _grid(2)
     columns = [_column(entries, steps, name) for name in names]
     seconds.stackplot(steps, *columns, labels=[name.removeprefix("time/") for name in names], colors=_COLOURS)
     _finish(seconds, "seconds of a step", legend=True)
     _draw_all(speed, entries, [f"tokens_per_second/{of}" for of in ("rollout", "update", "total")])
     _finish(speed, "tokens per second", legend=True)
-    for place in side:
-        _draw_all(place, entries, ahead)
-        _finish(place, "seconds side by side, and idle", legend=True)
     return figure
 
 
@@ -137,10 +134,6 @@ def _finish(place: Axes, title: str, legend: bool) -> None:
     place.spines[["top", "right"]].set_visible(False)
     if legend and place.get_legend_handles_labels()[0]:
         place.legend(fontsize=7, frameon=False, loc="best")
-
-
-def _last_number(name: str) -> int:
-    return int(name.rpartition("/")[2])
 
 
 def _has(entries: Sequence[Entry], name: str) -> bool:

@@ -120,26 +120,22 @@ def _stack(names: Sequence[str], steps: Sequence[Sequence[float]], points: int) 
 
 def overlap_told(entries: Sequence[Entry]) -> str:
     """What sampling ahead saved, or could save where sampling and updates took turns. Empty: no times are known."""
-    done = [e for e in entries if _is_number(e.get("overlap/won"))]
-    wall, both, waited, idle = (
-        sum(e.get(name) or 0.0 for e in done)
-        for name in ("overlap/wall", "overlap/seconds", "idle/learner", "idle/engine")
-    )
-    if wall:
+
+    def total(*names: str) -> float:
+        return sum(float(e.get(name) or 0.0) for name in names for e in entries if e.get("step"))
+
+    wall, both, waited, idle = map(total, ("overlap/wall", "overlap/seconds", "idle/learner", "idle/engine"))
+    if wall and any(e.get("overlap/won") is not None for e in entries):
         saved = both / (wall + both)
-        told = f"Sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. "
-        told += (
-            f"The learner waited for samples {waited / wall:.0%} of the time; the engine was idle {idle / wall:.0%}."
-        )
+        told = f"Sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. Of the "
+        told += f"rest, the learner waited for samples {waited / wall:.0%}, and the engine was idle {idle / wall:.0%}."
         return told + (" There is little to win where one of the two is most of a step." if saved < 0.05 else "")
-    steps = [e for e in entries if e.get("time/step")]
-    seconds = sum(e["time/step"] for e in steps)
-    sampling = sum((e.get("time/rollout") or 0.0) + (e.get("time/reward_wait") or 0.0) for e in steps)
+    seconds, sampling = total("time/step"), total("time/rollout", "time/reward_wait")
     if not seconds:
         return ""
-    most = min(sampling, seconds - sampling) / seconds
     told = f"Sampling and updates took turns. Sampling is {sampling / seconds:.0%} of a step: side by side, with "
-    return told + f"rollout.max_staleness=1 and a device of its own, it could save {max(most, 0.0):.0%} at most."
+    most = max(min(sampling, seconds - sampling), 0.0) / seconds
+    return told + f"rollout.max_staleness=1 and a device of its own, it could save {most:.0%} at most."
 
 
 def lanes(steps: Sequence[tuple[int, Sequence[Span]]], idle: float = 10.0) -> dict[str, list[list[float]]]:
