@@ -214,29 +214,32 @@ def test_fake_is_an_engine():
 
 
 @settings(max_examples=60, deadline=None, database=None)
-@given(st.integers(0, 2**31), st.integers(0, 2**31), st.floats(0.15, 1), st.integers(0, 1), st.booleans())
-def test_first_n_in_draw_order(task, timing, rate, staleness, deterministic):
+@given(st.integers(0, 2**31), st.integers(0, 2**31), st.floats(0.15, 1), st.sampled_from([(0, 0), (0, 1), (1, 0)]))
+def test_first_n_in_draw_order(task, timing, rate, mode):
     """Exactly N, the first N kept in draw order, whatever finishes first; every sample asked for comes once."""
 
     def rule(row):
         return MIXED if random.Random(task + row).random() < rate else random.Random(-task - row).choice([RIGHT, WRONG])
 
     good = [row for row in range(400) if rule(row) == MIXED]
+    staleness, deterministic = mode
     changes = {
         "rollout.max_staleness": staleness,
-        "runtime.deterministic": deterministic,
+        "runtime.deterministic": bool(deterministic),
         "algorithm.filter_groups.max_num_gen_batches": 50,
     }
     collector = make(rule, seed=timing, changes=changes, slow=(1, 5))
     result = fill(collector)
     assert draws(result.groups) == good[:N]
     engine, stats = collector.engine, result.stats
-    assert [r.id for r in engine.requests] == list(range(stats.drawn))
+    drawn = stats.drawn + stats.carried + stats.unfinished
+    assert [r.id for r in engine.requests] == list(range(drawn))
     assert set(engine.came_back.values()) == {1}
     finished = {g.draw for g in result.groups} | {g.draw for g, _ in result.rejected}
-    assert len(finished) + stats.cancelled == stats.drawn == collector._source.position
+    assert len(finished) + stats.cancelled == stats.drawn and drawn == collector._source.position
     assert stats.all_right + stats.all_wrong + stats.mixed == len(finished)
-    assert stats.samples == sum(engine.came_back.values()) and stats.tokens == 3 * stats.samples
+    assert stats.tokens == 3 * stats.samples
+    assert staleness or (stats.samples == sum(engine.came_back.values()) and drawn == stats.drawn)
     for group in result.groups:
         assert [s.index for s in group.samples] == list(range(G))
         assert all(s.request_id == group.draw and s.token_ids[0] == group.draw for s in group.samples)
@@ -349,17 +352,19 @@ def test_surplus_is_carried_over():
     collector = make(every_second, changes=changes)
     collector._position.rate.learn(10, 60)
     first = fill(collector)
-    assert first.stats.carried >= 2 and first.stats.surplus == first.stats.cancelled == 0
-    carried = [g.draw for g, status in first.rejected if status == "carried"]
+    assert first.stats.surplus == first.stats.cancelled == 0
+    kept = [group for group in collector.state()["under_way"] if len(group.scored) == G]
+    carried = [group.draw for group in kept if group.draw % 2]
+    assert carried
     collector.engine.version = 1
     second = fill(collector, 1)
     numbers = draws(second.groups)
     assert draws(first.groups) + numbers == [1, 3, 5, 7, 9, 11, 13, 15]
     assert numbers[: len(carried)] == carried[:N]
     assert second.stats.staleness_max == 1
-    assert second.stats.staleness_mean == pytest.approx(min(len(carried), N) / N)
-    if len(carried) >= N:
-        assert second.stats.drawn == 0
+    old = sum(any(s.versions[0] == 0 for s in group.samples) for group in second.groups)
+    assert old >= min(len(carried), N) and second.stats.staleness_mean == old / N
+    assert second.stats.ages == ((N - old, old) if old < N else (0, N))
 
 
 def test_carried_groups_over_the_limit_are_dropped_and_counted():
@@ -374,11 +379,13 @@ def test_stale_groups_are_dropped_and_counted():
     changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
     collector = make(every_second, changes=changes)
     collector._position.rate.learn(10, 60)
-    carried = fill(collector).stats.carried
+    fill(collector)
+    old = [g.draw for g in collector.state()["under_way"] if g.draw % 2 and len(g.samples)]
     collector.engine.version = 1
     second = fill(collector, 1, version=2)  # that of the trainer
-    assert second.stats.stale == carried and second.stats.kept == N
-    assert all(g.samples[0].versions[0] >= 1 for g in second.groups)
+    stale = [g.draw for g, status in second.rejected if status == "stale"]
+    assert stale == old and second.stats.stale == len(old) > 1 and second.stats.kept == N
+    assert all(s.versions[0] >= 1 for g in second.groups for s in g.samples)
 
 
 def sample_of(number, index, length, version, reward=None):
@@ -422,47 +429,32 @@ def in_order(rule, carried, *, version, changes, never=()):
     collector.engine, collector._scorer = InOrder(version=version), FakeScorer(rule, AtOnce())
     collector.engine.never = never
     count = len(carried)
-    collector.load_state(collector.state() | {"draws": count, "source": {"position": count}, "carried": tuple(carried)})
+    position = {"draws": count, "source": {"position": count}, "counts": {"produced": count}}
+    collector.load_state(collector.state() | position | {"carried": tuple(carried)})
     return collector
 
 
 def test_counts_of_a_fill_with_carried_and_stale_groups():
-    """By hand. Waiting: draws 0 and 2 of version 0, too old for version 2; draw 1 of version 1, of age 1. Drawn: 3, 4
-    and 5 of which 4 is wrong, then, at a keep-rate of (2 + 1) / (3 + 1), 1 / 0.75, so two for the one missing."""
-    changes = {"rollout.max_staleness": 1, "runtime.deterministic": True}
+    """By hand. Waiting: draws 0 and 2 of version 0, too old for version 2; draw 1 of version 1, of age 1. Four are
+    drawn for the three that are missing, and with 4 of them wrong that does: 6 is admitted, and all is settled."""
+    changes = {"rollout.max_staleness": 1, "rollout.ahead": 0}
     waiting = [waiting_group(0, 5, version=0), waiting_group(1, 7, version=1), waiting_group(2, 8, version=0)]
     collector = in_order(lambda row: WRONG if row == 4 else MIXED, waiting, version=2, changes=changes)
     result = fill(collector, 1)
     assert draws(result.groups) == [1, 3, 5, 6]
-    assert [(g.draw, status) for g, status in result.rejected] == [
-        (0, "stale"),
-        (2, "stale"),
-        (4, "all_wrong"),
-        (7, "carried"),
-    ]
-    assert result.stats == RolloutStats(
-        drawn=5,
-        rounds=2,
-        samples=15,
-        tokens=3 * (5 + 6 + 7 + 8 + 9),
-        all_right=0,
-        mixed=4,
-        all_wrong=1,
-        flat=0,
-        too_few_scored=0,
-        kept=4,
-        surplus=0,
-        carried=1,
-        stale=2,
-        cancelled=0,
-        wasted_tokens=3 * 5 + 3 * 8,
-        scores=15,
-        failed_scores=0,
-        keep_rate=(3 + 1) / (4 + 1),  # of draws 3 to 6: the last one is not settled
-        staleness_mean=0.25,
-        staleness_max=1,
-        reward_wait_s=result.stats.reward_wait_s,
-    )
+    assert [(g.draw, status) for g, status in result.rejected] == [(0, "stale"), (2, "stale"), (4, "all_wrong")]
+    stats = result.stats
+    assert (stats.drawn, stats.samples, stats.tokens) == (4, 12, 3 * (5 + 6 + 7 + 8))
+    assert (stats.mixed, stats.all_wrong, stats.kept, stats.stale, stats.surplus) == (3, 1, 4, 2, 0)
+    assert stats.wasted_tokens == 3 * 5 + 3 * 8
+    assert stats.keep_rate == (3 + 1) / (4 + 1)
+    assert (stats.staleness_mean, stats.staleness_max, stats.ages) == (0.25, 1, (3, 1))
+    going_on = stats.carried + stats.unfinished
+    assert stats.totals == {"produced": 7 + going_on, "trained": 4, "filtered": 1, "stale": 2, "surplus": 0} | {
+        "cancelled": 0,
+        "carried": stats.carried,
+        "unfinished": stats.unfinished,
+    }
 
 
 @pytest.mark.parametrize("at_once", [16, 18])
@@ -499,6 +491,9 @@ def test_counts_of_a_fill_with_surplus_stale_and_cancelled_draws(at_once):
         staleness_mean=0.0,
         staleness_max=0,
         reward_wait_s=result.stats.reward_wait_s,
+        ages=(4,),
+        totals={"produced": 11, "trained": 4, "filtered": 1, "stale": 1, "surplus": 1, "cancelled": 4}
+        | {"carried": 0, "unfinished": 0},
     )
 
 
@@ -834,21 +829,20 @@ def test_an_interrupted_fill_keeps_to_its_budget():
 
 def test_resume_is_exact(tmp_path):
     """Entries 85 and 88: one restored from a file goes on as the first one does, carried-over groups included."""
-    for staleness in (0, 1):
-        changes = {"runtime.deterministic": True, "rollout.max_staleness": staleness}
+    changes = {"runtime.deterministic": True}
 
-        def steps(collector, numbers):
-            for step in numbers:
-                collector.engine.version = step
-                result = fill(collector, step)
-                yield draws(result.groups), [(g.draw, status) for g, status in result.rejected], result.stats.keep_rate
+    def steps(collector, numbers):
+        for step in numbers:
+            collector.engine.version = step
+            result = fill(collector, step)
+            yield draws(result.groups), [(g.draw, status) for g, status in result.rejected], result.stats.keep_rate
 
-        whole = make(every_second, changes=changes)
-        first = list(steps(whole, range(3)))
-        again = make(every_second, seed=5, changes=changes)
-        again.load_state(through_a_file(tmp_path, whole.state()))
-        assert list(steps(again, range(3, 6))) == list(steps(whole, range(3, 6)))
-        assert first
+    whole = make(every_second, changes=changes)
+    first = list(steps(whole, range(3)))
+    again = make(every_second, seed=5, changes=changes)
+    again.load_state(through_a_file(tmp_path, whole.state()))
+    assert list(steps(again, range(3, 6))) == list(steps(whole, range(3, 6)))
+    assert first
 
 
 def test_state_keeps_every_field_of_a_carried_group(tmp_path):
@@ -858,19 +852,19 @@ def test_state_keeps_every_field_of_a_carried_group(tmp_path):
     fill(collector)
     other = make(every_second)
     other.load_state(through_a_file(tmp_path, collector.state()))
-    assert collector._position.carried and len(other._position.carried) == len(collector._position.carried)
-    for one, two in zip(collector._position.carried, other._position.carried, strict=True):
+    assert any(len(group.samples) == G for group in collector._position.under_way)
+    for one, two in zip(collector._position.under_way, other._position.under_way, strict=True):
         assert (one.draw, one.prompt) == (two.draw, two.prompt)
         for a, b in zip(one.samples, two.samples, strict=True):
             assert (a.request_id, a.index, a.finish_reason, a.text) == (b.request_id, b.index, b.finish_reason, b.text)
             for name in ("token_ids", "logprobs", "versions"):
                 left, right = getattr(a, name), getattr(b, name)
                 assert left.dtype == right.dtype and np.array_equal(left, right)
-            assert a.scored == b.scored == (a.index != 1)
-            if a.scored:
+            assert a.scored == b.scored
+            if a.reward is None or a.scored:
                 assert a.reward == b.reward
             else:
-                assert a.reward.error == b.reward.error == "time-out"
+                assert a.index == 1 and a.reward.error == b.reward.error == "time-out"
 
 
 def test_a_checkpoint_with_the_earlier_name_of_a_record_is_read(tmp_path):
@@ -935,18 +929,10 @@ def test_the_first_round_is_n_prompts_whatever_the_keep_rate():
 
 def test_groups_carried_over_are_taken_in_the_order_of_their_draws():
     """And so are trained on in that order, whatever order a checkpoint has them in; new draws go on behind them."""
-    changes = {"rollout.max_staleness": 1, "rollout.max_concurrent_samples": 60}
-    collector = make(every_second, changes=changes)
-    collector._position.rate.learn(10, 60)
-    assert fill(collector).stats.carried >= 2
-    state = collector.state()
-    again = make(every_second, changes=changes)
-    again.load_state(state | {"carried": state["carried"][::-1]})
-    result = fill(again, 1)
-    assert draws(result.groups) == sorted(draws(result.groups)) and draws(result.groups)[:2] == [
-        group.draw for group in state["carried"][:2]
-    ]
-    assert all(group.draw >= state["draws"] for group in result.sampled)  # those of this step alone
+    waiting = [waiting_group(number, 5, version=0) for number in (2, 0, 1)]
+    result = fill(in_order(every_second, waiting, version=0, changes={}))
+    assert draws(result.groups) == [0, 1, 2, 3]
+    assert draws(result.sampled)[0] == 3  # of this step alone
 
 
 def test_every_number_of_a_position_comes_back():

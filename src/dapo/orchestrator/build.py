@@ -29,6 +29,7 @@ from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.inputs import (
     RunOverrides,
     described_model,
+    evaluation_engine,
     heldout_prompts,
     make_engine,
     own_source,
@@ -143,6 +144,8 @@ class Roles:
     learner: LocalLearner
     builder: BatchBuilder
     engine: Engine
+    evaluation_engine: Engine | None
+    """None: evaluations have that of the rollout."""
     collector: Collector
     source: PromptSource
     stop_ids: Sequence[int]
@@ -203,9 +206,11 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     template.ends_with(stop_ids)
     notice_generation_config(model, listener)
     spare = trainer.bytes_to_come
+    copy = config.evaluation.while_sampling == "copy" and config.rollout.max_staleness > 0 and bool(setup.heldout)
+    second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
     collector = Collector(drawn, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
-    return Roles(learner, builder, engine, collector, source, stop_ids, found, limits)
+    return Roles(learner, builder, engine, second, collector, source, stop_ids, found, limits)
 
 
 async def examine(setup: Setup, model: Any, scorer: Scorer, listener: Listener) -> None:

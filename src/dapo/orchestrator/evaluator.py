@@ -7,6 +7,7 @@ Waits for: the engine and the scorer, between two rollouts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from dapo.config import Config
@@ -35,7 +36,7 @@ class Evaluator:
         self,
         config: Config,
         heldout: Sequence[Prompt],
-        engine: Engine,
+        engine: Callable[[], AbstractAsyncContextManager[Engine]],
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
         state: RunState,
@@ -43,6 +44,7 @@ class Evaluator:
         listener: Listener,
         metrics: Mapping[str, Metric],
     ) -> None:
+        """``engine``: gives the one to evaluate with, which has the present weights and nothing else to do."""
         self._config, self._heldout = config, heldout
         self._engine, self._scorer, self._decode = engine, scorer, decode
         self._state, self._early_stopping, self._listener = state, early_stopping, listener
@@ -102,8 +104,9 @@ class Evaluator:
             return None
         self._state.tell("", f"the evaluation {name}", 0, 0)
         self._listener.phase(f"evaluating {name}")
-        work = (self._heldout, self._engine, self._scorer, self._decode, self._config)
-        return await evaluate(*work, self._listener.advance, self._metrics)
+        async with self._engine() as engine:
+            work = (self._heldout, engine, self._scorer, self._decode, self._config)
+            return await evaluate(*work, self._listener.advance, self._metrics)
 
 
 def _scores(found: Evaluation) -> dict[str, Any]:

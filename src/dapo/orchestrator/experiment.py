@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.build import Rewards, Roles, Setup, examine, load_roles
 from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, Stateful
 from dapo.orchestrator.evaluator import Evaluator
-from dapo.orchestrator.inputs import RunOverrides
+from dapo.orchestrator.inputs import RunOverrides, take_turns
 from dapo.orchestrator.loop import train
 from dapo.orchestrator.model_writer import ModelWriter
 from dapo.orchestrator.recorder import Recorder
@@ -50,6 +50,7 @@ from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.orchestrator.step_state import StepState
 from dapo.orchestrator.sync import CopySync
+from dapo.rollout.engine import Engine
 from dapo.training.faults import FaultFolder
 from dapo.util.asynchronous import closed_in_time, in_thread
 from dapo.util.files import write_json, writing
@@ -97,7 +98,8 @@ class Experiment:
         Raises UserError: it cannot be loaded or trained, or does not fit into the memory."""
         self.roles = load_roles(self.setup, self.rewards.scorer, self.listener, self._out_of_time)
         self._closing.callback(self.roles.learner.close)
-        self._closing.push_async_callback(self._stop, "the engine", self.roles.engine.close)
+        for engine in filter(None, (self.roles.engine, self.roles.evaluation_engine)):
+            self._closing.push_async_callback(self._stop, "the engine", engine.close)
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, evaluate; whatever happens in between, what was learned is written down."""
@@ -105,7 +107,7 @@ class Experiment:
             await examine(self.setup, self.roles.model, self.rewards.scorer, self.listener)
         await self._open()
         self.state.seconds.credit("start")
-        plan = Plan(self.config.rollout.prompts_per_step, self.early_stopping)
+        plan = Plan(self.config.rollout.prompts_per_step, self.early_stopping, take_turns(self.config))
         try:
             with shortage_explained(self.config, self.roles.model), self.state.spans.counting():
                 await train(
@@ -199,7 +201,7 @@ class Experiment:
         self.evaluator = Evaluator(
             self.config,
             setup.heldout,
-            roles.engine,
+            self._evaluated,
             self.rewards.scorer,
             setup.template.decode,
             self.state,
@@ -249,6 +251,19 @@ class Experiment:
         if found := await self.evaluator.first():
             self.recorder.metrics.append(0, found)
             self.checkpointer.note_best()
+
+    @contextlib.asynccontextmanager
+    async def _evaluated(self) -> AsyncIterator[Engine]:
+        """The engine to evaluate with: one of its own, beside sampling, or the only one, while sampling is paused."""
+        roles = self.roles
+        if roles.evaluation_engine is None:
+            async with roles.collector.paused():
+                yield roles.engine
+            return
+        await roles.evaluation_engine.wake()
+        await CopySync().push(roles.learner, roles.evaluation_engine)
+        yield roles.evaluation_engine
+        await roles.evaluation_engine.sleep()
 
     # -- around the loop -------------------------------------------------------------------------------------------
 

@@ -44,9 +44,10 @@ class Spans:
             yield
         finally:
             self._open = [other for other in self._open if other is not span]
-            self._end(*span, time.perf_counter())
+            self._end(span)
 
-    def _end(self, role: str, began: float, ended: float) -> None:
+    def _end(self, span: list[Any]) -> None:
+        (role, began), ended = span, time.perf_counter()
         self._seconds[role] = self._seconds.get(role, 0.0) + ended - began
         self.done.append((role, _EPOCH + began, _EPOCH + ended))
 
@@ -79,8 +80,8 @@ class Spans:
         """:attr:`seconds`, and the spans of each role; the count starts anew. Those that overlap become one, and so do
         those with the least time between them where there are more than ``MOST``. One that is open is cut in two."""
         for span in self._open:
-            self._end(*span, now := time.perf_counter())
-            span[1] = now
+            self._end(span)
+            span[1] = self.done[-1][2] - _EPOCH
         found = self.seconds, [span for role in self._seconds for span in _joined(role, self.done)]
         self._seconds, self.done, self._earlier = {}, [], 0.0
         self._since = self._since and time.perf_counter()
