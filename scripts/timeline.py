@@ -1,4 +1,4 @@
-"""Draws when sampling and learner were at work, from the spans.jsonl of runs, one above the other over the same seconds.
+"""Draws when sampling and learner were at work, from the spans.jsonl of runs, one above the other over equal seconds.
 
 usage: python scripts/timeline.py STEP OUT.svg TITLE=RUN_FOLDER [TITLE=RUN_FOLDER ...]
 

@@ -87,7 +87,7 @@ groups/all_wrong           | groups       | filtered: every sample wrong
 groups/flat                | groups       | filtered: no spread in the reward (metric score)
 groups/unscored            | groups       | filtered: fewer than two samples with a verdict
 groups/surplus             | groups       | good groups beyond N, discarded
-groups/carried             | groups       | good groups beyond N, kept for the next step
+groups/carried             | groups       | finished groups that wait for the next step
 groups/cancelled           | groups       | draws stopped because N groups had been found
 groups/stale               | groups       | good groups that became too old and were dropped
 groups/unfinished          | groups       | draws that went on when the batch was handed out
