@@ -219,12 +219,13 @@ def test_the_commonest_error_of_a_reward_is_the_one_that_is_quoted() -> None:
 
 def test_mismatch_is_of_all_tokens_compared() -> None:
     reports = [
-        make_report(1, mismatch=Mismatch(1, 0.4, 0.4, 0.1)),
+        make_report(1, mismatch=Mismatch(1, 0.4, 0.4, 0.1, 1)),
         make_report(3, mismatch=Mismatch(3, 0.0, 0.0, 0.1)),
     ]
     found = metrics(reports=reports)
     assert found["mismatch/mean"] == pytest.approx(0.1)
     assert found["mismatch/max"] == 0.4 and found["mismatch/k3"] == pytest.approx(0.05)
+    assert found["mismatch/tail"] == 0.25
     assert mismatch_metrics(Mismatch()) == {}
 
 
@@ -278,5 +279,5 @@ def test_what_the_paper_watches_is_in_every_step() -> None:
     """Section 4.3 and figures, as listed in the notes on the algorithm: present, if only as null."""
     watched = """response_length/mean response_length/max response_length/truncated reward/mean accuracy entropy
         probability/mean clip/low clip/high clip/high_probability groups/share_all_right groups/share_all_wrong
-        grad_norm groups/drawn groups/kept staleness/mean mismatch/mean mismatch/max mismatch/k3"""
+        grad_norm groups/drawn groups/kept staleness/mean mismatch/mean mismatch/max mismatch/k3 mismatch/tail"""
     assert set(watched.split()) <= set(metrics())

@@ -97,9 +97,10 @@ groups/draws_per_kept      | ratio        | groups drawn over groups kept
 groups/rounds              | count        | rounds of drawing that it took to fill the batch
 staleness/mean             | versions     | mean age of the oldest token of each trained group
 staleness/max              | versions     | largest such age
-mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, tokens of the current version
+mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, samples wholly of the current version
 mismatch/max               | nats         | largest such difference
 mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
+mismatch/tail              | share        | of the same tokens, those with pi_trainer / pi_engine outside [0.9, 1.1]
 correction/mean            | ratio        | mean weight of the importance correction
 kl/reference               | nats         | KL of the policy to the initial one, by the estimator asked for
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved

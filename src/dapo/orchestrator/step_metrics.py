@@ -37,7 +37,7 @@ WATCHED = (
     *("response_length/mean", "response_length/max", "response_length/truncated", "reward/mean", "accuracy"),
     *("entropy", "probability/mean", "clip/low", "clip/high", "clip/high_probability"),
     *("groups/share_all_right", "groups/share_all_wrong", "grad_norm", "staleness/mean"),
-    *("mismatch/mean", "mismatch/max", "mismatch/k3"),
+    *("mismatch/mean", "mismatch/max", "mismatch/k3", "mismatch/tail"),
 )
 """What the paper's section 4.3 watches: in every step; None where there is no number, as in a step without update."""
 
@@ -219,10 +219,11 @@ def statistic(reports: Sequence[UpdateReport], key: str) -> float:
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """Engine against trainer, if there were tokens of the current version to compare."""
+    """Engine against trainer, if there were samples of the current version to compare."""
     if not mismatch.tokens:
         return {}
-    return {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum, "mismatch/k3": mismatch.k3}
+    sizes = {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum, "mismatch/k3": mismatch.k3}
+    return sizes | {"mismatch/tail": mismatch.tail / mismatch.tokens}
 
 
 def step_seconds(times: Mapping[str, float]) -> float:
