@@ -164,7 +164,8 @@ class TokenBatch:
     ``indices`` (of the sample in its group). ``token_ids`` ``[T]`` int64. Per response token, ``[R]``, in sequence
     order: ``mask`` (bool: in the loss), ``behaviour_logprobs`` (float32, nats, as sampled) and ``versions`` (int64,
     policy version sampled under). ``columns``: further numbers of each response token, ``[R]`` float32, by name, such
-    as ``advantages``, ``proximal`` and ``reference`` (log-probabilities of these policies). All are cut together.
+    as ``advantages``, ``proximal`` and ``reference`` (log-probabilities of these policies) and ``updates_behind``
+    (optimizer updates from the token's weights to those that training on the batch began at). All are cut together.
     """
 
     lengths: IntArray

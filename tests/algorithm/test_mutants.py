@@ -74,7 +74,7 @@ MUTANTS = [
     ("objective.py", "            known.proximal_logprobs,\n", "            known.behaviour_logprobs,\n"),
     # objective: masks and divisors
     ("objective.py", "return torch.where(mask, values, torch.zeros_like(values))", "return values * mask"),
-    ("objective.py", "value.is_floating_point()}", "value.is_floating_point() and name != 'weights'}"),
+    ("objective.py", "value.is_floating_point():", "value.is_floating_point() and field.name != 'weights':"),
     ("objective.py", "logprobs = _select(inputs.mask, logprobs)", "logprobs = logprobs"),
     ("objective.py", "(known.weights * loss).sum()", "(known.weights * loss).mean()"),
     ("objective.py", "(known.weights * loss).sum()", "(known.weights * loss).sum().detach()"),
@@ -87,6 +87,11 @@ MUTANTS = [
     ("objective.py", "1 / (constant * num_samples)", "1 / constant"),
     ("objective.py", "1 / (constant * num_samples)", "1 / (constant * float(sample_ids.unique().numel()))"),
     ("objective.py", "torch.where(mask, weights, 0).float()", "(mask * weights).float()"),
+    # objective: interpolation
+    ("objective.py", "torch.lerp(behaviour, current, share)", "torch.lerp(current, behaviour, share)"),
+    ("objective.py", "current = logprobs.detach()", "current = logprobs"),
+    ("objective.py", "torch.where(now > 0, before / now.clamp(min=1), 1.0)", "before / now.clamp(min=1)"),
+    ("objective.py", "mask=mask, **self.correction)", "mask=mask, **self.correction | {'kind': 'none'})"),
     # objective: KL, correction, statistics
     ("objective.py", "loss + self.kl_coef * kl", "loss - self.kl_coef * kl"),
     ("objective.py", "logprobs, known.reference_logprobs, self", "logprobs.detach(), known.reference_logprobs, self"),

@@ -394,6 +394,8 @@ def test_section_errors_do_not_speak_of_classes(message: Message) -> None:
 
 # --- cross-field checks: the numbers are shown, and what is proposed works ----------------------------------------
 
+INTERPOLATE = ("algorithm.proximal=interpolate", "rollout.max_staleness=1")
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "numbers"),
@@ -412,6 +414,17 @@ def test_section_errors_do_not_speak_of_classes(message: Message) -> None:
         (["algorithm.correction.low=3"], "algorithm.correction.low", ["3", "2.0"]),
         (["algorithm.kl.target=0.1", "algorithm.kl.mode=measure"], "algorithm.kl.target", ["measure"]),
         (["algorithm.loss_constant=48"], "algorithm.loss_constant", ["token-mean"]),
+        (["rollout.ahead=3", "rollout.max_staleness=2"], "rollout.ahead", ["3", "2"]),
+        (["rollout.ahead=1"], "rollout.ahead", ["1", "0"]),
+        (["runtime.deterministic=true", "rollout.max_staleness=2"], "runtime.deterministic", ["2", "the clock"]),
+        (["algorithm.clip_ratio_high=11", "rollout.max_staleness=2"], "algorithm.clip_ratio_high", ["11", "2", "0.28"]),
+        (["algorithm.proximal=interpolate"], "algorithm.proximal", ["max_staleness=0"]),
+        ([*INTERPOLATE, "algorithm.correction.kind=mask"], "algorithm.correction.kind", ["divisor"]),
+        (
+            [*INTERPOLATE, "algorithm.correction.kind=truncate", "algorithm.correction.level=sequence"],
+            "algorithm.correction.level",
+            ["whole responses"],
+        ),
     ],
 )
 def test_an_impossible_combination_shows_its_numbers(
@@ -435,6 +448,21 @@ def test_an_impossible_combination_shows_its_numbers(
         (["algorithm.kl.target=0.1", "algorithm.kl.mode=measure"], ["algorithm.kl.target=null"]),
         (["algorithm.loss_constant=48"], ["algorithm.loss_agg_mode=constant"]),
         (["algorithm.loss_constant=48"], ["algorithm.loss_constant=null"]),
+        (["rollout.ahead=3", "rollout.max_staleness=2"], ["rollout.ahead=2"]),
+        (["rollout.ahead=3", "rollout.max_staleness=2"], ["rollout.max_staleness=3"]),
+        (["runtime.deterministic=true", "rollout.max_staleness=2"], ["rollout.max_staleness=0"]),
+        (["runtime.deterministic=true", "rollout.max_staleness=2"], ["runtime.deterministic=false"]),
+        (["algorithm.clip_ratio_high=11", "rollout.max_staleness=2"], ["algorithm.clip_ratio_high=0.28"]),
+        (["algorithm.clip_ratio_high=11", "rollout.max_staleness=2"], ["algorithm.correction.kind=truncate"]),
+        (["algorithm.clip_ratio_high=11", "rollout.max_staleness=2"], ["rollout.max_staleness=0"]),
+        (["algorithm.proximal=interpolate"], ["rollout.max_staleness=1"]),
+        (["algorithm.proximal=interpolate"], ["algorithm.proximal=auto"]),
+        ([*INTERPOLATE, "algorithm.correction.kind=mask"], ["algorithm.correction.kind=truncate"]),
+        ([*INTERPOLATE, "algorithm.correction.kind=mask"], ["algorithm.proximal=recompute"]),
+        (
+            [*INTERPOLATE, "algorithm.correction.kind=truncate", "algorithm.correction.level=sequence"],
+            ["algorithm.correction.level=token"],
+        ),
     ],
 )
 def test_what_is_proposed_works(load: Load, message: Message, overrides: list[str], proposed: list[str]) -> None:
@@ -473,6 +501,7 @@ def test_buffer_as_long_as_the_limit_and_buffer_of_zero_are_fine(load: Load) -> 
             "algorithm.kl.horizon=32",  # 16 x 10 samples are 5 x 32: the coefficient may fall to zero
             "algorithm.kl.horizon=33",
         ),
+        (["rollout.max_staleness=1"], "algorithm.clip_ratio_high=10.1", "algorithm.clip_ratio_high=10"),
     ],
 )
 def test_what_is_on_the_border_is_refused_and_the_next_value_works(
@@ -491,6 +520,12 @@ def test_equal_clip_ratios_are_no_warning_and_a_lower_upper_one_is() -> None:
     assert warned(0.2) == []
     (lower,) = warned(0.19)
     assert "clip_ratio_high=0.19 is below clip_ratio_low=0.2" in lower
+
+
+def test_an_engine_of_its_own_for_evaluation_is_for_what_is_sampled_ahead(load: Load) -> None:
+    copy, stale = "evaluation.while_sampling=copy", "rollout.max_staleness=1"
+    assert [text for text in warnings_for(load(RECIPE, copy)) if text.startswith(f"{copy}: has no effect")]
+    assert not [text for text in warnings_for(load(RECIPE, copy, stale)) if "while_sampling" in text]
 
 
 def test_warnings() -> None:

@@ -40,7 +40,7 @@ def test_a_run_writes_spans_that_add_up_to_its_times_and_cuts_them_when_it_goes_
 
 def test_a_run_that_samples_ahead_accounts_for_its_draws_and_its_time(tmp_path: Path) -> None:
     """From its files alone: every draw that was made is something, every group trained on has an age."""
-    run(tmp_path / "r", {"training.steps": 4, "rollout.max_staleness": 1})
+    run(tmp_path / "r", {"training.steps": 4, "rollout.max_staleness": 1, "runtime.deterministic": False})
     entries, spans = steps_of(tmp_path / "r"), dict(read_spans(RunFolder(tmp_path / "r").spans, 3))
     for entry in entries:
         draws = {name: count for name, count in entry.items() if name.startswith("draws/")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -362,17 +361,6 @@ def test_a_run_without_evaluations_is_told_of_none(two: Path) -> None:
     listener = Recorder()
     go_on(two, "training.steps=3", "rollout.max_response_length=5", listener=listener)
     assert not any("evaluation" in text for text in listener.warnings)
-
-
-def test_carried_groups_over_a_lowered_length_are_dropped(tmp_path: Path) -> None:
-    folder, listener = tmp_path / "run", Recorder()
-    run(folder, TWO | {"rollout.max_staleness": 1})
-    shorter = ("rollout.max_response_length=3", "algorithm.overlong_buffer.len=1")
-    go_on(folder, "training.steps=3", *shorter, listener=listener)
-    (said,) = [text for text in listener.warnings if "carried group" in text]
-    assert re.fullmatch(r"rollout.max_response_length: dropped [1-9]\d* longer carried groups?", said)
-    lines = (RunFolder(folder).samples / "step-00003.jsonl").read_text().splitlines()
-    assert max(json.loads(line)["length"] for line in lines) <= 3
 
 
 def test_a_patience_does_not_make_it_another_evaluation(tmp_path: Path) -> None:

@@ -355,7 +355,6 @@ def test_surplus_is_carried_over():
     assert first.stats.surplus == first.stats.cancelled == 0
     kept = [group for group in collector.state()["under_way"] if len(group.scored) == G]
     carried = [group.draw for group in kept if group.draw % 2]
-    assert carried
     collector.engine.version = 1
     second = fill(collector, 1)
     numbers = draws(second.groups)

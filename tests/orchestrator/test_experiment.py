@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -154,27 +155,36 @@ def test_a_reward_without_right_and_wrong_is_filtered_by_its_spread(tmp_path: Pa
     assert entry["accuracy"] is None and entry["groups/kept"] == 4
 
 
-def test_good_groups_beyond_n_are_trained_on_one_step_later(tmp_path: Path) -> None:
-    """Entry 25, in the whole loop: with max_staleness 1 surplus groups are carried, tagged with their age."""
-    changes = {"rollout.max_staleness": 1, "rollout.prompts_per_step": 2, "training.steps": 8}
-    run(tmp_path / "run", changes)
-    check_metrics(tmp_path / "run")
+ASYNCHRONOUS = {
+    "rollout.max_staleness": 1,
+    "rollout.prompts_per_step": 2,
+    "training.steps": 8,
+    "runtime.deterministic": False,
+}
+
+
+@pytest.mark.parametrize("policy", ["keep", "drain", "restart"])
+@pytest.mark.parametrize("evaluated", ["pause", "copy"])
+def test_sampling_ahead_with_a_real_engine(tmp_path: Path, policy: str, evaluated: str) -> None:
+    """Every draw is in the samples and the metrics of one step, with tokens of the versions that this allows."""
+    more = {"rollout.in_flight": policy, "evaluation.while_sampling": evaluated, "evaluation.every": 3}
+    summary = run(tmp_path / "run", ASYNCHRONOUS | more, heldout=PROMPTS[:4])
     entries = steps_of(tmp_path / "run")
-    assert sum(e["groups/carried"] for e in entries) > 0
-    assert all(e["groups/surplus"] == 0 and e["groups/kept"] == 2 for e in entries)
+    assert summary["steps"] == len(entries) == 8 and "accuracy_after" in summary
     assert max(e["staleness/max"] for e in entries) == 1
-    carried = next(e["step"] for e in entries if e["groups/carried"])
-    path = RunFolder(tmp_path / "run").samples / "step-{:05d}.jsonl"
-    waiting = {s["draw"] for s in read_samples(Path(str(path).format(carried))) if s["status"] == "carried"}
-    trained = {s["draw"] for s in read_samples(Path(str(path).format(carried + 1))) if s["status"] == "kept"}
-    assert waiting & trained
-    # lengths and accuracy are of the samples that a step generated, so no sample counts in two steps
+    folder, seen = RunFolder(tmp_path / "run").samples, Counter[int]()
     for entry in entries:
-        samples = read_samples(Path(str(path).format(entry["step"])))
-        new = [s for s in samples if s["versions"][0] == entry["step"] - 1]
-        assert len(new) == 4 * entry["groups/drawn"]
-        assert entry["accuracy"] == pytest.approx(sum(s["correct"] for s in new) / len(new))
-        assert entry["response_length/mean"] == pytest.approx(sum(s["length"] for s in new) / len(new))
+        samples = list(read_samples(folder / f"step-{entry['step']:05d}.jsonl"))
+        seen.update({s["draw"] for s in samples})
+        assert len(samples) == 4 * entry["groups/drawn"] and entry["groups/kept"] == 2
+        assert entry["accuracy"] == pytest.approx(sum(s["correct"] for s in samples) / len(samples))
+        assert entry["response_length/mean"] == pytest.approx(sum(s["length"] for s in samples) / len(samples))
+        for sample in samples:
+            versions = sample["versions"]
+            assert versions == sorted(versions) and (policy == "keep" or len({*versions}) <= 1)
+            if sample["status"] == "kept":
+                assert entry["step"] - 2 <= min(versions) and max(versions) <= entry["step"] - 1
+    assert set(seen.values()) == {1}
 
 
 def test_a_step_is_told_before_its_evaluation(tmp_path: Path) -> None:

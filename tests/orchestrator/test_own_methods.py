@@ -268,3 +268,18 @@ def test_what_does_not_go_with_an_objective_from_python_is_refused_too(tmp_path:
     with pytest.raises(ConfigError, match=r"8 \(prompt\) \+ 4 x 12 \(responses\) = 56 tokens"):
         run(tmp_path / "pair", GSPO | small | {"algorithm.kl.mode": "measure"}, objective=own_methods.preference)
     assert not (tmp_path / "kl").exists() and not (tmp_path / "pair").exists()
+
+
+def test_stale_samples_need_an_objective_that_says_it_bears_them_or_a_correction(tmp_path: Path, file: Path) -> None:
+    stale = GSPO | {"rollout.max_staleness": 1, "runtime.deterministic": False, "training.steps": 1}
+    for changes, given in (({}, own_methods.Gspo()), ({"algorithm.objective": f"{file}:Gspo"}, None)):
+        with pytest.raises(ConfigError, match=r"max_staleness: is 1, .* the attribute off_policy = True"):
+            run(tmp_path / "run", stale | changes, objective=given)
+    assert not (tmp_path / "run").exists()
+
+    class OffPolicy(own_methods.Gspo):
+        off_policy = True
+
+    run(tmp_path / "said", stale, objective=OffPolicy())
+    run(tmp_path / "corrected", stale | {"algorithm.correction.kind": "truncate"}, objective=own_methods.Gspo())
+    assert steps_of(tmp_path / "said") and steps_of(tmp_path / "corrected")

@@ -72,7 +72,6 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
         "algorithm.correction": {"kind": "truncate"},
         "algorithm.kl": {"mode": "reward"},
     },
-    "carried groups": {"rollout.max_staleness": 1, "training.steps": 5},
 }
 
 

@@ -222,12 +222,13 @@ def test_the_commonest_error_of_a_reward_is_the_one_that_is_quoted() -> None:
 
 def test_mismatch_is_of_all_tokens_compared() -> None:
     reports = [
-        make_report(1, mismatch=Mismatch(1, 0.4, 0.4, 0.1)),
+        make_report(1, mismatch=Mismatch(1, 0.4, 0.4, 0.1, 1)),
         make_report(3, mismatch=Mismatch(3, 0.0, 0.0, 0.1)),
     ]
     found = metrics(reports=reports)
     assert found["mismatch/mean"] == pytest.approx(0.1)
     assert found["mismatch/max"] == 0.4 and found["mismatch/k3"] == pytest.approx(0.05)
+    assert found["mismatch/tail"] == 0.25
     assert mismatch_metrics(Mismatch()) == {}
 
 
@@ -281,7 +282,7 @@ def test_what_the_paper_watches_is_in_every_step() -> None:
     """Section 4.3 and figures, as listed in the notes on the algorithm: present, if only as null."""
     watched = """response_length/mean response_length/max response_length/truncated reward/mean accuracy entropy
         probability/mean clip/low clip/high clip/high_probability groups/share_all_right groups/share_all_wrong
-        grad_norm groups/drawn groups/kept staleness/mean mismatch/mean mismatch/max mismatch/k3"""
+        grad_norm groups/drawn groups/kept staleness/mean mismatch/mean mismatch/max mismatch/k3 mismatch/tail"""
     assert set(watched.split()) <= set(metrics())
 
 
@@ -320,19 +321,19 @@ def test_overlap_is_of_the_time_between_two_batches(
 ) -> None:
     spans: list[Span] = [("writing", 16, 17), ("rollout", 17, 20), ("update", 20, 25)]
     batch = RolloutBatch(1, 0, (), (), STATS, tuple(("sampling", begin, end) for begin, end in sampling))
-    found = overlap_metrics(batch, spans, [*EARLIER, *extra], takes_turns=False)
+    found = overlap_metrics(batch, spans, [*EARLIER, *extra], take_turns=False)
     assert found.pop("overlap/won") == wanted[1] / (wanted[0] + wanted[1])
     assert tuple(found.values()) == wanted[:4] and all(map(describe, [*found, "overlap/won"]))
-    turns = overlap_metrics(batch, spans, [*EARLIER, *extra], takes_turns=True)
+    turns = overlap_metrics(batch, spans, [*EARLIER, *extra], take_turns=True)
     assert "overlap/won" not in turns and turns["idle/engine"] == wanted[4]  # parked from 10 to 16
 
 
 def test_the_first_step_of_a_process_has_overlapped_nothing() -> None:
     batch = RolloutBatch(0, 0, (), (), STATS, (("sampling", 1, 3),))
-    found = overlap_metrics(batch, [("rollout", -90, -80), ("rollout", 1, 4), ("update", 4, 9)], [], takes_turns=False)
+    found = overlap_metrics(batch, [("rollout", -90, -80), ("rollout", 1, 4), ("update", 4, 9)], [], take_turns=False)
     wanted = {"overlap/wall": 3, "overlap/seconds": 0, "idle/learner": 3, "idle/engine": 1, "overlap/won": 0}
     assert found == wanted
-    assert overlap_metrics(batch, [("update", 4, 9)], [], takes_turns=False) == {}
+    assert overlap_metrics(batch, [("update", 4, 9)], [], take_turns=False) == {}
 
 
 @settings(deadline=None)

@@ -11,8 +11,9 @@ NaN times 0 is NaN, and even a ``where`` on the result would let NaN into the gr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,12 +49,34 @@ class TokenInputs:
     """int: the group, which is the pair of a preference."""
     reference_logprobs: Tensor | None = None
     """log pi_ref, if the KL to the initial policy is asked for."""
+    proximal_share: Tensor | None = None
+    """From :func:`interpolation_share`. pi_prox and w then follow from the present log-probs (:meth:`resolved`)."""
+    correction: Mapping[str, Any] | None = None
+    """Options of :func:`importance_weights` for that w, of a kind and level that leave the mask alone."""
+
+    def resolved(self, logprobs: Tensor) -> TokenInputs:
+        """With pi_prox interpolated: log pi_prox = log pi_engine + a (log pi_theta - log pi_engine), and w of that.
+
+        Without a ``proximal_share`` the same inputs. ``logprobs``: [R] log pi_theta; no gradient flows through them.
+        """
+        if self.proximal_share is None:
+            return self
+        current = logprobs.detach()
+        behaviour, share = self.behaviour_logprobs.to(current.dtype), self.proximal_share.to(current.dtype)
+        proximal, importance = torch.lerp(behaviour, current, share), self.importance  # exact at 0 and 1
+        if self.correction is not None:
+            ids, mask = self.sample_ids, self.mask
+            importance, _ = importance_weights(proximal, behaviour, sample_ids=ids, mask=mask, **self.correction)
+        return replace(self, proximal_logprobs=proximal, importance=importance, proximal_share=None)
 
     def selected(self) -> TokenInputs:
         """A copy in which masked positions hold neutral numbers."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        numbers = {name: value for name, value in values.items() if value is not None and value.is_floating_point()}
-        return replace(self, **{name: _select(self.mask, value) for name, value in numbers.items()})
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[field.name] = _select(self.mask, value)
+        return replace(self, **found)
 
 
 def _select(mask: Tensor, values: Tensor) -> Tensor:
@@ -186,6 +209,18 @@ def importance_weights(
     if kind == "mask":
         mask = mask & (ratio >= low) & (ratio <= high)
     return torch.ones_like(ratio), mask
+
+
+def interpolation_share(before: Tensor, now: Tensor) -> Tensor:
+    """a = (v_prox - v_behave) / (v_theta - v_behave), [R]: how far pi_prox lies from pi_engine towards pi_theta.
+
+    Versions are counted in optimizer updates. Where pi_theta is pi_engine, a is 1.
+
+    Args:
+        before: [R] v_prox - v_behave: updates from the weights of a token to those that training on its batch began at.
+        now: [R] v_theta - v_behave: updates from the weights of a token to the present ones, at least ``before``.
+    """
+    return torch.where(now > 0, before / now.clamp(min=1), 1.0)
 
 
 # --- the loss -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dapo.config.composed_reward import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
 from dapo.config.user_parts import check_own_parts
 from dapo.errors import UserError
-from dapo.model.placement import engine_device, takes_turns
+from dapo.model.placement import engine_device, take_turns
 from dapo.observe.trackers import check_trackers
 
 _BYTES_PER_TOKEN = 22
@@ -188,7 +188,7 @@ def check_ahead(context: CheckContext) -> Iterator[Finding]:
     gain = "at most the shorter of sampling and updates is saved: time/rollout and time/update of a run without it tell"
     if not config.ahead:
         yield Finding("recipe", "ahead", "pass", f"{turns} (rollout.ahead=0); groups left over are carried on")
-    elif takes_turns(config):
+    elif take_turns(config):
         fix = "rollout.device=cuda:1 if there is another GPU, or rollout.max_staleness=0"
         yield Finding("recipe", "ahead", "warn", f"{turns} on {learner}: only the wait for late samples is saved", fix)
     else:

@@ -72,6 +72,7 @@ def conflicts(config: Config) -> Iterator[str]:
     """Every impossible combination, as `key: what is wrong, with the numbers; what would work`."""
     yield from _conflicting_sizes(config)
     yield from _conflicts_of_algorithm(config)
+    yield from _conflicts_of_staleness(config)
 
 
 def _conflicting_sizes(config: Config) -> Iterator[str]:
@@ -169,6 +170,48 @@ def _conflicts_of_algorithm(config: Config) -> Iterator[str]:
         )
 
 
+_NEVER_CLIPS = 10.0
+"""A clip_ratio_high above this is none: training meets no such ratio."""
+
+
+def _conflicts_of_staleness(config: Config) -> Iterator[str]:
+    algorithm, staleness, ahead = config.algorithm, config.rollout.max_staleness, config.ahead
+    kind, level = algorithm.correction.kind, algorithm.correction.level
+    if ahead > staleness:
+        yield (
+            f"rollout.ahead: is {ahead}, but groups that are more than {staleness} versions old "
+            f"(rollout.max_staleness) are dropped; use at most {staleness}, or max_staleness={ahead}"
+        )
+    if staleness and config.runtime.deterministic:
+        yield (
+            f"runtime.deterministic: with rollout.max_staleness={staleness} samples are drawn during updates, and the "
+            "clock decides which weights each token comes from; use rollout.max_staleness=0 or deterministic=false"
+        )
+    if staleness and algorithm.objective == "dapo" and kind == "none" and algorithm.clip_ratio_high > _NEVER_CLIPS:
+        yield (
+            f"algorithm.clip_ratio_high: {algorithm.clip_ratio_high:g} never clips, and with "
+            f"rollout.max_staleness={staleness} samples come from older weights; use clip_ratio_high=0.28 (the paper), "
+            "algorithm.correction.kind=truncate or max_staleness=0"
+        )
+    if algorithm.proximal != "interpolate":
+        return
+    if not staleness:
+        yield (
+            "algorithm.proximal: interpolate goes by the age of a token, and with rollout.max_staleness=0 all are of "
+            "the present weights; use proximal=auto or rollout.max_staleness=1"
+        )
+    if kind == "mask":
+        yield (
+            "algorithm.correction.kind: mask changes the divisor of the loss, which has to be known before the "
+            "log-probs that proximal=interpolate goes by; use kind=truncate or algorithm.proximal=recompute"
+        )
+    if kind != "none" and level == "sequence":
+        yield (
+            "algorithm.correction.level: sequence needs the log-probs of whole responses, which with "
+            "proximal=interpolate are known chunk by chunk; use level=token or algorithm.proximal=recompute"
+        )
+
+
 def _divisors_near(total: int, wanted: int) -> list[int]:
     small = [d for d in range(1, min(math.isqrt(total), 100_000) + 1) if total % d == 0]
     divisors = {*small, *(total // d for d in small)}
@@ -190,6 +233,8 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
             found.append(f"evaluation.{key}: has no effect without evaluation.data (files of held-out rows)")
     if config.evaluation.patience and not (config.evaluation.every and rows):
         found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
+    if config.evaluation.while_sampling == "copy" and not config.ahead:
+        found.append("evaluation.while_sampling=copy: has no effect where nothing is sampled ahead (rollout.ahead)")
     if config.data.system is not None and config.data.template == "plain":
         found.append("data.system: has no effect with data.template=plain, which has no system message")
     training = config.training

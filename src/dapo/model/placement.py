@@ -44,10 +44,11 @@ def engine_device(config: Config) -> torch.device:
     return learner if shared else torch.device("cuda", place)
 
 
-def takes_turns(config: Config) -> bool:
-    """Whether samples come and updates are made one after the other: nothing is sampled ahead, or both share a GPU."""
-    learner = device_of(config)
-    return config.ahead == 0 or (learner.type == "cuda" and learner == engine_device(config))
+def take_turns(config: Config) -> bool:
+    """Whether engine and learner take turns, each with the memory of the other: on-policy, or on one GPU."""
+    device = engine_device(config)
+    shared = config.rollout.engine == "native" and device.type == "cuda" and device == device_of(config)
+    return shared or config.rollout.max_staleness == 0
 
 
 def cache_bytes(config: Config) -> int | None:

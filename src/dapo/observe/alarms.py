@@ -176,7 +176,7 @@ def _mismatch_tail(history: History) -> str | None:
 )
 def _no_overlap(history: History) -> str | None:
     won, wall = history.newest("overlap/won", AHEAD), sum(history.newest("overlap/wall", AHEAD))
-    if not won or max(won) >= WON or not wall:
+    if not won or max(won) >= WON or not wall or not history.config.ahead:
         return None
     waiting, idle = (sum(history.newest(f"idle/{who}", AHEAD)) / wall for who in ("learner", "engine"))
     share = f"the learner waited for samples {waiting:.0%} of the time, the engine had nothing to sample {idle:.0%}"

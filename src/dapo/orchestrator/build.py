@@ -100,6 +100,13 @@ def _check_objective(config: Config, overrides: RunOverrides) -> None:
         return
     if config.algorithm.kl.mode == "loss":
         raise ConfigError(kl_in_loss_of_another("one from Python"))
+    staleness, uncorrected = config.rollout.max_staleness, config.algorithm.correction.kind == "none"
+    if staleness and uncorrected and not getattr(objective, "off_policy", False):
+        raise ConfigError(
+            f"rollout.max_staleness: is {staleness}, but the objective does not say that it bears samples of older "
+            "weights; use max_staleness=0 or algorithm.correction.kind=truncate, or, if it clips or weighs the ratio "
+            "itself, give it the attribute off_policy = True"
+        )
     budget, prompt = config.training.tokens_per_micro_batch, config.data.max_prompt_length
     each, response = config.rollout.samples_per_prompt, config.rollout.max_response_length
     longest = prompt + each * response

@@ -316,7 +316,9 @@ class Collector:
 
     def _draw_more(self, ledger: DynamicSampling, sampler: GroupSampler) -> bool:
         """Whether prompts were drawn."""
-        if sampler.in_flight.held or ledger.exhausted or not (count := ledger.refill(self._batches)):
+        if sampler.in_flight.held or ledger.exhausted:
+            return False
+        if not (count := ledger.refill(self._batches, self._wanted is not None)):
             return False
         drawn = [ledger.add(draw) for draw in self._draw(count)]
         ledger.exhausted = len(drawn) < count

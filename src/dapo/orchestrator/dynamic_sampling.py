@@ -64,7 +64,7 @@ class DynamicSampling:
         filters = config.algorithm.filter_groups
         most = wanted * (filters.max_num_gen_batches + config.ahead)
         self._budget = most if filters.enable or self._lasting else self._missing
-        self._rate_known = bool(rounds or going_on)
+        self._rate_known = filters.enable and bool(rounds or going_on)
         for draw in going_on:
             self.add(draw)
         self.resumed = [self.add(PendingGroup.resume(g)) for g in resumed]
@@ -88,22 +88,22 @@ class DynamicSampling:
         self._draws.append(draw)
         return draw
 
-    def refill(self, batches: int = 1) -> int:
-        """How many prompts will probably do for so many steps, to be drawn now."""
+    def refill(self, batches: int = 1, waits: bool = True) -> int:
+        """How many prompts will probably do for so many steps, to be drawn now. ``waits``: the first step waits for
+        them; for the others a few are held back, as groups beyond those of all steps become stale."""
         streaming, in_flight = not self._config.runtime.deterministic, self.pending
         if in_flight and not streaming:
             return 0  # what to draw must not depend on what happens to have finished
         new = [d for d in self.own if d.verdict is not None]
-        count = refill_size(
-            wanted=self._missing + self.wanted * (batches - 1),
-            in_flight=in_flight,
-            # the first round is N prompts; what comes of them sizes the others
-            keep_rate=self._rate.value(_mixed(new), len(new)) if self._rate_known else 1.0,
-            budget_left=self._budget,
-        )
+        # the first round is N prompts; what comes of them sizes the others
+        keep_rate = self._rate.value(_mixed(new), len(new)) if self._rate_known else 1.0
+        wanted = self._missing + self.wanted * (batches - 1)
+        if self._lasting and wanted > 0:  # less the standard deviation of how many will be kept
+            wanted = max(self._missing if waits else 0, wanted - round((wanted * (1 - keep_rate)) ** 0.5))
+        count = refill_size(wanted=wanted, in_flight=in_flight, keep_rate=keep_rate, budget_left=self._budget)
         count = max(min(count, self._slots(len(new), batches) - in_flight) if streaming else count, 0)
         self.rounds += bool(count)
-        self._rate_known |= bool(count)
+        self._rate_known |= bool(count) and self._config.algorithm.filter_groups.enable
         return count
 
     def _slots(self, finished: int, batches: int = 1) -> int:

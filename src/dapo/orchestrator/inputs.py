@@ -130,13 +130,6 @@ def make_engine(
         )
 
 
-def take_turns(config: Config) -> bool:
-    """Whether engine and learner take turns, each with the memory of the other: on-policy, or on one GPU."""
-    device = engine_device(config)
-    shared = config.rollout.engine == "native" and device.type == "cuda" and device == device_of(config)
-    return shared or config.rollout.max_staleness == 0
-
-
 def evaluation_engine(
     config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, heldout: Sequence[Prompt]
 ) -> NativeEngine:

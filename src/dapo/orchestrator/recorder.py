@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.model.placement import takes_turns
+from dapo.model.placement import take_turns
 from dapo.observe.alarms import Alarms
 from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.metrics import MetricsLog
@@ -70,7 +70,7 @@ class Recorder:
             **(self.resources.step_means() if self.resources is not None else {}),
         }
         if config.rollout.max_staleness:
-            metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, takes_turns(config))
+            metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, take_turns(config))
         self.earlier = step.spans
         audit, found = await self.monitor.finish()
         metrics |= audit

@@ -38,7 +38,7 @@ WATCHED = (
     *("response_length/mean", "response_length/max", "response_length/truncated", "reward/mean", "accuracy"),
     *("entropy", "probability/mean", "clip/low", "clip/high", "clip/high_probability"),
     *("groups/share_all_right", "groups/share_all_wrong", "grad_norm", "staleness/mean"),
-    *("mismatch/mean", "mismatch/max", "mismatch/k3"),
+    *("mismatch/mean", "mismatch/max", "mismatch/k3", "mismatch/tail"),
 )
 """What the paper's section 4.3 watches: in every step; None where there is no number, as in a step without update."""
 
@@ -202,7 +202,7 @@ def _ahead(stats: RolloutStats, bound: int) -> dict[str, float]:
 
 
 def overlap_metrics(
-    rollout: RolloutBatch, spans: Sequence[Span], earlier: Sequence[Span], takes_turns: bool
+    rollout: RolloutBatch, spans: Sequence[Span], earlier: Sequence[Span], take_turns: bool
 ) -> dict[str, float]:
     """Sampling and the learner's work side by side, between the handing out of the batch before and that of this one.
 
@@ -210,13 +210,13 @@ def overlap_metrics(
     work would take ``overlap/seconds`` longer than ``overlap/wall``: ``overlap/won`` is the share of that time saved.
 
     ``spans``: of the step, as far as the loop makes them; ``earlier``: those of the step before, empty if another
-    process made it. ``takes_turns``: by design, so that the engine is parked during updates, and nothing can be won.
+    process made it. ``take_turns``: by design, so that the engine is parked during updates, and nothing can be won.
     """
     waits, waits_before = ([s for s in some if s[0] == "rollout"] for some in (spans, earlier))
     if not waits:
         return {}
     begin, end = waits_before[-1][2] if waits_before else waits[-1][1], waits[-1][2]
-    updating = [s for s in earlier if s[0] in ("prepare", "update", "sync")] if takes_turns else []
+    updating = [s for s in earlier if s[0] in ("prepare", "update", "sync")] if take_turns else []
     parked = [("parked", min(s[1] for s in updating), max(s[2] for s in updating))] if updating else []
 
     def seconds(*roles: str) -> float:
@@ -231,7 +231,7 @@ def overlap_metrics(
         "idle/learner": seconds("rollout"),
         "idle/engine": end - begin - seconds("sampling", "evaluation", "parked"),
     }
-    return found if takes_turns or not wall else found | {"overlap/won": both / (wall + both)}
+    return found if take_turns or not wall else found | {"overlap/won": both / (wall + both)}
 
 
 def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
@@ -266,10 +266,11 @@ def statistic(reports: Sequence[UpdateReport], key: str) -> float:
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """Engine against trainer, if there were tokens of the current version to compare."""
+    """Engine against trainer, if there were samples of the current version to compare."""
     if not mismatch.tokens:
         return {}
-    return {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum, "mismatch/k3": mismatch.k3}
+    sizes = {"mismatch/mean": mismatch.mean, "mismatch/max": mismatch.maximum, "mismatch/k3": mismatch.k3}
+    return sizes | {"mismatch/tail": mismatch.tail / mismatch.tokens}
 
 
 def step_seconds(times: Mapping[str, float]) -> float:

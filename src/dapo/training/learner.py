@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from dapo.algorithm.objective import (
     Stats,
     TokenInputs,
     importance_weights,
+    interpolation_share,
     token_statistics,
     token_weights,
 )
@@ -135,8 +136,11 @@ class LocalLearner:
     # --- in its thread --------------------------------------------------------------------------------------------
 
     def annotated(self, batch: TokenBatch) -> TokenBatch:
-        """With the columns ``proximal`` (``proximal: recompute``) and ``reference`` (KL), where they are asked for."""
+        """With the columns ``proximal`` (``proximal: recompute``) and ``reference`` (KL), where they are asked for, and
+        with ``updates_behind`` where groups may be stale: optimizer updates made since the weights of each token."""
         columns: dict[str, Any] = {}
+        if self._config.rollout.max_staleness:
+            columns["updates_behind"] = self.trainer.updates_behind(batch.versions)
         if self._config.proximal == "recompute":
             columns["proximal"] = self.trainer.policy.logprobs(batch).cpu().numpy()
         if self._reference is not None:
@@ -178,9 +182,15 @@ class LocalLearner:
         return _Guarded(self.objective, estimator, self._out_of_time)
 
     def inputs(self, mini: TokenBatch) -> TokenInputs:
-        """What the objective gets to know of an optimizer mini-batch."""
-        longest = self._config.rollout.max_response_length
-        return objective_inputs(mini, self._config.algorithm, longest, self.trainer.device)
+        """What the objective gets to know of an optimizer mini-batch, which is the next one to be trained on."""
+        algorithm, longest = self._config.algorithm, self._config.rollout.max_response_length
+        device = self.trainer.device
+        found = objective_inputs(mini, algorithm, longest, device)
+        if algorithm.proximal != "interpolate":
+            return found
+        before, now = mini.columns["updates_behind"], self.trainer.updates_behind(mini.versions)
+        share = interpolation_share(upload(before, device), upload(now, device))
+        return replace(found, proximal_share=share, correction=algorithm.correction.model_dump())
 
 
 def own_objective(config: Config, given: Objective | None = None) -> Objective | None:
@@ -230,8 +240,9 @@ def _try(objective: Any, what: str, config: Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """An objective that ends an update which there is no time left for, between two chunks of tokens. ``estimator``: of
-    the KL among the statistics that are measured whatever is minimised; None: it measures them itself."""
+    """An objective that ends an update which there is no time left for, between two chunks of tokens, and that knows
+    an interpolated pi_prox. ``estimator``: of the KL among the statistics that are measured whatever is minimised;
+    None: it measures them itself."""
 
     objective: Objective
     estimator: KLEstimator | None
@@ -244,6 +255,7 @@ class _Guarded:
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, inputs: Any) -> tuple[torch.Tensor, Stats]:
         if self.out_of_time():
             raise Stopped("there is no time left for this update")
+        inputs = inputs.resolved(logprobs)
         if self.estimator is None:
             return self.objective(logprobs, entropy, inputs)
         loss, statistics = call_own("algorithm.objective", self.objective, logprobs, entropy, inputs)

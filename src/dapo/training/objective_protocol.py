@@ -13,7 +13,8 @@ class Objective(Protocol):
     """What a mini-batch is trained on.
 
     Its attribute ``unit`` says what it needs to see together: a ``token`` (where it has none), a ``sequence``, or a
-    ``pair``: all samples of a draw. Parts of a mini-batch that it is called with never split one.
+    ``pair``: all samples of a draw. Parts of a mini-batch that it is called with never split one. Its attribute
+    ``off_policy`` says that it bears samples of older weights without a correction; where it has none, it does not.
     """
 
     def __call__(

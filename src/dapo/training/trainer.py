@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dapo.config import TrainingConfig
@@ -23,7 +24,7 @@ from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, changing_parameters, has_adapter
 from dapo.model.compiling import compile_layers
-from dapo.records import TokenBatch
+from dapo.records import FloatArray, IntArray, TokenBatch
 from dapo.training.checkpoint import load_optimizer, load_weights, save_model, save_optimizer
 from dapo.training.faults import Fault, FaultFolder, diagnose, norms
 from dapo.training.head_passes import through_head
@@ -37,6 +38,8 @@ from dapo.training.update_totals import PhaseClock, Totals
 from dapo.util.shutdown import Stopped
 
 NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
+_REMEMBERED = 256
+"""Versions of which it is known after how many updates they were published: more than a group is ever old."""
 _LARGE = 2**20
 """Numbers of a tensor that are worth a kernel of their own when all weights are looked at."""
 
@@ -95,6 +98,7 @@ class Trainer:
             fused=True,
         )
         self._unpublished = False
+        self._updates_at = {0: 0}  # version -> optimizer updates made when it was published, ascending
         self._skipped_in_row = 0
         self._step, self._tried = 0, 0
         self.begin_step(0)
@@ -214,7 +218,20 @@ class Trainer:
         if self._unpublished:
             self.version += 1
             self._unpublished = False
+            known = [*self._updates_at.items(), (self.version, self.updates)]
+            self._updates_at = dict(known[-_REMEMBERED:])  # never changed in place: a snapshot has the same one
         return self.version, ((name, p.detach()) for name, p in self._published.items())
+
+    def updates_behind(self, versions: IntArray) -> FloatArray:
+        """Optimizer updates from the weights of each of these versions to the present ones.
+
+        A version from before those that are remembered counts as one update less for each version, which is the least
+        that it can be: a policy interpolated by it stays nearer to the one that sampled.
+        """
+        named, place = np.unique(versions, return_inverse=True)
+        oldest, made = next(iter(self._updates_at.items()))
+        behind = [self.updates - self._updates_at.get(v, made + v - oldest) for v in named.tolist()]
+        return np.asarray(behind, np.float32)[place]
 
     @torch.no_grad()
     def check_finite(self) -> None:
@@ -265,6 +282,7 @@ class Trainer:
             "version": self.version,
             "unpublished": self._unpublished,
             "updates": self.updates,
+            "updates_at": list(self._updates_at.items()),
             "skipped_updates": self.skipped_updates,
             "skipped_in_row": self._skipped_in_row,
             "step": self._step,
@@ -280,6 +298,8 @@ class Trainer:
         self.updates = int(counters["updates"])
         self.skipped_updates = int(counters["skipped_updates"])
         self._unpublished = bool(counters["unpublished"])
+        known = counters.get("updates_at", [(self.version, self.updates - self._unpublished)])  # of an older version
+        self._updates_at = {int(version): int(updates) for version, updates in known}
         self._skipped_in_row = int(counters["skipped_in_row"])
         self._step, self._tried = int(counters.get("step", 0)), int(counters.get("tried", 0))
 

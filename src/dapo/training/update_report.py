@@ -20,6 +20,8 @@ class Mismatch:
     absolute_sum: float = 0.0
     maximum: float = 0.0
     k3_sum: float = 0.0
+    tail: float = 0.0
+    """Tokens with pi_trainer / pi_engine outside [0.9, 1.1]."""
 
     @property
     def mean(self) -> float:
@@ -42,6 +44,7 @@ class Mismatch:
             # max() would drop a NaN or not, depending on the order
             math.nan if math.isnan(self.maximum + other.maximum) else max(self.maximum, other.maximum),
             self.k3_sum + other.k3_sum,
+            self.tail + other.tail,
         )
 
 

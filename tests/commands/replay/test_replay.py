@@ -148,6 +148,35 @@ def test_of_a_sample_that_was_dropped_there_is_what_the_engine_said(kept_run: Pa
     assert all(one["engine_logprob"] < 0 for one in shown["tokens"])
 
 
+def test_an_interpolated_proximal_policy_is_that_of_each_update(tmp_path: Path) -> None:
+    changes = {
+        "runtime.deterministic": False,
+        "rollout.max_staleness": 1,
+        "rollout.prompts_per_step": 2,
+        "training.groups_per_update": 1,
+        "training.steps": 4,
+        "algorithm.proximal": "interpolate",
+        "algorithm.correction.kind": "truncate",
+        "run.save_every": 1,
+        "run.keep_last": 4,
+    }
+    root = make_run(tmp_path, changes)
+    step = next(entry["step"] for entry in read_metrics(RunFolder(root).metrics) if entry["staleness/max"] == 1)
+    found = replay(root, step, gradients=100)
+    assert (told(found), found.missing, len(found.updates)) == ([], [], 2)
+    for planned in found.updates:
+        parts = planned["gradient_norms"]
+        assert math.isclose(sum(one["loss"] for one in parts), planned["recomputed"]["loss"], abs_tol=1e-6)
+    (draw,) = found.updates[1]["draws"]
+    shown = replay(root, step, sample=(draw, 0), gradients=0, rewards=False).sample
+    assert shown is not None and shown["update"] == 1
+    for one in shown["tokens"]:  # two updates a step, of which one was made of this one
+        age = 2 * (step - 1 - one["version"])
+        proximal = one["engine_logprob"] + age / (age + 1) * (one["trainer_logprob"] - one["engine_logprob"])
+        assert math.isclose(one["ratio"], math.exp(one["trainer_logprob"] - proximal), rel_tol=1e-5)
+        assert math.isclose(one["importance"], min(2.0, math.exp(proximal - one["engine_logprob"])), rel_tol=1e-5)
+
+
 # --- something was changed ----------------------------------------------------------------------------------------
 
 
@@ -547,7 +576,6 @@ def test_each_step_is_replayed_with_the_settings_it_had(tmp_path: Path) -> None:
         "rollout.prompts_per_step": 3,
         "rollout.samples_per_prompt": 3,
         "rollout.max_response_length": 10,
-        "rollout.max_staleness": 1,
         "algorithm.clip_ratio_high": 0.02,
         "algorithm.loss_agg_mode": "prompt-mean",
         "algorithm.overlong_buffer.len": 2,

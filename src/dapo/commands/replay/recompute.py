@@ -216,7 +216,7 @@ def _gradient_norm(policy: Policy, update: Update, objective: Objective, number:
         return 0.0, 0.0
     with torch.enable_grad():
         logprobs, entropy = policy.evaluate(part)
-        loss, _ = objective(logprobs, entropy, inputs)
+        loss, _ = objective(logprobs, entropy, inputs.resolved(logprobs))
         parameters = [p for p in policy.model.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
@@ -250,6 +250,7 @@ def traced_tokens(policy: Policy, update: Update, objective: Objective, number: 
     if not len(part.targets):
         return []
     logprobs, entropy = policy.evaluate(part)
+    inputs = inputs.resolved(logprobs)
     columns = {
         "trainer_logprob": logprobs,
         "ratio": policy_ratio(logprobs, inputs.proximal_logprobs),
