@@ -215,7 +215,9 @@ MISTAKES: dict[str, Mistake] = {
     "a learning rate for another optimizer": Mistake(
         "settings", "warn", _recipe(training__learning_rate=0.1), "training.learning_rate=1.0e-6"
     ),
-    "old samples that nothing corrects": Mistake("correction", "warn", _recipe(rollout__max_staleness=1), "truncate"),
+    "old samples that nothing corrects": Mistake(
+        "correction", "warn", _recipe(rollout__max_staleness=1), "truncate", also=frozenset({"ahead"})
+    ),
     "a learning rate that moves nothing": Mistake(
         "settings", "warn", _recipe(training__learning_rate=1e-12), "training.learning_rate=1.0e-6"
     ),

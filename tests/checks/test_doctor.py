@@ -475,7 +475,7 @@ def _context() -> CheckContext:
     [
         ({"max_staleness": 0}, ("cuda", "cuda:1"), {}),
         ({"max_staleness": 2}, ("cuda", "cuda:1"), {"ahead": ("pass", "on cuda:1 goes on beside updates on cuda;")}),
-        ({"max_staleness": 2}, ("cpu", "cpu"), {"ahead": ("pass", "on the same cores")}),
+        ({"max_staleness": 2}, ("cpu", "cpu"), {"ahead": ("warn", "share the CPU")}),
         ({"max_staleness": 2, "ahead": 0}, ("cpu", "cpu"), {"ahead": ("pass", "take turns (rollout.ahead=0)")}),
         ({"max_staleness": 2}, ("cuda", "cuda"), {"ahead": ("warn", "take turns on cuda: only")}),
     ],

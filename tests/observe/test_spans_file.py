@@ -48,7 +48,7 @@ def test_a_run_that_samples_ahead_accounts_for_its_draws_and_its_time(tmp_path: 
         ages = {age: entry[f"staleness/groups/{age}"] for age in (0, 1)}
         assert sum(ages.values()) == entry["groups/kept"] > 0
         assert entry["staleness/mean"] == pytest.approx(ages[1] / entry["groups/kept"])
-        assert 0 <= entry["overlap/seconds"] <= entry["overlap/wall"] and entry["overlap/won"] <= 0.5
+        assert 0 <= entry["overlap/seconds"] <= entry["overlap/wall"] and "overlap/won" not in entry
     assert sum(entry["groups/kept"] for entry in entries) == entries[-1]["draws/trained"]
     waits = {step: [end for role, _, end in several if role == "rollout"][-1] for step, several in spans.items()}
     for step in (3, 4):

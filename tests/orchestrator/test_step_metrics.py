@@ -321,19 +321,21 @@ def test_overlap_is_of_the_time_between_two_batches(
 ) -> None:
     spans: list[Span] = [("writing", 16, 17), ("rollout", 17, 20), ("update", 20, 25)]
     batch = RolloutBatch(1, 0, (), (), STATS, tuple(("sampling", begin, end) for begin, end in sampling))
-    found = overlap_metrics(batch, spans, [*EARLIER, *extra], take_turns=False)
+    found = overlap_metrics(batch, spans, [*EARLIER, *extra], parked=False, apart=True)
     assert found.pop("overlap/won") == wanted[1] / (wanted[0] + wanted[1])
     assert tuple(found.values()) == wanted[:4] and all(map(describe, [*found, "overlap/won"]))
-    turns = overlap_metrics(batch, spans, [*EARLIER, *extra], take_turns=True)
+    turns = overlap_metrics(batch, spans, [*EARLIER, *extra], parked=True, apart=False)
     assert "overlap/won" not in turns and turns["idle/engine"] == wanted[4]  # parked from 10 to 16
 
 
 def test_the_first_step_of_a_process_has_overlapped_nothing() -> None:
     batch = RolloutBatch(0, 0, (), (), STATS, (("sampling", 1, 3),))
-    found = overlap_metrics(batch, [("rollout", -90, -80), ("rollout", 1, 4), ("update", 4, 9)], [], take_turns=False)
+    found = overlap_metrics(
+        batch, [("rollout", -90, -80), ("rollout", 1, 4), ("update", 4, 9)], [], parked=False, apart=True
+    )
     wanted = {"overlap/wall": 3, "overlap/seconds": 0, "idle/learner": 3, "idle/engine": 1, "overlap/won": 0}
     assert found == wanted
-    assert overlap_metrics(batch, [("update", 4, 9)], [], take_turns=False) == {}
+    assert overlap_metrics(batch, [("update", 4, 9)], [], parked=False, apart=True) == {}
 
 
 @settings(deadline=None)

@@ -191,10 +191,13 @@ def check_ahead(context: CheckContext) -> Iterator[Finding]:
     elif take_turns(config):
         fix = "rollout.device=cuda:1 if there is another GPU, or rollout.max_staleness=0"
         yield Finding("recipe", "ahead", "warn", f"{turns} on {learner}: only the wait for late samples is saved", fix)
+    elif learner == engine:
+        text = (
+            "sampling and updates share the CPU: side by side each is slower, and a step may take longer than by turns"
+        )
+        yield Finding("recipe", "ahead", "warn", text, "compare time/step with that of rollout.max_staleness=0")
     else:
-        slower = ", on the same cores, which slows both down" if engine == learner else ""
-        text = f"sampling on {engine} goes on beside updates on {learner}{slower}; {gain}"
-        yield Finding("recipe", "ahead", "pass", text)
+        yield Finding("recipe", "ahead", "pass", f"sampling on {engine} goes on beside updates on {learner}; {gain}")
     if config.algorithm.correction.kind == "none" and config.proximal != "engine":
         text = f"tokens up to {bound} versions old count as if the proximal policy had sampled them"
         yield Finding("recipe", "correction", "warn", text, "algorithm.correction.kind=truncate (docs/async.md)")

@@ -170,8 +170,8 @@ def _mismatch_tail(history: History) -> str | None:
 
 @_rule(
     "overlap wins nothing",
-    "there is nothing to win where sampling is most of a step, or the updates are. rollout.max_staleness=0 is then as "
-    "fast, and on-policy; a device of its own for the engine (rollout.device) or fewer tokens to sample change it",
+    "there is nothing to win where sampling is most of a step, or the updates are: rollout.max_staleness=0 is then as "
+    "fast, and on-policy. More GPUs for the longer part, or fewer tokens to sample, change it",
     *("overlap/won", "overlap/wall", "idle/learner", "idle/engine"),
 )
 def _no_overlap(history: History) -> str | None:

@@ -126,7 +126,7 @@ time/training              | seconds      | of all rollout steps so far, without
 time/elapsed               | seconds      | since the run started
 overlap/wall               | seconds      | since the batch before was handed out, evaluation left out
 overlap/seconds            | seconds      | of these, sampling beside the learner's work: what taking turns would add
-overlap/won                | share        | overlap/seconds over both together; less is won where they share cores
+overlap/won                | share        | overlap/seconds over both together, if engine and learner share no device
 idle/engine                | seconds      | of overlap/wall, nothing to sample, and not parked for the learner
 idle/learner               | seconds      | of overlap/wall, waiting for a batch
 tokens_per_second/rollout  | tokens/s     | response tokens generated over the seconds of sampling

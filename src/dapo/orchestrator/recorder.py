@@ -13,7 +13,7 @@ from typing import Any
 
 from dapo.config import Config
 from dapo.errors import UserError
-from dapo.model.placement import take_turns
+from dapo.model.placement import device_of, engine_device, take_turns
 from dapo.observe.alarms import Alarms
 from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.metrics import MetricsLog
@@ -70,7 +70,8 @@ class Recorder:
             **(self.resources.step_means() if self.resources is not None else {}),
         }
         if config.rollout.max_staleness:
-            metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, take_turns(config))
+            parked, apart = take_turns(config), engine_device(config) != device_of(config)
+            metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, parked, apart)
         self.earlier = step.spans
         audit, found = await self.monitor.finish()
         metrics |= audit

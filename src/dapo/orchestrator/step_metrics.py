@@ -202,36 +202,36 @@ def _ahead(stats: RolloutStats, bound: int) -> dict[str, float]:
 
 
 def overlap_metrics(
-    rollout: RolloutBatch, spans: Sequence[Span], earlier: Sequence[Span], take_turns: bool
+    rollout: RolloutBatch, spans: Sequence[Span], earlier: Sequence[Span], parked: bool, apart: bool
 ) -> dict[str, float]:
     """Sampling and the learner's work side by side, between the handing out of the batch before and that of this one.
 
     Spans that cross either border count as far as they lie inside, and evaluations are left out. Taking turns, the same
-    work would take ``overlap/seconds`` longer than ``overlap/wall``: ``overlap/won`` is the share of that time saved.
+    work would take ``overlap/seconds`` longer than ``overlap/wall``; the share of that time saved is told where engine
+    and learner are ``apart``: on the same cores each is slower beside the other, so that more may be lost than won.
 
     ``spans``: of the step, as far as the loop makes them; ``earlier``: those of the step before, empty if another
-    process made it. ``take_turns``: by design, so that the engine is parked during updates, and nothing can be won.
+    process made it. ``parked``: the engine is, during updates.
     """
     waits, waits_before = ([s for s in some if s[0] == "rollout"] for some in (spans, earlier))
     if not waits:
         return {}
     begin, end = waits_before[-1][2] if waits_before else waits[-1][1], waits[-1][2]
-    updating = [s for s in earlier if s[0] in ("prepare", "update", "sync")] if take_turns else []
-    parked = [("parked", min(s[1] for s in updating), max(s[2] for s in updating))] if updating else []
+    updating = [s for s in earlier if s[0] in ("prepare", "update", "sync")] if parked else []
+    asleep = [("asleep", min(s[1] for s in updating), max(s[2] for s in updating))] if updating else []
 
     def seconds(*roles: str) -> float:
-        return covered((s for s in (*earlier, *spans, *rollout.spans, *parked) if s[0] in roles), begin, end)
+        return covered((s for s in (*earlier, *spans, *rollout.spans, *asleep) if s[0] in roles), begin, end)
 
-    evaluating = seconds("evaluation")
     both = seconds("sampling", "rollout", "evaluation") - seconds("rollout", "evaluation")
-    wall = end - begin - evaluating
+    wall = end - begin - seconds("evaluation")
     found = {
         "overlap/wall": wall,
         "overlap/seconds": both,
         "idle/learner": seconds("rollout"),
-        "idle/engine": end - begin - seconds("sampling", "evaluation", "parked"),
+        "idle/engine": end - begin - seconds("sampling", "evaluation", "asleep"),
     }
-    return found if take_turns or not wall else found | {"overlap/won": both / (wall + both)}
+    return found | ({"overlap/won": both / (wall + both)} if apart and wall else {})
 
 
 def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
