@@ -141,14 +141,20 @@ def test_learner_and_engine_on_devices_of_their_own(tmp_path: Path, learner: str
 
 
 @pytest.mark.gpu
-def test_the_second_engine_leaves_memory_to_the_first(tmp_path: Path) -> None:
+def test_two_engines_share_a_gpu(tmp_path: Path) -> None:
+    """The second leaves memory to the first, and both may capture steps at the same time."""
     given, _, _, first, second = engines(tmp_path, runtime__device="cuda", runtime__deterministic=False)
     assert engine_device(given).type == "cuda"
 
+    async def sampled(engine: Any) -> int:
+        found = 0
+        for count in (1, 2, 4):
+            asked = [Request(n, (5, 6), (1, 2), evaluation_sampling(given)) for n in range(count)]
+            found += len([s async for s in engine.generate(asked)])
+        await engine.close()
+        return found
+
     async def both() -> None:
-        for engine in (first, second):
-            found = [s async for s in engine.generate([Request(0, (5, 6), (1, 2), evaluation_sampling(given))])]
-            assert len(found) == 2
-            await engine.close()
+        assert await asyncio.gather(sampled(first), sampled(second)) == [14, 14]
 
     asyncio.run(both())

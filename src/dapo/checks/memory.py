@@ -11,7 +11,8 @@ Adam           8 A (two moments); with training.offload_optimizer in a GPU's mem
 engine         b A (its own copy; what is frozen it shares), twice if evaluations beside the sampling have one, too
 reference      4 A, if the KL to the initial policy is asked for
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
-KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step) sequences of at most T tokens
+KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those
+               sampled ahead) sequences of at most T tokens
                (prompt and response), the former in any case with runtime.deterministic; on a GPU no more than
                rollout.cache_gib
 activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
@@ -165,7 +166,8 @@ def _rows(config: Config) -> int:
     rollout = config.rollout
     if config.runtime.deterministic:
         return rollout.max_concurrent_samples
-    return min(rollout.max_concurrent_samples, rollout.prompts_per_step * rollout.samples_per_prompt)
+    batches = 1 + config.ahead
+    return min(rollout.max_concurrent_samples, batches * rollout.prompts_per_step * rollout.samples_per_prompt)
 
 
 def _head_dim(text: Any) -> int:
