@@ -223,7 +223,7 @@ def check_samples(make: Any, found: Any, cut: Any, drafts: Any, version: int) ->
         if not version:
             assert sample.token_ids.tolist() == WHOLE[make][number, i].token_ids.tolist()
         wanted = expected_logprobs(ASKED[number].prompt_ids, sample, cut[number, i])
-        np.testing.assert_allclose(sample.logprobs, wanted, atol=1e-4)
+        np.testing.assert_allclose(sample.logprobs, wanted, atol=1e-3)
 
 
 @pytest.mark.parametrize("make", [slots, paged])
