@@ -16,11 +16,13 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from fault_harness import STEPS, Ended, Fault, Kept, Stage
+from fault_harness import STEPS, Ended, Fault, Kept, Stage, newest
 from fault_inside import Strike
 
 from dapo.observe.metrics import read_metrics
 from dapo.observe.run_folder import RunFolder
+from dapo.observe.samples import read_samples
+from dapo.orchestrator.encoded_state import read_state
 
 RESUMABLE = 75
 ERROR, RECIPE, STOPPED_EARLY, OURS = 1, 2, 3, 70
@@ -40,15 +42,15 @@ SEED = int(os.environ.get("DAPO_FAULT_SEED") or time.time_ns() % 10**6)
 KILLS, DRAWS = 10, 5
 
 
-def killed_at(number: int) -> Callable[[Stage], Ended]:
+def killed_at(number: int, *changes: str, first: int = 1) -> Callable[[Stage], Ended]:
     """SIGKILL at a random moment between the first and the last step. A run that was done before it came was not
-    tried: another moment is drawn."""
+    tried: another moment is drawn. ``changes`` to the recipe; ``first``: line of the metrics to wait for at least."""
 
     def do(stage: Stage) -> Ended:
         rng = random.Random(f"{SEED}-{number}")
         for late in range(DRAWS):  # noqa: B007 - how many came too late is told below
-            line, pause = rng.randint(1, 8), rng.uniform(0, 0.25)
-            running = stage.start()
+            line, pause = rng.randint(first, 8), rng.uniform(0, 0.25)
+            running = stage.start(*changes)
             running.until(lambda line=line: stage.lines() >= line)  # type: ignore[misc]
             time.sleep(pause)
             if running.poll() is None:
@@ -63,7 +65,59 @@ def killed_at(number: int) -> Callable[[Stage], Ended]:
     return do
 
 
+AHEAD = ("rollout.max_staleness=1", "runtime.deterministic=false", "run.save_every=1", "run.keep_last=9")
+
+
+def killed_ahead(number: int) -> Callable[[Stage], Ended]:
+    """SIGKILL at a random moment of a run that samples ahead, once it has a checkpoint."""
+
+    def do(stage: Stage) -> Ended:
+        ended = killed_at(number, *AHEAD, first=4)(stage)
+        buffer = read_state(newest(stage))["buffer"]
+        kept = [[g.draw, s.index, s.text] for g in buffer["under_way"] for s in g.samples if s.scored]
+        stage.file("kept.json", json.dumps(kept))
+        return replace(ended, note=f"{ended.note}, {len(kept)} samples kept")
+
+    return do
+
+
+def accounted_for(stage: Stage) -> str | None:
+    """Each draw is in the samples of one step, those that had come as they were, and the counts add up."""
+    buffer = read_state(newest(stage))["buffer"]
+    counts, here = buffer["counts"], len(buffer["under_way"]) + len(buffer["carried"])
+    found: dict[tuple[int, int], str] = {}
+    trained, settled = set(), set()
+    for path in sorted(RunFolder(stage.run).samples.glob("step-?????.jsonl")):
+        lines = list(read_samples(path))
+        if twice := settled & {line["draw"] for line in lines}:
+            return f"draws {sorted(twice)} are in two steps"
+        settled |= {line["draw"] for line in lines}
+        trained |= {line["draw"] for line in lines if line["status"] == "kept"}
+        found |= {(line["draw"], line["index"]): line["response"] for line in lines}
+    for draw, index, text in json.loads((stage.folder / "kept.json").read_text()):
+        if draw in settled and found[draw, index] != text:
+            return f"sample {index} of draw {draw} had come, and is another one now"
+    produced = counts.pop("produced")
+    if produced != buffer["draws"] or produced != sum(counts.values()) + here:
+        return f"{produced} draws, but {counts} and {here} that go on"
+    if counts["trained"] != len(trained) or produced != len(settled) + here:
+        return f"{counts} and {here} that go on, but {len(trained)} of {len(settled)} draws were trained on"
+    return None
+
+
 KILLED = [
+    *(
+        Fault(
+            f"kill -9 at a random moment of sampling ahead ({n})",
+            killed_ahead(n),
+            SIGKILLED,
+            Kept.GOES_ON,
+            seconds=5,
+            also=accounted_for,
+            ci=n == 0,
+        )
+        for n in range(KILLS)
+    ),
     *(
         Fault(f"kill -9 at a random moment ({n})", killed_at(n), SIGKILLED, Kept.RESUMED, seconds=5)
         for n in range(KILLS)

@@ -353,8 +353,7 @@ def _not_kept(kept: Kept, stage: Stage) -> str | None:
     if kept is Kept.NOTHING_BEGUN:
         return f"{stage.run} was begun" if stage.run.exists() and any(stage.run.iterdir()) else None
     if kept in (Kept.RESUMED, Kept.GOES_ON):
-        newest = _newest(stage)
-        if kept is Kept.GOES_ON and newest is None:
+        if kept is Kept.GOES_ON and newest(stage) is None:
             return "there is no checkpoint"
         stage.marker.unlink(missing_ok=True)
         ended = stage.resume().end()
@@ -371,7 +370,8 @@ def _not_kept(kept: Kept, stage: Stage) -> str | None:
     return None
 
 
-def _newest(stage: Stage) -> Path | None:
+def newest(stage: Stage) -> Path | None:
+    """The newest checkpoint."""
     folder = RunFolder(stage.run).checkpoints
     return Checkpoints(folder).latest() if folder.is_dir() else None
 

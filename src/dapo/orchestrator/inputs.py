@@ -162,7 +162,7 @@ def _engine_model(config: Config, model: Any) -> Any:
 
 
 def _native_engine(
-    config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, **sizes: int | None
+    config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, **sizes: Any
 ) -> NativeEngine:
     options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
     return NativeEngine(_engine_model(config, model), stop_ids, decode=template.decode, **options, **sizes)
