@@ -155,8 +155,8 @@ def test_a_sandbox_that_is_not_there(case: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale(policy: Any, dtype: torch.dtype) -> Any:
-        twin = copy(policy, dtype)
+    def stale(*arguments: Any) -> Any:
+        twin = copy(*arguments)
         with torch.no_grad():
             next(twin.parameters()).mul_(1.2)
         return twin
