@@ -23,8 +23,9 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from dapo.config import Config
 from dapo.errors import DataError, StarvedError
@@ -153,7 +154,7 @@ class Collector:
         if not colocated:
             yield
             return
-        async with self._held(empty=True, new_weights=True):
+        async with self._held("sleep"):
             await self.engine.sleep()
             yield
             await self.engine.wake()
@@ -162,7 +163,7 @@ class Collector:
     async def changing_weights(self) -> AsyncIterator[None]:
         """Inside, new weights are handed to the engine; ``rollout.in_flight`` says what becomes of samples meanwhile.
         From then on there is room for another step's groups."""
-        async with self._held(empty=False, new_weights=True):
+        async with self._held("weights"):
             yield
             self._position.learning, self._position.ready = False, True
             if self._ledger is not None:
@@ -170,12 +171,12 @@ class Collector:
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Inside, the engine has no requests of training."""
-        async with self._held(empty=True, new_weights=False):
+        """Inside, no more prompts are drawn: an evaluation has the engine, but for samples that are in flight."""
+        async with self._held("evaluation"):
             yield
 
-    def _held(self, **how: bool) -> contextlib.AbstractAsyncContextManager[None]:
-        return self._sampler.in_flight.holding(**how) if self._sampler else contextlib.nullcontext()
+    def _held(self, before: Literal["evaluation", "weights", "sleep"]) -> AbstractAsyncContextManager[None]:
+        return self._sampler.in_flight.holding(before) if self._sampler else contextlib.nullcontext()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
