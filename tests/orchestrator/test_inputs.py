@@ -64,7 +64,7 @@ def test_missing_files_and_names_of_the_hub(tmp_path: Path) -> None:
 
 def test_the_plan_says_what_is_sampled_ahead_and_that_it_may_win_nothing(tmp_path: Path) -> None:
     ahead = {"rollout.max_staleness": 2, "runtime.deterministic": False}
-    assert "up to 2 batches; wins nothing where" in str(plan_of(config_for(tmp_path, ahead))["sampled ahead"])
+    assert "up to 2 steps; wins nothing where" in str(plan_of(config_for(tmp_path, ahead))["sampled ahead"])
     for changes in ({}, ahead | {"rollout.ahead": 0}):
         assert "sampled ahead" not in plan_of(config_for(tmp_path, changes))
 
