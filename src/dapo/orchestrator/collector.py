@@ -37,7 +37,7 @@ from dapo.orchestrator.protocols import PromptSource
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group
 from dapo.reward.contract import Scorer
-from dapo.rollout.engine import Engine
+from dapo.rollout.engine import Engine, InterruptibleEngine
 from dapo.util.asynchronous import Channel, task_group, until_done
 
 Progress = Callable[[int, int, str], object]
@@ -149,15 +149,20 @@ class Collector:
 
     @contextlib.asynccontextmanager
     async def parked(self, colocated: bool) -> AsyncIterator[None]:
-        """Inside, the memory of the engine's cache is the trainer's, if they share a device. After an error the engine
-        stays asleep: its weights may be in part another version's."""
+        """Inside, the device is the trainer's if they share it, and so is the memory of the engine's cache unless that
+        stays. After an error the engine stays asleep: its weights may be in part another version's."""
         if not colocated:
             yield
-            return
-        async with self._held("sleep"):
-            await self.engine.sleep()
-            yield
-            await self.engine.wake()
+        elif self._config.cache_stays and isinstance(self.engine, InterruptibleEngine):
+            async with self._held("weights"):
+                await self.engine.pause()
+                yield
+                await self.engine.resume()
+        else:
+            async with self._held("sleep"):
+                await self.engine.sleep()
+                yield
+                await self.engine.wake()
 
     @contextlib.asynccontextmanager
     async def changing_weights(self) -> AsyncIterator[None]:
