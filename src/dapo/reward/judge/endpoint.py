@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from dapo.config import JudgeReward
 from dapo.errors import RewardError
 from dapo.reward.client import extra
-from dapo.reward.client.backoff import Pauses, requested_pause
-from dapo.reward.client.faults import BadReply, Fault
-from dapo.reward.client.secrecy import Secrets, shown
+from dapo.util.http.backoff import Pauses, requested_pause
+from dapo.util.http.faults import BadReply, Fault
+from dapo.util.http.secrecy import Secrets, shown
 
 FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
@@ -45,9 +45,9 @@ class Endpoint:
 
     def __init__(self, config: JudgeReward) -> None:
         with extra("remote", config.kind):
-            from dapo.reward.client.connections import HttpConnections, token_in
+            from dapo.util.http.connections import HttpConnections, token_in
         self._config = config
-        key = token_in(config.api_key_env, "reward.api_key_env")
+        key = token_in(config.api_key_env, "reward.api_key_env", RewardError)
         self._secrets = Secrets(key, config.url)
         self._base = config.url.rstrip("/")
         self._name = f"judge {config.model} at {shown(config.url)}"
@@ -109,7 +109,7 @@ class Endpoint:
         self, method: str, path: str, body: bytes | None, limit_s: float
     ) -> tuple[int, str | None, bytes]:
         """Status, Retry-After and body. Raises Fault: no connection, no reply in time, or one that is too large."""
-        from dapo.reward.client.connections import whole
+        from dapo.util.http.connections import whole
 
         try:
             async with asyncio.timeout(limit_s), self._connections.send(method, self._base + path, body) as reply:
