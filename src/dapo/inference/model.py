@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dapo.data.template import PromptTemplate
     from dapo.records import Prompt
     from dapo.rollout.native.engine import NativeEngine
+    from dapo.rollout.openai import OpenAIEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ _OPTIONS = {
     "seed": "seed",
     "system": "data.system",
     "template": "data.template",
+    "server": "rollout.url",
 }
 """Keys of the config that options of commands, and arguments of Python's functions, stand for; all others are keys of
 ``evaluation`` by their own names."""
@@ -146,6 +149,8 @@ def settings_for(
             name = option.lstrip("-").replace("-", "_")
             key = _OPTIONS.get(name, f"evaluation.{name}")
             given[key], where[key] = value, option
+    if "rollout.url" in given:
+        given["rollout.engine"] = "openai"
     return found, inference_config(found, *layers, nested(given), recipe=recipe, overrides=overrides, where=where)
 
 
@@ -292,6 +297,21 @@ def load_engine(
         threads=torch.get_num_threads(),
         decode=prompting.template.decode,
     )
+
+
+def remote_engine(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> OpenAIEngine:
+    """That of a server, which has the weights: of the model only what is beside them is read.
+    Raises UserError: as :func:`load_engine`, or an extra or the server's token is missing."""
+    from dapo.model.loading import embedding_rows, stop_token_ids
+    from dapo.orchestrator.inputs import RunOverrides, described_model, openai_engine
+
+    config, tokenizer = prompting.config, prompting.tokenizer
+    model = described_model(config, RunOverrides(prompting.model))
+    check_positions(prompts, config.evaluated_length, model.config)
+    stop_ids = stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
+    prompting.template.ends_with(stop_ids)
+    rows = embedding_rows(prompting.model or config.model.path, config.model.trust_remote_code)
+    return openai_engine(config, rows, stop_ids, partial(tokenizer.encode, add_special_tokens=False))
 
 
 def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:
