@@ -15,6 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -114,7 +115,7 @@ class OpenAIEngine:
                 raise RemoteError(f"policy server {shown(server.url)}: {text}")
             if self._encode is None:
                 try:
-                    await self._call(server, "GET /weights")
+                    await self._call(server, f"GET /weights?model={quote(server.model)}")
                 except RemoteError as error:
                     text = "no run can train through a server that takes no weights; it can be evaluated"
                     raise RemoteError(f"{error}; {text}") from None
@@ -150,8 +151,7 @@ class OpenAIEngine:
         sampling, seeds, since = request.sampling, [request.seeds[place] for place in places], self.version
         if sampling.top_logprobs or request.drafts:
             raise EngineError("rollout.engine=openai neither reports the most likely tokens nor continues samples")
-        if not server.model:
-            await self._call(server, "GET /v1/models", take=self._find)
+        await self._name(server)
         maybe = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop": list(sampling.stop)}
         maybe |= {"stop_token_ids": self._stop_ids}
         body: dict[str, Any] = {
@@ -171,9 +171,15 @@ class OpenAIEngine:
         found: list[Sample] = await self._call(server, "POST /v1/completions", body, take)
         return found
 
+    async def _name(self, server: _Server) -> None:
+        if not server.model:
+            await self._call(server, "GET /v1/models", take=self._find)
+
     def _find(self, server: _Server, reply: Any) -> None:
         """Raises BadReply: it has not the model, or it is not known which."""
         models = {str(one["id"]): one for one in reply["data"]}
+        if not models:
+            raise Fault("it serves no model yet")
         name = self._rollout.model or (next(iter(models)) if len(models) == 1 else "")
         if name not in models:
             raise BadReply(f"rollout.model: is {name or 'not given'}; its models are {', '.join(models) or 'none'}")
@@ -223,10 +229,12 @@ class OpenAIEngine:
             server.offset = max(0, int(reply["version"]) + 1 - version)
 
         async def begin(server: _Server) -> None:
+            await self._name(server)
             if server.offset is None:
-                await self._call(server, "GET /weights", take=place)
+                await self._call(server, f"GET /weights?model={quote(server.model)}", take=place)
             in_flight = "keep" if self._rollout.in_flight == "auto" else self._rollout.in_flight
-            said = {"update": self._update, "version": (server.offset or 0) + version, "in_flight": in_flight}
+            said = {"update": self._update, "model": server.model, "in_flight": in_flight}
+            said |= {"version": (server.offset or 0) + version}
             await self._call(server, "POST /weights/begin", said)
 
         await self._everywhere(begin)

@@ -40,6 +40,11 @@ class AnyDecoder(Protocol):
         ...
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that it is handed, by name."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    @property
     def decode_steps(self) -> int:
         """Times that all rows were given a token, so far."""
         ...
