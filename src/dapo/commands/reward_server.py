@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Annotated
 
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
 from dapo.commands.shared.options import Debug, Host, Overrides, Quiet, complete_recipe
-from dapo.errors import ConfigError, RewardError, install
+from dapo.errors import RewardError, install
 
 
 def reward_server(
@@ -49,23 +48,14 @@ def reward_server(
         from dapo.config import load_reward
 
         try:
-            from dapo.reward.server import Address, ServerLimits, serve
+            from dapo.reward.server import ServerLimits, serve
+            from dapo.util.serving import Address
         except ImportError as error:
             raise RewardError(
                 f"dapo reward-server needs {error.name}, which is not installed: {install('server')}"
             ) from None
         config = load_reward(recipe, overrides or [])
-        address = Address(host, port, _token(token_env))
+        address = Address(host, port, Address.token_in(token_env))
         limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say))
-
-
-def _token(name: str | None) -> str | None:
-    """Raises ConfigError if the variable is not set."""
-    if name is None:
-        return None
-    token = os.environ.get(name, "").strip()
-    if not token:
-        raise ConfigError(f"--token-env {name}: this environment variable is not set, or empty")
-    return token

@@ -194,10 +194,9 @@ class NativeEngine:
             if not (self._closing or self._broken):
                 self._post(lambda: self._forget(key), None)
 
-    async def drafts(self) -> list[Draft]:
-        """The samples in flight of all streams, as far as they are: for who watches them being written.
-        Raises EngineError: the engine is closed, or broke down."""
-        return [draft for _, draft in await self._call(self._decoder.drafts)]
+    def check(self, request: Request) -> None:
+        """Raises EngineError: the request cannot be served; says why."""
+        self._decoder.check(request)
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         def cancel() -> list[Draft]:
