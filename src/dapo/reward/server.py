@@ -50,6 +50,7 @@ from dapo.util.serving import (
     metrics_response,
     place_in_body,
     serve_and_drain,
+    unless_gone,
     url,
 )
 from dapo.util.version import VERSION
@@ -99,18 +100,11 @@ class Service(Progress):
         Raises HTTPException: 429, too much waits already; ClientDisconnect: it has gone."""
         self._check_room(len(rows))
         prompts = [row.as_prompt(place) for place, row in enumerate(rows)]
-        examined = asyncio.ensure_future(self.scorer.examine(prompts))
-        gone = asyncio.create_task(disconnected(request))
         self.waiting += len(rows)
         try:
-            await asyncio.wait({examined, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not examined.done():
-                raise ClientDisconnect
-            return examined.result()
+            return await unless_gone(request, self.scorer.examine(prompts))
         finally:
             self.waiting -= len(rows)
-            for task in (examined, gone):
-                task.cancel()
 
     def _check_room(self, count: int) -> None:
         most = self.limits.max_waiting

@@ -26,12 +26,12 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -45,6 +45,7 @@ HEAD_S, BODY_S = 10.0, 60.0
 _LOOK_S = 2.0
 _BACKLOG = 64  # connections that are accepted in one go, before any of them can be turned away
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 # --- where ------------------------------------------------------------------------------------------------------------
@@ -228,6 +229,20 @@ async def disconnected(request: Request) -> None:
     """Returns when the client goes away. To be begun when the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What ``work`` comes to, which is cancelled when the client goes away. Raises ClientDisconnect: it has gone."""
+    gone, task = asyncio.create_task(disconnected(request)), asyncio.create_task(work)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)
 
 
 def place_in_body(location: Sequence[Any]) -> str:
