@@ -233,8 +233,8 @@ class OpenAIEngine:
             if server.offset is None:
                 await self._call(server, f"GET /weights?model={quote(server.model)}", take=place)
             in_flight = "keep" if self._rollout.in_flight == "auto" else self._rollout.in_flight
-            said = {"update": self._update, "model": server.model, "in_flight": in_flight}
-            said |= {"version": (server.offset or 0) + version}
+            said: dict[str, Any] = {"update": self._update, "model": server.model, "in_flight": in_flight}
+            said["version"] = (server.offset or 0) + version
             await self._call(server, "POST /weights/begin", said)
 
         await self._everywhere(begin)

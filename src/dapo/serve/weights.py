@@ -11,23 +11,22 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from dapo.serve.model import Refused, ServedModel
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, Field
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
 
 from dapo.errors import ModelError
 from dapo.inference.model import find_model
 from dapo.model.adapters import file_key
 from dapo.rollout.engine import EngineError, hand_over
 from dapo.rollout.native.engine import NativeEngine
+from dapo.serve.model import Refused, ServedModel
 from dapo.util.asynchronous import in_thread
 
 DEADLINE_S = 60.0
@@ -112,59 +111,45 @@ class Weights:
             if update != self._done or not update:
                 fingerprint = await self._read(update, body)
                 await self._to_engines(lambda engine: engine.commit(fingerprint))
-                self._under_way, self._done = "", update
-                self._wait_on("")
-                self._served.release()
+                self._done = update
+                self._finish()
             return self._engines[0].version
 
     async def load(self, asked: FromCheckpoint) -> int:
         """Take the weights of a checkpoint; returns their version. Raises Refused: there is no such one in the folder,
         or it is of another model."""
         engines = self.of(asked.model)
+        tensors = await in_thread(self._opened, asked.checkpoint, engines[0].shapes)
         version = engines[0].version + 1 if asked.version is None else asked.version
-        with ExitStack() as opened:
-            read = await in_thread(partial(self._opened, asked.checkpoint, engines[0].shapes, opened))
-            begin = Begin(version=version, in_flight=asked.in_flight, model=asked.model)
-            await self.begin(begin)
-            async with self._lock:
-                self._require(begin.update)
-                self._wait_on("")
-                await self._to_engines(
-                    lambda engine: hand_over(engine, version, ((n, get()) for n, get in read.items()))
-                )
-                self._under_way = ""
-                self._served.release()
-        return engines[0].version
+        begin = Begin(version=version, in_flight=asked.in_flight, model=asked.model)
+        await self.begin(begin)
+        async with self._lock:
+            self._require(begin.update)
+            await self._to_engines(lambda engine: hand_over(engine, version, tensors.items()))
+            self._finish()
+        return version
 
-    def _opened(
-        self, name: str, shapes: Mapping[str, Sequence[int]], opened: ExitStack
-    ) -> dict[str, Callable[[], torch.Tensor]]:
-        """What reads each parameter of the checkpoint, by the name that the engine has for it."""
-        found: dict[str, Callable[[], torch.Tensor]] = {}
+    def _opened(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint by the names that the engine has for them; read from the disk when used."""
         wanted = {file_key(parameter): parameter for parameter in shapes}
         try:
-            for file in _files(self._folder, name):
-                tensors = opened.enter_context(safe_open(file, framework="pt"))
-                for key in tensors.keys():  # noqa: SIM118  (it is no mapping)
-                    parameter = wanted.get(file_key(key), key)
-                    if parameter in shapes and list(shapes[parameter]) != tensors.get_slice(key).get_shape():
-                        raise Refused(400, f"checkpoint {name}: {key} has another shape than in the served model")
-                    found[parameter] = partial(tensors.get_tensor, key)
+            read = [item for file in _files(self._folder, name) for item in load_file(file).items()]
         except (OSError, SafetensorError) as error:
             raise Refused(400, f"checkpoint {name}: cannot be read: {error}", "checkpoint") from None
-        found = {
-            parameter: get for parameter, get in found.items() if parameter in shapes or parameter != "lm_head.weight"
-        }
-        if other := sorted(found.keys() ^ shapes.keys()):
-            text = f"checkpoint {name}: is of another model: {len(other)} parameters are in one of them only, such as "
-            raise Refused(400, text + other[0], "checkpoint")
+        found = {wanted.get(file_key(key), key): tensor for key, tensor in read}
+        if "lm_head.weight" not in shapes:  # it is the embedding
+            found.pop("lm_head.weight", None)
+        have = {key: tuple(tensor.shape) for key, tensor in found.items()}
+        other = sorted(key for key in {**have, **shapes} if have.get(key) != shapes.get(key))
+        if other:
+            text = f"checkpoint {name}: is of another model: {len(other)} parameters differ, such as {other[0]}"
+            raise Refused(400, text, "checkpoint")
         return found
 
     def _require(self, update: str) -> None:
         if update != self._under_way or not update:
-            raise Refused(
-                409, f"update {update!r} is not under way: it took too long, or another one has begun", "update"
-            )
+            text = f"update {update!r} is not under way: it took too long, failed, or another one has begun"
+            raise Refused(409, text, "update")
 
     async def _read(self, update: str, body: bytes) -> dict[str, torch.Tensor]:
         self._require(update)
@@ -183,6 +168,11 @@ class Weights:
         except BaseException as error:
             await self._abandon(type(error).__name__)
             raise
+
+    def _finish(self) -> None:
+        self._under_way = ""
+        self._wait_on("")
+        self._served.release()
 
     def _wait_on(self, update: str) -> None:
         """Expect to hear of ``update`` within the deadline; empty: of none."""
@@ -218,10 +208,11 @@ def _files(root: Path | None, name: str) -> list[Path]:
     raise Refused(404, f"checkpoint {name[:200]!r}: there is no such one below --weights-dir", "checkpoint")
 
 
-PATHS = ("/weights", "/weights/begin", "/weights/bucket", "/weights/commit")
+WITH_TENSORS = ("/weights/bucket", "/weights/commit")
+PATHS = ("/weights", "/weights/begin", *WITH_TENSORS)
 
 
-def weights_router(loaded: Callable[[], ServedModel], token: str | None, folder: Path | None) -> APIRouter:
+def router(loaded: Callable[[], ServedModel], token: str | None, folder: Path | None) -> APIRouter:
     """``loaded``: the model, once there is one."""
 
     def needs_token() -> None:
@@ -232,37 +223,37 @@ def weights_router(loaded: Callable[[], ServedModel], token: str | None, folder:
     def weights() -> Weights:
         return Weights(loaded(), folder)
 
-    router = APIRouter(prefix="/weights", dependencies=[Depends(needs_token)])
+    routes = APIRouter(prefix="/weights", dependencies=[Depends(needs_token)])
 
-    @router.get("")
+    @routes.get("")
     async def state(model: str | None = None) -> dict[str, Any]:
         """The version in use, and why no request is served, if that is so."""
         return {"version": weights().of(model)[0].version, "reason": loaded().refusal}
 
-    @router.post("")
+    @routes.post("")
     async def load_checkpoint(asked: FromCheckpoint) -> dict[str, Any]:
         """Take the weights of a checkpoint."""
         return {"version": await weights().load(asked)}
 
-    @router.post("/begin")
+    @routes.post("/begin")
     async def begin(begin: Begin) -> dict[str, Any]:
         """New weights are to come, in buckets. ``update`` names them to the other two."""
         return {"update": begin.update, "version": await weights().begin(begin)}
 
-    @router.put("/bucket")
+    @routes.put("/bucket")
     async def bucket(request: Request, update: _Update) -> dict[str, Any]:
         await weights().put(update, await request.body())
         return {}
 
-    @router.post("/commit")
+    @routes.post("/commit")
     async def commit(request: Request, update: _Update) -> dict[str, Any]:
         return {"version": await weights().commit(update, await request.body())}
 
-    return router
+    return routes
 
 
-def largest_bucket(served: ServedModel) -> int:
-    """Bytes that a bucket of all weights may have: in float32, with their names."""
+def largest_body(served: ServedModel) -> int:
+    """Bytes of all weights in float32, with their names."""
     return max(
         sum(4 * math.prod(shape) + 1024 for shape in engines[0].shapes.values()) for engines in served.engines.values()
     )

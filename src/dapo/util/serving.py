@@ -26,11 +26,12 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -44,6 +45,7 @@ HEAD_S, BODY_S = 10.0, 60.0
 _LOOK_S = 2.0
 _BACKLOG = 64  # connections that are accepted in one go, before any of them can be turned away
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 # --- where ------------------------------------------------------------------------------------------------------------
@@ -75,6 +77,30 @@ def url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. ``token``: what clients must bring; needed wherever others than this machine can reach."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host}: others can reach this address, so the server wants a token: put one into an "
+                "environment variable and name it with --token-env; or listen on 127.0.0.1"
+            )
+
+    @staticmethod
+    def token_in(name: str | None) -> str | None:
+        """The token in an environment variable; None: none is named. Raises ConfigError: it is not set."""
+        token = None if name is None else os.environ.get(name, "").strip()
+        if token == "":
+            raise ConfigError(f"--token-env {name}: this environment variable is not set, or empty")
+        return token
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address, or the header ``Host`` of a request, is of this machine."""
     name, colon, port = host.rpartition(":")
@@ -91,6 +117,14 @@ def is_loopback(host: str) -> bool:
 
 
 # --- who, and how much ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a server is that drains. ``answering``: requests whose answer is not yet written."""
+
+    state: Literal["starting", "ready", "draining"] = "starting"
+    answering: int = 0
 
 
 class Gate:
@@ -111,11 +145,15 @@ class Gate:
             await send(message)
 
         answer = self.refusal(scope, Headers(scope=scope)) or self._app
-        await answer(scope, limited(receive, self._most, self._too_large), noticed)
+        await answer(scope, limited(receive, self.most(scope), self._too_large), noticed)
 
     def refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer to a request that is turned away; None: it may pass."""
         raise NotImplementedError
+
+    def most(self, scope: Scope) -> int:
+        """Bytes that a body may have."""
+        return self._most
 
     def begins(self, scope: Scope, message: Message) -> None:
         """An answer begins: to add headers, or to count it."""
@@ -131,9 +169,92 @@ class Gate:
     def is_token(self, given: bytes) -> bool:
         return self._token is not None and hmac.compare_digest(given, self._token.encode())
 
-    def announces_more(self, headers: Headers) -> bool:
+    def announces_more(self, scope: Scope, headers: Headers) -> bool:
         length = headers.get("content-length", "0")
-        return length.isdecimal() and int(length[:20]) > self._most
+        return length.isdecimal() and int(length[:20]) > self.most(scope)
+
+
+class WorkGate(Gate):
+    """The gate of a server that works for programs: it asks for the token everywhere but at ``/health``, refuses work
+    while the server starts or drains, and keeps ``progress.answering``.
+
+    Args:
+        works: whether a path asks for work.
+        error: an answer with a status, a text and headers.
+        count: hears the path and the status of each answer; paths that ask for no work are ``other``.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str | None,
+        most: int,
+        progress: Progress,
+        works: Callable[[str], bool],
+        error: Callable[[int, str, dict[str, str]], Response],
+        count: Callable[[str, str], object],
+    ) -> None:
+        too_large = f"the request is larger than the {most / 2**20:g} MiB that this server takes (--max-body-mb)"
+        super().__init__(app, token, most, too_large)
+        self._progress, self._works, self._error, self._count = progress, works, error, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        works = self._works(scope.get("path", ""))
+        self._progress.answering += works
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._progress.answering -= works
+
+    def begins(self, scope: Scope, message: Message) -> None:
+        self._count(scope["path"] if self._works(scope["path"]) else "other", str(message["status"]))
+
+    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        state, path = self._progress.state, scope["path"]
+        if wrong := self.wrong_name(headers, "give the server a --token-env"):
+            return self._error(403, wrong, {})
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if (
+            self._token is not None
+            and path != "/health"
+            and not (scheme == "Bearer" and self.is_token(given.encode("latin-1")))
+        ):
+            return self._error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        if not self._works(path):
+            return None
+        if state == "draining":
+            return self._error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
+        if state == "starting":
+            return self._error(503, "the server is starting", {"Retry-After": "1"})
+        return (
+            self._error(413, self._too_large, {"Connection": "close"}) if self.announces_more(scope, headers) else None
+        )
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client goes away. To be begun when the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What ``work`` comes to, which is cancelled when the client goes away. Raises ClientDisconnect: it has gone."""
+    gone, task = asyncio.create_task(disconnected(request)), asyncio.create_task(work)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)
+
+
+def place_in_body(location: Sequence[Any]) -> str:
+    """``items[3].response`` for ``("body", "items", 3, "response")``; empty: the body itself."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
+    return text.lstrip(".")
 
 
 def limited(receive: Receive, most: int, text: str) -> Receive:
@@ -249,14 +370,6 @@ class Server(uvicorn.Server):
 
 
 # --- an end without loss ----------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """How far a server is that drains. ``answering``: requests whose answer is not yet written."""
-
-    state: Literal["starting", "ready", "draining"] = "starting"
-    answering: int = 0
 
 
 class _OwnSignals(Server):

@@ -40,11 +40,6 @@ class AnyDecoder(Protocol):
         ...
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights that it is handed, by name."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-
-    @property
     def decode_steps(self) -> int:
         """Times that all rows were given a token, so far."""
         ...
@@ -159,6 +154,11 @@ class NativeEngine:
         return self._decoder.version
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that it is handed, by name."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    @property
     def decode_steps(self) -> int:
         """Times that the weights were read to give all rows in flight a token, so far."""
         return self._decoder.decode_steps
@@ -199,10 +199,9 @@ class NativeEngine:
             if not (self._closing or self._broken):
                 self._post(lambda: self._forget(key), None)
 
-    async def drafts(self) -> list[Draft]:
-        """The samples in flight of all streams, as far as they are: for who watches them being written.
-        Raises EngineError: the engine is closed, or broke down."""
-        return [draft for _, draft in await self._call(self._decoder.drafts)]
+    def check(self, request: Request) -> None:
+        """Raises EngineError: the request cannot be served; says why."""
+        self._decoder.check(request)
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         def cancel() -> list[Draft]:
