@@ -58,8 +58,8 @@ class FromCheckpoint(BaseModel):
 class Weights:
     """The updates of a served model."""
 
-    def __init__(self, served: ServedModel, folder: Path | None, deadline_s: float = DEADLINE_S) -> None:
-        self._served, self._folder, self._deadline_s = served, folder, deadline_s
+    def __init__(self, served: ServedModel, folder: Path | None) -> None:
+        self._served, self._folder = served, folder
         self._lock = asyncio.Lock()
         self._under_way = self._done = ""  # names of updates
         self._engines: Sequence[NativeEngine] = ()
@@ -178,10 +178,10 @@ class Weights:
         """Expect to hear of ``update`` within the deadline; empty: of none."""
 
         async def expire() -> None:
-            await asyncio.sleep(self._deadline_s)
+            await asyncio.sleep(DEADLINE_S)
             async with self._lock:
                 if self._under_way == update:
-                    await self._abandon(f"nothing came for {self._deadline_s:g} s")
+                    await self._abandon(f"nothing came for {DEADLINE_S:g} s")
 
         if self._expiry is not None:
             self._expiry.cancel()
