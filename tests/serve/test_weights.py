@@ -69,10 +69,12 @@ def expected(model: Any, tokens: int = 8, temperature: float = 0.0) -> list[int]
     """Of the same request, by an engine with these weights."""
 
     async def run() -> list[int]:
-        engine = NativeEngine(load_model(model, torch.float32), STOPS, max_sequence_tokens=512, max_concurrent_samples=256, deterministic=True)
+        sizes = {"max_sequence_tokens": 512, "max_concurrent_samples": 256}
+        engine = NativeEngine(load_model(model, torch.float32), STOPS, deterministic=True, **sizes)
         request = Request(0, tuple(PROMPT), (1,), Sampling(temperature, tokens))
         try:
-            return [sample.token_ids.tolist() async for sample in engine.generate([request])][0]
+            [sample] = [sample async for sample in engine.generate([request])]
+            return list(sample.token_ids.tolist())
         finally:
             await engine.close()
 

@@ -12,7 +12,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -23,11 +23,11 @@ from pydantic import BaseModel, ValidationError
 from dapo.config import Config
 from dapo.errors import UserError
 from dapo.records import Sample
-from dapo.rollout.engine import EngineError, Request, Sampling
+from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.util.asynchronous import in_thread, task_group
 from dapo.util.http.backoff import Pauses
 from dapo.util.http.connections import HttpConnections, token_in, whole
-from dapo.util.http.faults import BadReply, Fault, Refusal
+from dapo.util.http.faults import BadReply, Fault, Refusal, one_line
 from dapo.util.http.replies import checked, from_json
 from dapo.util.http.secrecy import Secrets, shown
 
@@ -61,11 +61,12 @@ class _Reply(BaseModel):
 
 @dataclass(eq=False, slots=True)
 class _Server:
-    """``model``: as it calls it. ``longest``: tokens that it takes. ``offset``: of its versions to the run's, if it has
-    weights of ours."""
+    """``model``: as it calls it. ``ours``: a `dapo serve`, which takes a seed for each of several samples. ``longest``:
+    tokens that it takes. ``offset``: of its versions to the run's, if it has weights of the run."""
 
     url: str
     model: str = ""
+    ours: bool = False
     longest: int = 2**60
     in_flight: int = 0
     offset: int | None = None
@@ -90,19 +91,18 @@ class OpenAIEngine:
         Raises:
             RemoteError: the environment variable of the token is not set.
         """
-        rollout = self._rollout = config.rollout
+        self._config, rollout = config, config.rollout
+        self._rollout = rollout
         self._vocabulary, self._stop_ids, self._encode = vocabulary, list(stop_ids), encode
-        self._dtype = config.model.compute_dtype
         token = token_in(rollout.token_env, "rollout.token_env", RemoteError)
         self._blanked = Secrets(token, "").blanked
         self._servers = [_Server(url.rstrip("/").removesuffix("/v1")) for url in rollout.url]
-        samples = 1 if encode else rollout.samples_per_prompt
-        most = max(1, rollout.max_concurrent_samples // samples) * len(self._servers)
-        self._slots = asyncio.Semaphore(most)
-        # weights do not queue behind samples
+        most = rollout.max_concurrent_samples * len(self._servers)
         self._sampling, self._control = HttpConnections(token, most), HttpConnections(token, len(self._servers))
+        self._slots: asyncio.Semaphore | None = None  # of requests at once
         self.version = self._coming = -1  # the server has none of ours yet
-        self._update = ""
+        self._update, self._committed = "", asyncio.Event()
+        self._running: dict[asyncio.Task[list[Sample]], int] = {}
 
     async def start(self, prompt_ids: Sequence[int], longest: int) -> None:
         """Try all that is needed of each server but new weights. ``longest``: prompt and response together, in tokens.
@@ -123,29 +123,62 @@ class OpenAIEngine:
         await self._everywhere(start)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Sample]:
-        async def ask(request: Request, places: Sequence[int]) -> list[Sample]:
-            async with self._slots:
-                server = min(self._servers, key=lambda one: one.in_flight)
-                server.in_flight += len(places)
-                try:
-                    return await self._ask(server, request, places)
-                finally:
-                    server.in_flight -= len(places)
-
-        tasks: list[asyncio.Task[list[Sample]]] = []
-        for request in requests:  # a seed for each of several samples is known to our server only
-            places = range(len(request.seeds))
-            tasks += [
-                asyncio.create_task(ask(request, p)) for p in ([[i] for i in places] if self._encode else [places])
-            ]
+        await self._everywhere(self._name)
+        ours, counts = all(server.ours for server in self._servers), [range(len(r.seeds)) for r in requests]
+        if self._slots is None:
+            settings = self._config.evaluation if self._encode else self._rollout
+            at_once = self._rollout.max_concurrent_samples // (settings.samples_per_prompt if ours else 1)
+            self._slots = asyncio.Semaphore(max(1, at_once) * len(self._servers))
+        tasks = {
+            asyncio.create_task(self._sampled(request, places, self._slots)): request.id
+            for request, every in zip(requests, counts, strict=True)
+            for places in ([every] if ours else [[place] for place in every])
+        }
+        self._running |= tasks
         try:
             for finished in asyncio.as_completed(tasks):
-                for sample in await finished:
+                try:
+                    found = await finished
+                except asyncio.CancelledError:
+                    if (me := asyncio.current_task()) is not None and me.cancelling():
+                        raise
+                    continue  # by request
+                for sample in found:
                     yield sample
         finally:
             for task in tasks:
+                del self._running[task]
                 task.cancel()  # which closes its connection, and so ends its samples
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    stream = generate
+    """Drafts would cost a message for each token."""
+
+    async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
+        """Has them end at once only if ``rollout.in_flight`` is ``restart``; otherwise they come to their end, as what
+        they have so far is not known here."""
+        for task, number in self._running.items():
+            if number in request_ids and self._rollout.in_flight == "restart":
+                task.cancel()
+        return []
+
+    async def pause(self) -> None:
+        raise EngineError("a server is not paused: it may have others to serve")
+
+    async def resume(self) -> None:
+        """Nothing, as it never paused."""
+
+    async def _sampled(self, request: Request, places: Sequence[int], slots: asyncio.Semaphore) -> list[Sample]:
+        async with slots:
+            server = min(self._servers, key=lambda one: one.in_flight)
+            server.in_flight += len(places)
+            try:
+                found = await self._ask(server, request, places)
+                if self._coming > self.version and any(sample.versions[-1] > self.version for sample in found):
+                    await self._committed.wait()  # the server was faster than its word that it has the weights
+                return found
+            finally:
+                server.in_flight -= len(places)
 
     async def _ask(self, server: _Server, request: Request, places: Sequence[int]) -> list[Sample]:
         sampling, seeds, since = request.sampling, [request.seeds[place] for place in places], self.version
@@ -158,7 +191,7 @@ class OpenAIEngine:
             **{"model": server.model, "prompt": list(request.prompt_ids), "n": len(seeds)},
             **{"max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p},
             **{"logprobs": 0, "return_token_ids": True},
-            **({"seed": seeds[0] % 2**63} if self._encode else {"seeds": seeds}),  # others' seeds are signed
+            **({"seeds": seeds} if server.ours else {"seed": seeds[0] % 2**63}),  # others' are signed
             **{name: value for name, value in maybe.items() if value},
         }
 
@@ -183,7 +216,8 @@ class OpenAIEngine:
         name = self._rollout.model or (next(iter(models)) if len(models) == 1 else "")
         if name not in models:
             raise BadReply(f"rollout.model: is {name or 'not given'}; its models are {', '.join(models) or 'none'}")
-        server.model, server.longest = name, models[name].get("max_model_len") or server.longest
+        server.model, server.ours = name, models[name].get("owned_by") == "dapo"
+        server.longest = models[name].get("max_model_len") or server.longest
 
     def _sample(self, server: _Server, request: Request, place: int, choice: _Choice, since: int) -> Sample:
         """Raises BadReply: it is not what was asked for, or lacks what training needs."""
@@ -224,6 +258,7 @@ class OpenAIEngine:
         if version < self.version:
             raise EngineError(f"weights: version {version} was given after version {self.version}")
         self._update, self._coming = uuid.uuid4().hex, version
+        self._committed.clear()
 
         def place(server: _Server, reply: Any) -> None:
             server.offset = max(0, int(reply["version"]) + 1 - version)
@@ -246,9 +281,10 @@ class OpenAIEngine:
     async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
         await self._send("POST /weights/commit", fingerprint)
         self.version = self._coming
+        self._committed.set()
 
     async def _send(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        body = await in_thread(_packed, tensors, self._dtype)
+        body = await in_thread(_packed, tensors, self._config.model.compute_dtype)
         await self._everywhere(lambda server: self._call(server, f"{what}?update={self._update}", body))
 
     async def sleep(self) -> None:
@@ -291,7 +327,7 @@ class OpenAIEngine:
             except TimeoutError:
                 problem = f"no answer within {limit_s:g} s (rollout.timeout_s)"
             except (KeyError, TypeError, AttributeError, ValidationError) as error:
-                problem = f"the reply to {method} {path} is not as it should be: {error}"
+                problem = one_line(f"the reply to {method} {path} is not as it should be: {error}")
             except (BadReply, Refusal) as error:
                 problem = str(error)
             except RemoteError as error:
