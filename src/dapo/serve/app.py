@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -26,19 +26,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dapo.errors import UserError
 from dapo.inference.stream import Part
 from dapo.rollout.engine import EngineError
-from dapo.serve.model import Limits, Refused, ServedModel
+from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
-from dapo.util.serving import (
-    Address,
-    Progress,
-    WorkGate,
-    listening_socket,
-    metrics_response,
-    place_in_body,
-    serve_and_drain,
-    unless_gone,
-    url,
-)
+from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gone
+from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
 from dapo.util.version import VERSION
 
 _WORK = ("/v1/completions", "/v1/chat/completions")
@@ -111,7 +102,6 @@ async def _answer(service: Service, body: SamplingRequest, request: Request) -> 
     started, served = time.perf_counter(), service.served
     job = await asyncio.to_thread(body.job, served)  # reads texts: others are answered meanwhile
     reply = Reply(body, job, served)
-    parts = served.submit(job)
 
     def count() -> None:
         service.seconds.observe(time.perf_counter() - started)
@@ -119,31 +109,35 @@ async def _answer(service: Service, body: SamplingRequest, request: Request) -> 
         service.tokens.labels("response").inc(reply.completion_tokens)
 
     if body.stream:
+        parts = served.submit(job)
         first = await unless_gone(request, anext(parts))  # so that what is refused has its status
         service.first.observe(time.perf_counter() - started)
         return _Events(_events(reply, first, parts, body, count), {"version": str(reply.version)})
-    whole = reply.whole(await unless_gone(request, _gathered(parts)))
+    whole = reply.whole(await unless_gone(request, _gathered(served, job)))
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
 
 
-async def _gathered(parts: AsyncGenerator[tuple[int, Part]]) -> list[tuple[int, Part]]:
-    async with aclosing(parts):
-        return [part async for part in parts]
+async def _gathered(served: ServedModel, job: Job) -> list[tuple[int, Part]]:
+    while True:
+        with suppress(Restarted):
+            async with aclosing(served.submit(job)) as parts:
+                return [part async for part in parts]
 
 
 async def _events(
     reply: Reply,
-    first: tuple[int, Part],
+    first: tuple[int, Part] | None,
     parts: AsyncGenerator[tuple[int, Part]],
     body: SamplingRequest,
     count: Callable[[], None],
 ) -> AsyncGenerator[str]:
     async with aclosing(parts):
         try:
-            async for number, part in _chain(first, parts):
-                if chunk := reply.chunk(number, part):
+            while first is not None:
+                if chunk := reply.chunk(*first):
                     yield _event(chunk)
+                first = await anext(parts, None)
         except Exception as error:  # the status is sent; clients read this as an error
             status, content = _body_of(error)
             if status == 500:
@@ -154,12 +148,6 @@ async def _events(
         yield _event(reply.last_chunk())
     count()
     yield "data: [DONE]\n\n"
-
-
-async def _chain(first: tuple[int, Part], others: AsyncIterator[tuple[int, Part]]) -> AsyncIterator[tuple[int, Part]]:
-    yield first
-    async for one in others:
-        yield one
 
 
 def _event(content: dict[str, Any]) -> str:
