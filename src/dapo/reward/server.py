@@ -41,18 +41,8 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.util.serving import (
-    Address,
-    Progress,
-    WorkGate,
-    disconnected,
-    listening_socket,
-    metrics_response,
-    place_in_body,
-    serve_and_drain,
-    unless_gone,
-    url,
-)
+from dapo.util.gate import WorkGate, disconnected, metrics_response, place_in_body, unless_gone
+from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
 from dapo.util.version import VERSION
 
 _WORK = ("/score", "/examine")

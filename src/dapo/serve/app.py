@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,10 @@ from dapo.errors import UserError
 from dapo.inference.stream import Part
 from dapo.rollout.engine import EngineError
 from dapo.serve import weights
-from dapo.serve.model import Limits, Refused, ServedModel
+from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
-from dapo.util.serving import (
-    Address,
-    Progress,
-    WorkGate,
-    listening_socket,
-    metrics_response,
-    place_in_body,
-    serve_and_drain,
-    unless_gone,
-    url,
-)
+from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gone
+from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
 from dapo.util.version import VERSION
 
 _WORK = ("/v1/completions", "/v1/chat/completions", *weights.PATHS)
@@ -83,22 +74,6 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-class _Gate(WorkGate):
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        def error(status: int, text: str, headers: Mapping[str, str]) -> Response:
-            return _error(status, text, headers=headers)
-
-        def count(*of: str) -> None:
-            service.requests.labels(*of).inc()
-
-        super().__init__(app, service.token, service.limits.max_body, service, _WORK.__contains__, error, count)
-        self._service = service
-
-    def most(self, scope: Scope) -> int:
-        of_weights = scope["path"] in weights.WITH_TENSORS and self._service.loaded
-        return weights.largest_body(of_weights) if of_weights else super().most(scope)
-
-
 def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
     app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
 
@@ -114,14 +89,24 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
     _add_reports(app, service)
     for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
-    return _Gate(app, service)
+    count = service.requests.labels
+    gate = WorkGate(
+        app,
+        service.token,
+        service.limits.max_body,
+        service,
+        _WORK.__contains__,
+        lambda status, text, headers: _error(status, text, headers=headers),
+        lambda *of: count(*of).inc(),
+    )
+    gate.most_of = lambda path: weights.largest_body(service.loaded, path)
+    return gate
 
 
 async def _answer(service: Service, body: SamplingRequest, request: Request) -> Response:
     started, served = time.perf_counter(), service.served
     job = await asyncio.to_thread(body.job, served)  # reads texts: others are answered meanwhile
     reply = Reply(body, job, served)
-    parts = served.submit(job)
 
     def count() -> None:
         service.seconds.observe(time.perf_counter() - started)
@@ -129,31 +114,35 @@ async def _answer(service: Service, body: SamplingRequest, request: Request) -> 
         service.tokens.labels("response").inc(reply.completion_tokens)
 
     if body.stream:
+        parts = served.submit(job)
         first = await unless_gone(request, anext(parts))  # so that what is refused has its status
         service.first.observe(time.perf_counter() - started)
         return _Events(_events(reply, first, parts, body, count), {"version": str(reply.version)})
-    whole = reply.whole(await unless_gone(request, _gathered(parts)))
+    whole = reply.whole(await unless_gone(request, _gathered(served, job)))
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
 
 
-async def _gathered(parts: AsyncGenerator[tuple[int, Part]]) -> list[tuple[int, Part]]:
-    async with aclosing(parts):
-        return [part async for part in parts]
+async def _gathered(served: ServedModel, job: Job) -> list[tuple[int, Part]]:
+    while True:
+        with suppress(Restarted):
+            async with aclosing(served.submit(job)) as parts:
+                return [part async for part in parts]
 
 
 async def _events(
     reply: Reply,
-    first: tuple[int, Part],
+    first: tuple[int, Part] | None,
     parts: AsyncGenerator[tuple[int, Part]],
     body: SamplingRequest,
     count: Callable[[], None],
 ) -> AsyncGenerator[str]:
     async with aclosing(parts):
         try:
-            async for number, part in _chain(first, parts):
-                if chunk := reply.chunk(number, part):
+            while first is not None:
+                if chunk := reply.chunk(*first):
                     yield _event(chunk)
+                first = await anext(parts, None)
         except Exception as error:  # the status is sent; clients read this as an error
             status, content = _body_of(error)
             if status == 500:
@@ -164,12 +153,6 @@ async def _events(
         yield _event(reply.last_chunk())
     count()
     yield "data: [DONE]\n\n"
-
-
-async def _chain(first: tuple[int, Part], others: AsyncIterator[tuple[int, Part]]) -> AsyncIterator[tuple[int, Part]]:
-    yield first
-    async for one in others:
-        yield one
 
 
 def _event(content: dict[str, Any]) -> str:
@@ -268,9 +251,8 @@ async def serve(
     ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"
     try:
         times = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 1}  # as the reward server
-        await serve_and_drain(
-            create_app(service, weights_dir), listening, start(), service, drain_s, say, ready, **times
-        )
+        app = create_app(service, weights_dir)
+        await serve_and_drain(app, listening, start(), service, drain_s, say, ready, **times)
     finally:
         if service.loaded is not None:
             await service.loaded.close()

@@ -49,6 +49,10 @@ class Refused(Exception):
         self.status, self.param, self.code = status, param, code
 
 
+class Restarted(Refused):
+    """Other weights came, under which the request is to begin again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What is more is refused. ``max_waiting``: samples that wait or are written, of all requests; ``max_choices``: of
@@ -62,8 +66,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Samples of several prompts (token ids). ``seeds``: of each prompt one for each sample. ``pieces``: as
-    :func:`~dapo.inference.stream.written` has it; ``hidden``: whether stop texts are left out of the text."""
+    """Samples of several prompts (token ids). ``seeds``: of each prompt one for each sample, as many for all.
+    ``pieces``: as :func:`~dapo.inference.stream.written` has it. ``hidden``: whether the text ends at a stop text."""
 
     model: str
     prompts: Sequence[tuple[int, ...]]
@@ -118,53 +122,40 @@ class ServedModel:
 
     async def submit(self, job: Job) -> AsyncGenerator[tuple[int, Part]]:
         """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
-        hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed."""
-        engine = self._admit(job)
-        self.waiting += job.samples
-        self._load[id(engine)] = self._load.get(id(engine), 0) + job.samples
+        hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
+        Restarted: see :meth:`restart`."""
+        engine, left, clock = self._admit(job), job.samples, asyncio.get_running_loop().time
+        end = clock() + self.limits.seconds
+        requests = [
+            Request(next(self._ids), prompt, seeds, job.sampling)
+            for prompt, seeds in zip(job.prompts, job.seeds, strict=True)
+        ]
+        self.waiting += left
+        self._load[id(engine)] = self._load.get(id(engine), 0) + left
         try:
-            async with asyncio.timeout(self.limits.seconds), aclosing(self._parts(job, engine)) as parts:
-                async for part in parts:
-                    yield part
+            async with asyncio.timeout_at(end):
+                await self._open.wait()
+            if self.refusal is not None:
+                raise Refused(503, self.refusal)
+            self._running |= {request.id: engine for request in requests}
+            hidden = job.sampling.stop if job.hidden else ()
+            template = self.prompting.template
+            parts = written(engine, template, requests, drafts=job.drafts, pieces=job.pieces, hidden=hidden)
+            async with aclosing(parts):
+                while left:
+                    async with asyncio.timeout_at(end):  # of each step: another task may take the next one
+                        part = await anext(parts, None)
+                    if part is None:  # cancelled
+                        raise Restarted(503, "new weights came while this was written; ask again")
+                    left -= part.sample is not None
+                    yield (part.request_id - requests[0].id) * len(job.seeds[0]) + part.index, part
         except TimeoutError:
             raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
         finally:
+            for request in requests:
+                self._running.pop(request.id, None)
             self.waiting -= job.samples
             self._load[id(engine)] -= job.samples
-
-    async def _parts(self, job: Job, engine: NativeEngine) -> AsyncGenerator[tuple[int, Part]]:
-        left = {(p, i): seed for p, seeds in enumerate(job.seeds) for i, seed in enumerate(seeds)}
-        told: set[tuple[int, int]] = set()
-        while left:  # once, unless weights that change have requests restarted
-            await self._open.wait()
-            if self.refusal is not None:
-                raise Refused(503, self.refusal)
-            if told & left.keys():
-                raise Refused(503, "new weights came, and what was sent of this response is not theirs; ask again")
-            requests, places = [], {}
-            for place, prompt in enumerate(job.prompts):
-                if indices := [i for p, i in left if p == place]:
-                    requests.append(
-                        Request(next(self._ids), prompt, tuple(left[place, i] for i in indices), job.sampling)
-                    )
-                    places[requests[-1].id] = place, indices
-            self._running |= dict.fromkeys(places, engine)
-            hidden = job.sampling.stop if job.hidden else ()
-            parts = written(
-                engine, self.prompting.template, requests, drafts=job.drafts, pieces=job.pieces, hidden=hidden
-            )
-            try:
-                async with aclosing(parts):
-                    async for part in parts:
-                        place, indices = places[part.request_id]
-                        key = place, indices[part.index]
-                        told.add(key)
-                        if part.sample is not None:
-                            del left[key]
-                        yield sum(map(len, job.seeds[:place])) + key[1], part
-            finally:
-                for request in requests:
-                    self._running.pop(request.id, None)
 
     def _admit(self, job: Job) -> NativeEngine:
         """The engine for a job. Raises Refused: it cannot be served, or not now."""
@@ -207,8 +198,8 @@ class ServedModel:
             await asyncio.sleep(0.01)
 
     async def restart(self) -> None:
-        """Have requests in engines begin anew. To be called while they are held; those of which the client has seen a
-        part end with an error."""
+        """End the requests in engines with :class:`Restarted`: whose client has seen nothing begin again by themselves,
+        the others are an error. To be called while requests are held."""
         for engine in {id(engine): engine for engine in self._running.values()}.values():
             await engine.cancel(set(self._running))
 

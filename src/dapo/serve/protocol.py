@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class _FirstOnly(FailFast):
-    __hash__ = object.__hash__  # type: ignore[assignment]  # unions of annotated types want one
+    __hash__ = object.__hash__  # unions of annotated types want one
 
 
 Listed = Annotated[list[_T], _FirstOnly()]

@@ -208,8 +208,8 @@ def _files(root: Path | None, name: str) -> list[Path]:
     raise Refused(404, f"checkpoint {name[:200]!r}: there is no such one below --weights-dir", "checkpoint")
 
 
-WITH_TENSORS = ("/weights/bucket", "/weights/commit")
-PATHS = ("/weights", "/weights/begin", *WITH_TENSORS)
+_WITH_TENSORS = ("/weights/bucket", "/weights/commit")
+PATHS = ("/weights", "/weights/begin", *_WITH_TENSORS)
 
 
 def router(loaded: Callable[[], ServedModel], token: str | None, folder: Path | None) -> APIRouter:
@@ -252,8 +252,9 @@ def router(loaded: Callable[[], ServedModel], token: str | None, folder: Path | 
     return routes
 
 
-def largest_body(served: ServedModel) -> int:
-    """Bytes of all weights in float32, with their names."""
-    return max(
-        sum(4 * math.prod(shape) + 1024 for shape in engines[0].shapes.values()) for engines in served.engines.values()
-    )
+def largest_body(served: ServedModel | None, path: str) -> int | None:
+    """Bytes of all weights in float32, with their names, where some are sent; None: elsewhere."""
+    if served is None or path not in _WITH_TENSORS:
+        return None
+    every = (engines[0].shapes.values() for engines in served.engines.values())
+    return max(sum(4 * math.prod(shape) + 1024 for shape in shapes) for shapes in every)

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Scope
 
-from dapo.util.serving import Gate
+from dapo.util.gate import Gate
 
 _COOKIE = "dapo_token"
 _HEADERS: Mapping[str, str] = {  # so that samples never run as script
