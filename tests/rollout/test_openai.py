@@ -42,7 +42,7 @@ class Scripted:
     def __init__(self, answer: Answer, owner: str = "dapo") -> None:
         self._answer, self._owner = answer, owner
         self.asked: list[tuple[str, Any]] = []
-        self.lost = 0
+        self.lost = self.version = 0
 
     async def __aenter__(self) -> Scripted:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -58,7 +58,10 @@ class Scripted:
         lengths = [line for line in head.splitlines() if line.lower().startswith("content-length:")]
         body = await reader.readexactly(int(lengths[0].split(":")[1])) if lengths else b""
         if what == "GET /v1/models":
-            found: tuple[str, Any] | None = "200 OK", {"data": [{"id": "tiny", "owned_by": self._owner}]}
+            found: tuple[str, Any] | None = (
+                "200 OK",
+                {"data": [{"id": "tiny", "owned_by": self._owner, "version": self.version}]},
+            )
         else:
             sent = json.loads(body) if body.startswith(b"{") else body
             self.asked.append((what, sent))
@@ -238,7 +241,7 @@ def test_a_server_of_text_alone_can_be_evaluated() -> None:
 
 
 def test_versions_are_those_of_the_run_whatever_the_server_counted_before() -> None:
-    served = [41]
+    served = [0]
 
     async def answer(what: str, body: Any) -> tuple[str, Any]:
         if what.startswith("POST /weights/begin"):
@@ -249,6 +252,7 @@ def test_versions_are_those_of_the_run_whatever_the_server_counted_before() -> N
     async def run() -> list[Any]:
         async with Scripted(answer) as server:
             engine = OpenAIEngine(config_of(server.url), 20, [STOP])
+            server.version = 41
             seen: list[Any] = [engine.version]
             for version in (5, 6):
                 await hand_over(engine, version, [("w", torch.ones(3))])

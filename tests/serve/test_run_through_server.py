@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save
 
 import dapo
 from dapo.observe.run_folder import RunFolder
@@ -88,3 +90,14 @@ def test_a_server_that_dies_ends_the_run_in_time_with_a_checkpoint_from_which_it
     server.wait_ready()
     run(tmp_path / "run", through(server), resume=RunFolder(tmp_path / "run"))
     assert same(steps_of(tmp_path / "run")) == same(steps_of(tmp_path / "whole"))
+
+
+def test_a_run_goes_on_with_a_server_that_waits_for_weights(tmp_path: Path, server: PolicyServer) -> None:
+    """Another run was lost in the middle of a push."""
+    to = {"headers": server.headers, "trust_env": False}
+    httpx.post(f"{server.url}/weights/begin", json={"version": 30, "update": "lost"}, **to)
+    httpx.put(f"{server.url}/weights/bucket?update=lost", content=save({"none": torch.ones(1)}), **to)
+    assert httpx.get(f"{server.url}/ready", **to).status_code == 503
+    run(tmp_path / "there", through(server) | {"training.steps": 1})
+    run(tmp_path / "here", STEPS | {"training.steps": 1})
+    assert same(steps_of(tmp_path / "there")) == same(steps_of(tmp_path / "here"))

@@ -117,7 +117,7 @@ def test_buckets_change_what_is_sampled_and_its_version(model: Path) -> None:
 @pytest.mark.parametrize("in_flight", ["keep", "drain", "restart"])
 def test_what_is_in_flight_goes_on_is_waited_for_or_begins_anew(model: Path, in_flight: str) -> None:
     other = tiny_model(1)
-    tokens = 150
+    tokens = 90
 
     async def ask(client: Client) -> Any:
         await sampled(client)  # the first one takes longer
@@ -154,7 +154,7 @@ def test_a_client_that_is_lost_blocks_nobody_for_ever(model: Path, monkeypatch: 
         await hand_over(client, tensors_of(other), 1)
         return [*ended, refused], late, ready, await sampled(client)
 
-    long = {"model": "tiny", "prompt": PROMPT, "max_tokens": 150, "temperature": 0.0}
+    long = {"model": "tiny", "prompt": PROMPT, "max_tokens": 90, "temperature": 0.0}
     ended, late, ready, after = with_server(model, ask)
     for reply in ended:
         assert reply.status_code == 503 and "new ones have to be handed over" in reply.json()["error"]["message"]

@@ -62,12 +62,14 @@ class _Reply(BaseModel):
 @dataclass(eq=False, slots=True)
 class _Server:
     """``model``: as it calls it. ``ours``: a `dapo serve`, which takes a seed for each of several samples. ``longest``:
-    tokens that it takes. ``offset``: of its versions to the run's, if it has weights of the run."""
+    tokens that it takes. ``served``: the version it had at first. ``offset``: of its versions to the run's, if it has
+    weights of the run."""
 
     url: str
     model: str = ""
     ours: bool = False
     longest: int = 2**60
+    served: int = 0
     in_flight: int = 0
     offset: int | None = None
 
@@ -105,20 +107,21 @@ class OpenAIEngine:
         self._running: dict[asyncio.Task[list[Sample]], int] = {}
 
     async def start(self, prompt_ids: Sequence[int], longest: int) -> None:
-        """Try all that is needed of each server but new weights. ``longest``: prompt and response together, in tokens.
+        """Try all that training needs of each server but new weights. ``longest``: prompt and response together, in tokens.
         Raises RemoteError: what is missing."""
 
         async def start(server: _Server) -> None:
-            await self._ask(server, Request(0, tuple(prompt_ids), (0,), Sampling(1.0, 1)), [0])
+            await self._name(server)
             if server.longest < longest:
                 text = f"takes {server.longest} tokens, but prompt and response may have {longest}"
                 raise RemoteError(f"policy server {shown(server.url)}: {text}")
-            if self._encode is None:
-                try:
-                    await self._call(server, f"GET /weights?model={quote(server.model)}")
-                except RemoteError as error:
-                    text = "no run can train through a server that takes no weights; it can be evaluated"
-                    raise RemoteError(f"{error}; {text}") from None
+            try:
+                state = await self._call(server, f"GET /weights?model={quote(server.model)}")
+            except RemoteError as error:
+                text = "no run can train through a server that takes no weights; it can be evaluated"
+                raise RemoteError(f"{error}; {text}") from None
+            if state.get("reason") is None:  # otherwise it waits for weights, such as those of the run
+                await self._ask(server, Request(0, tuple(prompt_ids), (0,), Sampling(1.0, 1)), [0])
 
         await self._everywhere(start)
 
@@ -218,6 +221,7 @@ class OpenAIEngine:
             raise BadReply(f"rollout.model: is {name or 'not given'}; its models are {', '.join(models) or 'none'}")
         server.model, server.ours = name, models[name].get("owned_by") == "dapo"
         server.longest = models[name].get("max_model_len") or server.longest
+        server.served = models[name].get("version") or 0
 
     def _sample(self, server: _Server, request: Request, place: int, choice: _Choice, since: int) -> Sample:
         """Raises BadReply: it is not what was asked for, or lacks what training needs."""
@@ -260,17 +264,13 @@ class OpenAIEngine:
         self._update, self._coming = uuid.uuid4().hex, version
         self._committed.clear()
 
-        def place(server: _Server, reply: Any) -> None:
-            server.offset = max(0, int(reply["version"]) + 1 - version)
-
         async def begin(server: _Server) -> None:
             await self._name(server)
             if server.offset is None:
-                await self._call(server, f"GET /weights?model={quote(server.model)}", take=place)
+                server.offset = max(0, server.served + 1 - version)
             in_flight = "keep" if self._rollout.in_flight == "auto" else self._rollout.in_flight
-            said: dict[str, Any] = {"update": self._update, "model": server.model, "in_flight": in_flight}
-            said["version"] = (server.offset or 0) + version
-            await self._call(server, "POST /weights/begin", said)
+            said = {"update": self._update, "version": server.offset + version, "in_flight": in_flight}
+            await self._call(server, "POST /weights/begin", said | {"model": server.model})
 
         await self._everywhere(begin)
 
