@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from dapo.model.adapters import adapter_parameters, new_adapter, save_adapter
 from dapo.model.loading import load_model
 from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request, Sampling, some_elements
@@ -269,3 +270,48 @@ def test_no_checkpoint_from_elsewhere(model: Path, tmp_path: Path, name: str) ->
 def test_without_a_folder_no_checkpoint_is_taken(model: Path) -> None:
     reply = with_server(model, lambda client: client.post("/weights", json={"checkpoint": "."}))
     assert reply.status_code == 403 and "--weights-dir" in reply.json()["error"]["message"]
+
+
+def test_a_body_that_is_larger_than_the_weights_is_not_read(model: Path) -> None:
+    async def ask(client: Client) -> list[int]:
+        await client.post("/weights/begin", json={"version": 1, "update": "a"})
+        sizes = {"/weights/bucket?update=a": 2**22, "/weights/begin": 2**25}
+        methods = {"/weights/bucket?update=a": "PUT", "/weights/begin": "POST"}
+        return [(await client.request(methods[p], p, content=bytes(size))).status_code for p, size in sizes.items()]
+
+    assert with_server(model, ask) == [413, 413]
+
+
+def adapter_in(folder: Path, base: Path, seed: int) -> Path:
+    """One that changes what is sampled."""
+    folder.mkdir()
+    model = new_adapter(load_model(str(base), torch.float32), 2, 4.0, "all-linear", seed)
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in adapter_parameters(model).values():
+            parameter.normal_()
+    save_adapter(model, folder)
+    return folder
+
+
+def test_an_adapter_is_given_weights_by_its_name_and_the_model_below_stays(model: Path, tmp_path: Path) -> None:
+    adapters = {seed: adapter_in(tmp_path / f"adapter{seed}", model, seed) for seed in (1, 2)}
+    loaded = load_model(str(adapters[2]), torch.float32)
+    tensors = {name: parameter.detach() for name, parameter in adapter_parameters(loaded).items()}
+
+    async def ask(client: Client) -> dict[str, Any]:
+        found = {"base": await sampled(client), "first": await sampled(client, model="poet")}
+        await hand_over(client, tensors, 3, model="poet")
+        found["second"] = await sampled(client, model="poet")
+        await client.post("/weights", json={"checkpoint": "adapter1", "model": "poet"})
+        found |= {"again": await sampled(client, model="poet"), "still": await sampled(client)}
+        for name in (None, "nobody"):
+            found[f"{name}"] = (await client.post("/weights/begin", json={"version": 9, "model": name})).status_code
+        return found
+
+    found = with_server(model, ask, tmp_path, adapters={"poet": str(adapters[1])})
+    ids = {name: choice["token_ids"] for name, choice in found.items() if isinstance(choice, dict)}
+    assert ids["base"] == ids["still"] == expected(tiny_model(0)) and ids["second"] == expected(loaded)
+    assert ids["first"] == ids["again"] and len({tuple(one) for one in ids.values()}) == 3
+    assert set(found["second"]["versions"]) == {3} and set(found["again"]["versions"]) == {4}
+    assert (found["None"], found["nobody"]) == (409, 404)

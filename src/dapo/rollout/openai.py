@@ -107,7 +107,7 @@ class OpenAIEngine:
         self._running: dict[asyncio.Task[list[Sample]], int] = {}
 
     async def start(self, prompt_ids: Sequence[int], longest: int) -> None:
-        """Try all that training needs of each server but new weights. ``longest``: prompt and response together, in tokens.
+        """Try all that training needs of each server but new weights. ``longest``: tokens of prompt and response.
         Raises RemoteError: what is missing."""
 
         async def start(server: _Server) -> None:
