@@ -40,6 +40,10 @@ Benchmark = Annotated[
 Recipe = Annotated[
     Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
 ]
+Server = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Sample on this OpenAI-compatible server; MODEL needs no weights then."),
+]
 OutputPath = Annotated[
     Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
 ]
@@ -55,10 +59,7 @@ def evaluate(
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
-    server: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Sample on this OpenAI-compatible server; MODEL needs no weights then."),
-    ] = None,
+    server: Server = None,
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
     max_tokens: options.MaxTokens = None,
     stop: options.Stop = None,
