@@ -149,6 +149,10 @@ class ServedModel:
                         raise Restarted(503, "new weights came while this was written; ask again")
                     left -= part.sample is not None
                     yield (part.request_id - requests[0].id) * len(job.seeds[0]) + part.index, part
+        except EngineError as error:
+            if self._open.is_set():
+                raise
+            raise Restarted(503, str(error)) from None  # it met weights that had come in part
         except TimeoutError:
             raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
         finally:
@@ -200,6 +204,8 @@ class ServedModel:
     async def restart(self) -> None:
         """End the requests in engines with :class:`Restarted`: whose client has seen nothing begin again by themselves,
         the others are an error. To be called while requests are held."""
+        for _ in range(3):
+            await asyncio.sleep(0)  # what passed before the hold is in its engine then
         for engine in {id(engine): engine for engine in self._running.values()}.values():
             await engine.cancel(set(self._running))
 
@@ -231,7 +237,7 @@ def load_served(
         UserError: a setting, the model or an adapter is wrong.
     """
     recipe = existing_recipe(model)
-    is_recipe = recipe.suffix in (".yaml", ".yml") and os.path.isfile(recipe)  # noqa: PTH113
+    is_recipe = recipe.suffix in (".yaml", ".yml")
     path = load_config(recipe).model.path if is_recipe else model
     _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect
