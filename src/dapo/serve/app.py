@@ -157,7 +157,8 @@ async def _events(
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    # in ASCII: some clients take other characters, such as U+2028, for line ends
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
 def _add_reports(app: FastAPI, service: Service) -> None:
