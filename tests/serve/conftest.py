@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policy_server import PINNED, Served, save_byte_model, served
+from served import PINNED, Served, save_byte_model, served
 
 
 @pytest.fixture(scope="session")

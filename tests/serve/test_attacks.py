@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from dapo.serve.model import Limits
-from policy_server import Served, served
+from served import Served, served
 
 
 def raw(server: Served, *sent: bytes, wait: float = 10) -> bytes:

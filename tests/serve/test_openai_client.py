@@ -13,7 +13,7 @@ from dapo.inference.generate import Response, generate_responses
 from dapo.inference.model import FoundModel, inference_config
 from dapo.observe.progress import QuietListener
 from dapo.serve.model import Limits
-from policy_server import PINNED, Served, served
+from served import PINNED, Served, served
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2="}]
 
@@ -127,6 +127,10 @@ def test_token_ids_in_and_out(client: OpenAI, server: Served) -> None:
     assert (found.model_extra or {})["version"] == 0
     one = client.completions.create(model="tiny", prompt=[9], max_tokens=6, extra_body={"seeds": [4]})
     assert one.choices[0].text == found.choices[3].text
+    short = {"seeds": [4], "return_tokens_as_token_ids": True, "return_token_ids": True}
+    same = client.completions.create(model="tiny", prompt=[9], max_tokens=6, logprobs=0, extra_body=short).choices[0]
+    assert same.text == one.choices[0].text and same.logprobs is not None
+    assert same.logprobs.tokens == [f"token_id:{i}" for i in (same.model_extra or {})["token_ids"]]
     raw = client.completions.with_raw_response.create(model="tiny", prompt=[9], max_tokens=1)
     assert raw.headers["version"] == "0"
 

@@ -19,7 +19,7 @@ from dapo.errors import ConfigError, ModelError
 from dapo.observe.progress import QuietListener
 from dapo.rollout.engine import Request
 from dapo.serve.model import load_served
-from policy_server import PINNED, SMALL, Served, ServeProcess, served
+from served import PINNED, SMALL, Served, ServeProcess, served
 
 STREAMS = 50
 PROMPTS = [f"{a}{op}{b}=" for a in range(10) for b in range(10) for op in "+-*"]
@@ -103,7 +103,7 @@ def test_adapters_are_asked_for_by_name_and_share_the_weights_below(tmp_path: Pa
     from dapo.inference.generate import Response, generate_responses
     from dapo.inference.model import FoundModel, inference_config
     from helpers import random_model
-    from policy_server import save_byte_model
+    from served import save_byte_model
 
     base = save_byte_model(tmp_path / "base")
     other = save_byte_model(tmp_path / "other", num_hidden_layers=2)

@@ -111,7 +111,8 @@ async def _answer(service: Service, body: SamplingRequest, request: Request) -> 
     if body.stream:
         first, parts = await unless_gone(request, _begun(served, job))  # so that what is refused has its status
         service.first.observe(time.perf_counter() - started)
-        return _Events(_events(reply, first, parts, body, count), {"version": str(reply.version)})
+        headers = {"version": str(max(first[1].versions, default=0))}
+        return _Events(_events(reply, first, parts, body, count), headers)
     whole = reply.whole(await unless_gone(request, _gathered(served, job)))
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
