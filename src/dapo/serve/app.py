@@ -114,13 +114,20 @@ async def _answer(service: Service, body: SamplingRequest, request: Request) -> 
         service.tokens.labels("response").inc(reply.completion_tokens)
 
     if body.stream:
-        parts = served.submit(job)
-        first = await unless_gone(request, anext(parts))  # so that what is refused has its status
+        first, parts = await unless_gone(request, _begun(served, job))  # so that what is refused has its status
         service.first.observe(time.perf_counter() - started)
-        return _Events(_events(reply, first, parts, body, count), {"version": str(reply.version)})
+        headers = {"version": str(max(first[1].versions, default=0))}
+        return _Events(_events(reply, first, parts, body, count), headers)
     whole = reply.whole(await unless_gone(request, _gathered(served, job)))
     count()
     return JSONResponse(whole, headers={"version": str(reply.version)})
+
+
+async def _begun(served: ServedModel, job: Job) -> tuple[tuple[int, Part], AsyncGenerator[tuple[int, Part]]]:
+    while True:
+        with suppress(Restarted):
+            parts = served.submit(job)
+            return await anext(parts), parts
 
 
 async def _gathered(served: ServedModel, job: Job) -> list[tuple[int, Part]]:
@@ -156,7 +163,8 @@ async def _events(
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    # in ASCII: some clients take other characters, such as U+2028, for line ends
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
 def _add_reports(app: FastAPI, service: Service) -> None:

@@ -98,7 +98,6 @@ class ServedModel:
     refusal: str | None = None
     """Why no request is served; None: they are."""
     _ids: itertools.count[int] = field(default_factory=itertools.count)
-    _load: dict[int, int] = field(default_factory=dict)  # samples of each engine
     _open: asyncio.Event = field(default_factory=asyncio.Event)
     _running: dict[int, NativeEngine] = field(default_factory=dict)  # requests in engines
 
@@ -124,19 +123,19 @@ class ServedModel:
         """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
         hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
         Restarted: see :meth:`restart`."""
-        engine, left, clock = self._admit(job), job.samples, asyncio.get_running_loop().time
-        end = clock() + self.limits.seconds
+        self._check(job)
+        left, end = job.samples, asyncio.get_running_loop().time() + self.limits.seconds
         requests = [
             Request(next(self._ids), prompt, seeds, job.sampling)
             for prompt, seeds in zip(job.prompts, job.seeds, strict=True)
         ]
         self.waiting += left
-        self._load[id(engine)] = self._load.get(id(engine), 0) + left
         try:
             async with asyncio.timeout_at(end):
                 await self._open.wait()
             if self.refusal is not None:
                 raise Refused(503, self.refusal)
+            engine = min(self.engines[job.model], key=list(self._running.values()).count)
             self._running |= {request.id: engine for request in requests}
             hidden = job.sampling.stop if job.hidden else ()
             template = self.prompting.template
@@ -149,16 +148,19 @@ class ServedModel:
                         raise Restarted(503, "new weights came while this was written; ask again")
                     left -= part.sample is not None
                     yield (part.request_id - requests[0].id) * len(job.seeds[0]) + part.index, part
+        except EngineError as error:
+            if self._open.is_set():
+                raise
+            raise Restarted(503, str(error)) from None  # it met weights that had come in part
         except TimeoutError:
             raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
         finally:
             for request in requests:
                 self._running.pop(request.id, None)
             self.waiting -= job.samples
-            self._load[id(engine)] -= job.samples
 
-    def _admit(self, job: Job) -> NativeEngine:
-        """The engine for a job. Raises Refused: it cannot be served, or not now."""
+    def _check(self, job: Job) -> None:
+        """Raises Refused: it cannot be served, or not now."""
         if job.model not in self.engines:
             known = ", ".join(self.engines)
             raise Refused(404, f"model {job.model!r}: not served here; there is {known}", "model", "model_not_found")
@@ -172,14 +174,12 @@ class ServedModel:
                 f"{self.waiting} samples wait; with {job.samples} more it would be more than {self.limits.max_waiting}"
             )
             raise Refused(429, f"{most} (--max-waiting)")
-        engine = min(self.engines[job.model], key=lambda one: self._load.get(id(one), 0))
         for place, (prompt, seeds) in enumerate(zip(job.prompts, job.seeds, strict=True)):
             try:
-                engine.check(Request(0, prompt, seeds, job.sampling))
+                self.engines[job.model][0].check(Request(0, prompt, seeds, job.sampling))
             except EngineError as error:
                 which = f"prompt {place + 1}: " if len(job.prompts) > 1 else ""
                 raise Refused(400, which + str(error).removeprefix("request 0: ")) from None
-        return engine
 
     # -- while weights change ----------------------------------------------------------------------------------------
 
@@ -200,6 +200,8 @@ class ServedModel:
     async def restart(self) -> None:
         """End the requests in engines with :class:`Restarted`: whose client has seen nothing begin again by themselves,
         the others are an error. To be called while requests are held."""
+        for _ in range(3):
+            await asyncio.sleep(0)  # what passed before the hold is in its engine then
         for engine in {id(engine): engine for engine in self._running.values()}.values():
             await engine.cancel(set(self._running))
 
@@ -231,7 +233,7 @@ def load_served(
         UserError: a setting, the model or an adapter is wrong.
     """
     recipe = existing_recipe(model)
-    is_recipe = recipe.suffix in (".yaml", ".yml") and os.path.isfile(recipe)  # noqa: PTH113
+    is_recipe = recipe.suffix in (".yaml", ".yml")
     path = load_config(recipe).model.path if is_recipe else model
     _, config = settings_for(path, {}, ONE_EACH, recipe=recipe if is_recipe else None, overrides=overrides)
     if "temperature" not in config.evaluation.model_fields_set:  # what clients of this API expect

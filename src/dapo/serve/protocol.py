@@ -7,6 +7,7 @@ What would change a response and is not served is refused by name, never ignored
 from __future__ import annotations
 
 import itertools
+import operator
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,6 +84,7 @@ class SamplingRequest(BaseModel):
     seed: Seed | None = None
     seeds: Listed[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @property
     def likely(self) -> int | None:
@@ -110,7 +112,7 @@ class SamplingRequest(BaseModel):
             self._sampling(served, max(map(len, prompts), default=0)),
             # the likeliest tokens come with finished samples only
             drafts=self.stream and not self.likely,
-            pieces=self.likely is not None,
+            pieces=self.likely is not None and not self.return_tokens_as_token_ids,
             hidden=self.stop is not None,
         )
 
@@ -208,83 +210,75 @@ class Reply:
     """What a client is told, in whole or in chunks of a stream, of the samples of one job."""
 
     def __init__(self, request: SamplingRequest, job: Job, served: ServedModel) -> None:
-        self._request, self._job, self._served = request, job, served
+        self._request, self._job, self._template = request, job, served.prompting.template
         self._chat = isinstance(request, ChatRequest)
-        self._id = ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12)
-        self._created = int(time.time())
+        name, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
+        self._head = {
+            "id": f"{name}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if self._chat and request.stream else kind,
+            "created": int(time.time()),
+            "model": job.model,
+        }
         self._offsets: dict[int, int] = {}  # by choice that was begun: characters of its tokens so far
-        self.completion_tokens = 0
-        self.version = served.version
-        """The newest that a token was sampled under."""
+        self.completion_tokens = self.version = 0
+        """``version``: the newest that a token was sampled under."""
 
     def whole(self, parts: Iterable[tuple[int, Part]]) -> dict[str, Any]:
         """``parts``: one of each sample."""
-        choices = sorted((self._choice(number, part) for number, part in parts), key=lambda one: int(one["index"]))
-        return self._message(choices, "chat.completion" if self._chat else "text_completion") | self.usage()
+        choices = [self._choice(*one) for one in sorted(parts, key=operator.itemgetter(0))]
+        return self._message(choices) | self._usage()
 
     def chunk(self, number: int, part: Part) -> dict[str, Any] | None:
         """None: there is nothing to tell."""
-        new = number not in self._offsets
+        new, request = number not in self._offsets, self._request
         choice = self._choice(number, part)
-        tells = part.text or part.sample or new or (part.token_ids and (self._request.return_token_ids or part.pieces))
-        return self._message([choice], self._chunks) if tells else None
+        tells = new or part.text or part.sample or request.return_token_ids or request.likely is not None
+        return self._message([choice]) if tells else None
 
     def last_chunk(self) -> dict[str, Any]:
-        return self._message([], self._chunks) | self.usage()
+        return self._message([]) | self._usage()
 
-    @property
-    def _chunks(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
-
-    def usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
         prompt, completion = sum(map(len, self._job.prompts)), self.completion_tokens
         total = prompt + completion
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}}
 
-    def _message(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self._job.model}
-        return head | {"choices": choices, "version": self.version}
+    def _message(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": choices, "version": self.version}
 
     def _choice(self, number: int, part: Part) -> dict[str, Any]:
-        new, offset = number not in self._offsets, self._offsets.get(number, 0)
+        request, new, offset = self._request, number not in self._offsets, self._offsets.get(number, 0)
         self.completion_tokens += len(part.token_ids)
         self.version = max(self.version, *part.versions, 0)
         choice: dict[str, Any] = {"index": number, "finish_reason": part.sample and part.sample.finish_reason}
         if not self._chat:
             choice["text"] = part.text
-        elif self._job.drafts or self._request.stream:
+        elif request.stream:
             choice["delta"] = ({"role": "assistant"} if new else {}) | {"content": part.text}
         else:
             choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
-        choice["logprobs"] = None if self._request.likely is None else self._logprobs(part, offset)
-        if self._request.return_token_ids:
-            choice |= {"token_ids": list(part.token_ids), "versions": list(part.versions)}
-            if new:
-                choice["prompt_token_ids"] = list(self._job.prompts[self._prompt_of(number)])
-        self._offsets[number] = offset + sum(map(len, part.pieces))
+        texts = [f"token_id:{i}" for i in part.token_ids] if request.return_tokens_as_token_ids else part.pieces
+        choice["logprobs"] = None if request.likely is None else self._logprobs(texts, part, offset)
+        self._offsets[number] = offset + sum(map(len, texts))
+        if request.return_token_ids:
+            choice |= {"token_ids": part.token_ids, "versions": part.versions}
+            choice |= {"prompt_token_ids": self._job.prompts[number // request.n]} if new else {}
         return choice
 
-    def _prompt_of(self, number: int) -> int:
-        return number // self._request.n
-
-    def _logprobs(self, part: Part, offset: int) -> dict[str, Any]:
-        tops: list[list[Likely]] = [[] for _ in part.token_ids]
-        if part.sample is not None and self._job.sampling.top_logprobs:
-            tops = likeliest(self._served.prompting.template, part.sample)
-        drawn = list(zip(part.pieces, part.logprobs, tops, strict=True))
+    def _logprobs(self, texts: Sequence[str], part: Part, offset: int) -> dict[str, Any]:
+        tops: list[list[Likely]] = [[] for _ in texts]
+        if part.sample is not None and self._request.likely:
+            tops = likeliest(self._template, part.sample)
+        drawn = list(zip(texts, part.logprobs, tops, strict=True))
         if self._chat:
             return {
-                "content": [
-                    _token(text, logprob) | {"top_logprobs": [_token(t, p) for _, t, p in top]}
-                    for text, logprob, top in drawn
-                ]
+                "content": [_token(t, p) | {"top_logprobs": [_token(*one[1:]) for one in top]} for t, p, top in drawn]
             }
-        starts = itertools.accumulate(map(len, part.pieces), initial=offset)
         return {
-            "tokens": list(part.pieces),
-            "token_logprobs": list(part.logprobs),
-            "top_logprobs": [{text: p for _, text, p in top} | {piece: logprob} for piece, logprob, top in drawn],
-            "text_offset": list(starts)[:-1],
+            "tokens": texts,
+            "token_logprobs": part.logprobs,
+            "top_logprobs": [{text: p for _, text, p in top} | {token: logprob} for token, logprob, top in drawn],
+            "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
         }
 
 
