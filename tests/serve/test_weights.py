@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from command_cases import save_model
 from dapo.model.adapters import adapter_parameters, new_adapter, save_adapter
 from dapo.model.loading import load_model
 from dapo.observe.progress import QuietListener
@@ -20,10 +21,10 @@ from dapo.rollout.native.engine import NativeEngine
 from dapo.serve import weights
 from dapo.serve.app import Service, create_app
 from dapo.serve.model import Limits, load_served
-from policy_server import TOKEN, saved_model
 from run_cases import TOKENIZER, tiny_model
 
 Client = httpx.AsyncClient
+TOKEN = "a-token"
 PROMPT = [5, 6, 7]
 STOPS = [TOKENIZER.eos_token_id]
 SETTINGS = ("data.template=plain", "runtime.deterministic=true", "rollout.max_response_length=256")
@@ -31,7 +32,7 @@ SETTINGS = ("data.template=plain", "runtime.deterministic=true", "rollout.max_re
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("served") / "tiny")
+    return save_model(tmp_path_factory.mktemp("served") / "tiny")
 
 
 def with_server(
@@ -222,7 +223,7 @@ ROUTES = [("GET", ""), ("POST", ""), ("POST", "/begin"), ("PUT", "/bucket?update
 
 @pytest.mark.parametrize(("token", "sent", "status"), [(None, TOKEN, 403), (TOKEN, "another", 401), (TOKEN, "", 401)])
 def test_no_weights_without_the_token(model: Path, tmp_path: Path, token: str | None, sent: str, status: int) -> None:
-    saved_model(tmp_path / "other", 1)
+    save_model(tmp_path / "other", seed=1)
 
     async def ask(client: Client) -> list[int]:
         client.headers["Authorization"] = f"Bearer {sent}"
@@ -234,8 +235,8 @@ def test_no_weights_without_the_token(model: Path, tmp_path: Path, token: str | 
 
 
 def test_a_checkpoint_below_the_folder_is_taken(model: Path, tmp_path: Path) -> None:
-    saved_model(tmp_path / "run" / "checkpoint" / "model", 1)
-    saved_model(tmp_path / "wide", 1, intermediate_size=48)
+    save_model(tmp_path / "run" / "checkpoint" / "model", seed=1)
+    save_model(tmp_path / "wide", seed=1, intermediate_size=48)
 
     async def ask(client: Client) -> tuple[Any, ...]:
         taken = await client.post("/weights", json={"checkpoint": "run/checkpoint"})
@@ -252,7 +253,7 @@ def test_a_checkpoint_below_the_folder_is_taken(model: Path, tmp_path: Path) -> 
     ["../outside", "{outside}", "out", "file", "nowhere", "", ".", "~", "a\0b", "x" * 5000, "inside/../../outside"],
 )
 def test_no_checkpoint_from_elsewhere(model: Path, tmp_path: Path, name: str) -> None:
-    outside, root = saved_model(tmp_path / "outside", 1), tmp_path / "root"
+    outside, root = save_model(tmp_path / "outside", seed=1), tmp_path / "root"
     (root / "file").mkdir(parents=True)
     (root / "inside").mkdir()
     (root / "out").symlink_to(outside)

@@ -44,6 +44,9 @@ Server = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Sample on this OpenAI-compatible server; MODEL needs no weights then."),
 ]
+SaveSamples = Annotated[
+    bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
+]
 OutputPath = Annotated[
     Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
 ]
@@ -64,9 +67,7 @@ def evaluate(
     max_tokens: options.MaxTokens = None,
     stop: options.Stop = None,
     output: OutputPath = None,
-    save_samples: Annotated[
-        bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
-    ] = False,
+    save_samples: SaveSamples = False,
     average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
     debug: options.Debug = False,
