@@ -85,22 +85,24 @@ def test_the_text_ends_before_the_first_stop_text_and_none_of_it_is_ever_shown(
     writer, told, ids = _Writer(bytes_of, False, stops), "", list(text.encode())
     for size in np.cumsum(cuts).tolist():
         if size < len(ids):
-            told += writer.part(draft(ids[:size], False)).text
+            told += writer.part([draft(ids[:size], False)]).text
             assert whole.startswith(told)
-    assert told + writer.part(draft(ids, True)).text == whole
+    assert told + writer.part([draft(ids, True)]).text == whole
 
 
 class FakeEngine:
-    """Writes a token at a time to each of its requests, without a pause between them."""
+    """Writes a token at a time to each of its requests, without a pause between them; the second hears all again."""
 
     def __init__(self, length: int) -> None:
         self.length, self.closed = length, False
 
-    async def stream(self, requests: Sequence[Request]):
+    async def stream(self, requests: Sequence[Request], only_new: bool):
         try:
             for size in range(1, self.length):
                 for request in requests:
-                    yield Draft(request.id, 0, (97,) * size, (-1.0,) * size, (0,) * size)
+                    start = 0 if request.id else size - 1
+                    count = size - start
+                    yield Draft(request.id, 0, (97,) * count, (-1.0,) * count, (0,) * count, start)
                 await asyncio.sleep(0)
             for request in requests:
                 ids = np.full(self.length, 97, np.int32)

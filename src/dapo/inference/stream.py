@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from dapo.data.template import PromptTemplate
 from dapo.records import Sample
@@ -75,13 +75,19 @@ class _Writer:
         self._back = ""  # text that is held back
         self._stopped = False
 
-    def part(self, event: Sample | Draft) -> Part:
-        start, last = self._told, isinstance(event, Sample)
-        ids, logprobs, versions = (list(map(kind, values[start:])) for kind, values in _columns(event))
-        self._told += len(ids)
-        pieces = self._pieces.add(ids, last) if self._each else []
-        text = self._shown("".join(pieces) if self._each else self._pieces.join(ids, last), last)
+    def part(self, events: Sequence[Sample | Draft]) -> Part:
+        start = self._told
+        ids, logprobs, versions = list[int](), list[float](), list[int]()
+        for event in events:
+            new = self._told - (event.start if isinstance(event, Draft) else 0)
+            ids += map(int, event.token_ids[new:])
+            logprobs += map(float, event.logprobs[new:])
+            versions += map(int, event.versions[new:])
+            self._told = start + len(ids)
         sample = event if isinstance(event, Sample) else None
+        pieces = self._pieces.add(ids, sample is not None) if self._each else []
+        text = "".join(pieces) if self._each else self._pieces.join(ids, sample is not None)
+        text = self._shown(text, sample is not None)
         return Part(event.request_id, event.index, start, ids, logprobs, versions, text, pieces, sample)
 
     def _shown(self, text: str, last: bool) -> str:
@@ -92,10 +98,6 @@ class _Writer:
         held = 0 if last else max((_overlap(whole, one) for one in self._hidden), default=0)
         self._back = whole[len(whole) - held :]
         return whole[: len(whole) - held]
-
-
-def _columns(event: Sample | Draft) -> Sequence[tuple[type, Any]]:
-    return (int, event.token_ids), (float, event.logprobs), (int, event.versions)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -124,15 +126,15 @@ async def written(
     Raises:
         EngineError: a request cannot be served, or the engine failed.
     """
-    news: dict[tuple[int, int], Sample | Draft] = {}  # of each sample the latest
+    news: dict[tuple[int, int], list[Sample | Draft]] = {}  # of each sample, what was not told yet
     changed = asyncio.Event()
 
     async def read() -> None:
-        events = engine.stream(requests) if drafts else engine.generate(requests)
+        events = engine.stream(requests, only_new=True) if drafts else engine.generate(requests)
         try:
             async with aclosing(cast(AsyncGenerator[Sample | Draft], events)) as found:
                 async for event in found:
-                    news[event.request_id, event.index] = event
+                    news.setdefault((event.request_id, event.index), []).append(event)
                     changed.set()
         finally:
             changed.set()

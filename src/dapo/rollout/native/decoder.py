@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,13 +148,17 @@ class Decoder:
         self._finished.clear()
         self.cache.clear()
 
-    def drafts(self) -> list[tuple[int, Draft]]:
-        """The samples in flight that have tokens, as far as they are."""
-        waiting = [(w.key, w.draft) for w in self._waiting if w.draft.token_ids]
-        return waiting + [
-            (r.key, Draft(r.request.id, r.index, tuple(r.tokens), tuple(r.logprobs), tuple(r.versions)))
-            for r in self._rows
-        ]
+    def drafts(self, told: Mapping[int, Mapping[tuple[int, int], int]] | None = None) -> list[tuple[int, Draft]]:
+        """The samples in flight that have tokens, as far as they are. ``told``: see the engine's protocol."""
+        waiting = [(w.key, w.draft) for w in self._waiting if w.draft.token_ids and (told is None or w.key in told)]
+        found = []
+        for row in self._rows:
+            if told is None or row.key in told:
+                start = told[row.key].get((row.request.id, row.index), 0) if told else 0
+                tokens, logprobs, versions = row.tokens[start:], row.logprobs[start:], row.versions[start:]
+                columns = tuple(tokens), tuple(logprobs), tuple(versions)
+                found.append((row.key, Draft(row.request.id, row.index, *columns, start)))
+        return waiting + found
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:

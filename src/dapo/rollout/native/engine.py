@@ -29,6 +29,8 @@ CLOSE_SECONDS = 10.0
 
 _Event = Sample | Draft | EngineError | None  # None: a sample that was cancelled
 _T = TypeVar("_T")
+Told = Mapping[int, dict[tuple[int, int], int]]
+"""By key: numbers of tokens, by request and index of a sample."""
 
 
 class AnyDecoder(Protocol):
@@ -73,8 +75,9 @@ class AnyDecoder(Protocol):
         """What has finished already and was not returned yet."""
         ...
 
-    def drafts(self) -> list[tuple[int, Draft]]:
-        """What is in flight and has tokens, as far as it is."""
+    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
+        """What is in flight and has tokens, as far as it is. ``told``: of these keys only, and without the first tokens
+        of each sample that is named there."""
         ...
 
     def use_weights(self, version: int) -> None:
@@ -139,7 +142,8 @@ class NativeEngine:
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, Callable[[_Event], None]] = {}
-        self._watched: set[int] = set()  # streams that are told of drafts
+        self._watched: dict[int, dict[tuple[int, int], int]] = {}  # streams that are told of drafts
+        self._only_new: set[int] = set()  # those of them that are told nothing twice
         self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
@@ -166,7 +170,9 @@ class NativeEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
 
-    async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
+    async def stream(
+        self, requests: Sequence[Request], *, drafts: bool = True, only_new: bool = False
+    ) -> AsyncIterator[Sample | Draft]:
         for request in requests:
             self._decoder.check(request)
         expected = sum(len(r.seeds) for r in requests)
@@ -182,7 +188,9 @@ class NativeEngine:
                 raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
             self._streams[key] = deliver
             if drafts:
-                self._watched.add(key)
+                self._watched[key] = {}
+            if only_new:
+                self._only_new.add(key)
             for request in requests:
                 self._decoder.submit(key, request)
 
@@ -344,7 +352,7 @@ class NativeEngine:
         try:
             finished: list[tuple[int, Sample | Draft]] = [*work()]
             if self._watched:  # drafts cost a look at the device
-                finished += [(key, draft) for key, draft in self._decoder.drafts() if key in self._watched]
+                finished += self._decoder.drafts(self._watched)
         except Exception as error:
             self._decoder.reset()
             if not isinstance(error, EngineError):
@@ -352,6 +360,8 @@ class NativeEngine:
             self._fail_streams(error)
             return
         for key, event in finished:
+            if isinstance(event, Draft) and key in self._only_new:
+                self._watched[key][event.request_id, event.index] = event.start + len(event.token_ids)
             self._deliver(key, event)
 
     def _deliver(self, key: int, event: _Event) -> None:
@@ -360,7 +370,8 @@ class NativeEngine:
 
     def _forget(self, key: int) -> None:
         self._streams.pop(key, None)
-        self._watched.discard(key)
+        self._watched.pop(key, None)
+        self._only_new.discard(key)
         self._decoder.cancel(lambda other, _: other == key)
 
     def _fail_streams(self, error: EngineError) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -144,13 +144,19 @@ class PagedDecoder:
         self._end(list(self._rows))
         self._leaving = None
 
-    def drafts(self) -> list[tuple[int, Draft]]:
-        """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not."""
-        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
-        if rows := [row for row in self._rows if self._generated[row]]:
+    def drafts(self, told: Mapping[int, Mapping[tuple[int, int], int]] | None = None) -> list[tuple[int, Draft]]:
+        """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not.
+        ``told``: see the engine's protocol."""
+
+        def asked(sequence: SampleInFlight) -> bool:
+            return told is None or sequence.key in told
+
+        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens) and asked(s)]
+        if rows := [row for row, sequence in self._rows.items() if self._generated[row] and asked(sequence)]:
             responses = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0).result()
             found += zip((self._rows[row] for row in rows), responses, strict=True)
-        return [(sequence.key, sequence.draft(response)) for sequence, response in found]
+        starts = [told[s.key].get((s.request.id, s.index), 0) if told else 0 for s, _ in found]
+        return [(s.key, s.draft(response, start)) for (s, response), start in zip(found, starts, strict=True)]
 
     def use_weights(self, version: int) -> None:
         """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""
