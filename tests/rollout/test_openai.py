@@ -148,7 +148,9 @@ def test_an_answer_of_another_shape_is_refused(reply: Any) -> None:
         samples_of(answer)
 
 
-def test_what_fails_before_its_answer_is_asked_again_with_the_same_seeds_and_comes_once() -> None:
+def test_what_fails_before_its_answer_is_asked_again_with_the_same_seeds_and_comes_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     failures: Iterator[Any] = iter([None, ("503 Service Unavailable", {}), ("429 Too Many Requests", {}), None])
 
     async def answer(what: str, body: Any) -> tuple[str, Any] | None:
@@ -157,6 +159,7 @@ def test_what_fails_before_its_answer_is_asked_again_with_the_same_seeds_and_com
     found, server = samples_of(answer, count=2)
     assert sorted((s.request_id, s.index) for s in found) == [(r, i) for r in range(2) for i in range(3)]
     assert len(server.asked) == 6 and {tuple(body["seeds"]) for _, body in server.asked} == {SEEDS}
+    assert 1 <= sum("asking again for up to 2 s" in message for message in caplog.messages) <= 2  # once per outage
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_server_that_dies_ends_the_run_in_time_with_a_checkpoint_from_which_it
 
     with pytest.raises(RemoteError, match=rf"policy server {server.url}: cannot connect.*\n.*to go on"):
         run(tmp_path / "run", through(server), Recorder(on_step=kill))
-    assert time.monotonic() - killed[0] < 10
+    assert time.monotonic() - killed[0] < 20
     assert last_checkpoint(tmp_path / "run").is_dir()
     with pytest.raises(RemoteError, match="cannot connect"):  # nothing is spent on a run that cannot be
         run(tmp_path / "run", through(server), resume=RunFolder(tmp_path / "run"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 import uuid
@@ -34,6 +35,7 @@ from dapo.util.http.secrecy import Secrets, shown
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger(__name__)
 _LARGEST_REPLY = 2**28
 _NOT_ABOVE = 1e-4  # what rounding may make of a log-probability of 0
 
@@ -103,7 +105,7 @@ class OpenAIEngine:
         self._sampling, self._control = HttpConnections(token, most), HttpConnections(token, len(self._servers))
         self._slots: asyncio.Semaphore | None = None  # of requests at once
         self.version = self._coming = -1  # the server has none of ours yet
-        self._update, self._committed = "", asyncio.Event()
+        self._update, self._committed, self._told = "", asyncio.Event(), False
         self._running: dict[asyncio.Task[list[Sample]], int] = {}
 
     async def start(self, prompt_ids: Sequence[int], longest: int) -> None:
@@ -323,7 +325,8 @@ class OpenAIEngine:
                     connections.send(method, server.url + path, sent, kind=kind) as got,
                 ):
                     await checked(got, name, "rollout", RemoteError)
-                    return take(server, from_json(await whole(got, _LARGEST_REPLY)))
+                    taken, self._told = take(server, from_json(await whole(got, _LARGEST_REPLY))), False
+                    return taken
             except TimeoutError:
                 problem = f"no answer within {limit_s:g} s (rollout.timeout_s)"
             except (KeyError, TypeError, AttributeError, ValidationError) as error:
@@ -338,6 +341,9 @@ class OpenAIEngine:
                 failing_since = failing_since or time.monotonic()
                 left_s = failing_since + patience_s - time.monotonic()
                 if left_s > 0:
+                    if not self._told:  # once per outage
+                        _log.warning(self._blanked(f"{name}: {fault}; asking again for up to {patience_s:g} s"))
+                    self._told = True
                     await asyncio.sleep(min(pauses.next(fault.pause_s), left_s))
                     continue
                 problem = f"{fault}; it was tried for {patience_s:g} s (rollout.give_up_after_s)"

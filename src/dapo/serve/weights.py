@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,17 +84,14 @@ class Weights:
                 raise Refused(409, f"version: {text}", "version")
             before, self._under_way = self._under_way, begin.update
             self._served.hold()
-            try:
+            async with self._or_abandoned():
                 if begin.in_flight == "restart" or before:  # what is in engines waits for an update that never ends
                     await self._served.restart()
                 elif begin.in_flight == "drain":
                     await self._served.drained()
+                self._engines = engines
                 for engine in engines:
                     await engine.begin(begin.version)
-                self._engines = engines
-            except BaseException as error:
-                await self._abandon(str(error) or type(error).__name__)
-                raise
             self._wait_on(begin.update)
             return engines[0].version
 
@@ -101,7 +99,9 @@ class Weights:
         """``body``: safetensors. Raises Refused: they are none of the model, or not of the update under way."""
         async with self._lock:
             tensors = await self._read(update, body)
-            await self._to_engines(lambda engine: engine.put(list(tensors.items())))
+            async with self._or_abandoned():
+                for engine in self._engines:
+                    await engine.put(list(tensors.items()))
             self._wait_on(update)
 
     async def commit(self, update: str, body: bytes) -> int:
@@ -110,8 +110,9 @@ class Weights:
         async with self._lock:
             if update != self._done or not update:
                 fingerprint = await self._read(update, body)
-                await self._to_engines(lambda engine: engine.commit(fingerprint))
-                self._done = update
+                async with self._or_abandoned():
+                    for engine in self._engines:
+                        await engine.commit(fingerprint)
                 self._finish()
             return self._engines[0].version
 
@@ -125,7 +126,9 @@ class Weights:
         await self.begin(begin)
         async with self._lock:
             self._require(begin.update)
-            await self._to_engines(lambda engine: hand_over(engine, version, tensors.items()))
+            async with self._or_abandoned():
+                for engine in engines:
+                    await hand_over(engine, version, tensors.items())
             self._finish()
         return version
 
@@ -158,19 +161,19 @@ class Weights:
         except (SafetensorError, ValueError, KeyError) as error:
             raise Refused(400, f"the body is not safetensors: {error}") from None
 
-    async def _to_engines(self, work: Callable[[NativeEngine], Any]) -> None:
+    @asynccontextmanager
+    async def _or_abandoned(self) -> AsyncIterator[None]:
+        """Around changes to engines. Raises Refused: the weights are not what they have to be."""
         try:
-            for engine in self._engines:
-                await work(engine)
-        except EngineError as error:
-            await self._abandon(str(error))
-            raise Refused(400, str(error)) from None
+            yield
         except BaseException as error:
-            await self._abandon(type(error).__name__)
+            await self._abandon(str(error) or type(error).__name__)
+            if isinstance(error, EngineError):
+                raise Refused(400, str(error)) from None
             raise
 
     def _finish(self) -> None:
-        self._under_way = ""
+        self._under_way, self._done = "", self._under_way
         self._wait_on("")
         self._served.release()
 
