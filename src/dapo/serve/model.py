@@ -243,6 +243,8 @@ def load_served(
     longest, limit = room_for(config)
     weights, stop_ids = load_weights(prompting, listener)
     name = name or Path(path).name
+    if name in (adapters or {}):
+        raise ConfigError(f"--adapter {name}: the model has this name; give it another one with --name")
     engines: dict[str, list[NativeEngine]] = {}
     for one, adapter in {name: None, **(adapters or {})}.items():
         twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)
