@@ -28,8 +28,8 @@ from dapo.rollout.engine import Draft, EngineError, Request, Sampling
 from dapo.util.asynchronous import in_thread, task_group
 from dapo.util.http.backoff import Pauses
 from dapo.util.http.connections import HttpConnections, token_in, whole
-from dapo.util.http.faults import BadReply, Fault, Refusal, one_line
-from dapo.util.http.replies import checked, from_json
+from dapo.util.http.faults import BadReply, Fault, Refusal, from_json, one_line
+from dapo.util.http.replies import checked
 from dapo.util.http.secrecy import Secrets, shown
 
 if TYPE_CHECKING:

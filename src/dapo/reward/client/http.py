@@ -17,8 +17,8 @@ from dapo.reward.client.mapping import fill, pick, to_json, to_verdict, to_verdi
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
 from dapo.util.http.connections import HttpConnections, whole
-from dapo.util.http.faults import BadReply, Refusal, one_line
-from dapo.util.http.replies import checked, from_json
+from dapo.util.http.faults import BadReply, Refusal, from_json, one_line
+from dapo.util.http.replies import checked
 
 _LARGEST_REPLY = 64 * 2**20
 _ROWS_AT_ONCE = 64

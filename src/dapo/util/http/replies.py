@@ -1,17 +1,15 @@
-"""What a reply says: by its status, and as JSON."""
+"""What the status of a reply says."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 import aiohttp
 
 from dapo.errors import UserError
 from dapo.util.http.backoff import requested_pause
 from dapo.util.http.connections import beginning
-from dapo.util.http.faults import BadReply, Fault, Refusal, one_line
+from dapo.util.http.faults import Fault, Refusal, error_text
 
 _LARGEST_ERROR = 2**16
 _LATER = (408, 425, 429)
@@ -27,7 +25,7 @@ async def checked(
     Raises, by the status, Fault: ask again later; Refusal: ask for less; ``error``: asking again is no use."""
     if 200 <= reply.status < 300:
         return reply
-    text, retry = _error_text(await beginning(reply, _LARGEST_ERROR))
+    text, retry = error_text(await beginning(reply, _LARGEST_ERROR))
     code = reply.status
     cause = f"{code} {reply.reason}" + (f": {text}" if text else "")
     if retry is not False and (code in _LATER or code >= 500):
@@ -36,27 +34,6 @@ async def checked(
     if code in _REFUSED:
         raise Refusal(cause)
     raise error(f"{name}: {cause}{_advice(code, reply.headers, section)}")
-
-
-def from_json(body: bytes) -> Any:
-    """Raises BadReply: it is not JSON."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadReply(f"the reply is not JSON ({error}): {body[:80]!r}") from None
-
-
-def _error_text(body: bytes) -> tuple[str, bool | None]:
-    """The server's message (``detail`` in FastAPI, ``error.message`` in OpenAI's API), and whether to ``retry``."""
-    try:
-        data = from_json(body)
-    except BadReply:
-        return one_line(body.decode("utf-8", "replace")), None
-    if not isinstance(data, dict):
-        return one_line(str(data)), None
-    retry, said = data.get("retry"), data.get("error") or data.get("detail") or data
-    said = said.get("message", said) if isinstance(said, dict) else said
-    return one_line(str(said)), retry if isinstance(retry, bool) else None
 
 
 def _advice(code: int, headers: Mapping[str, str], section: str) -> str:
