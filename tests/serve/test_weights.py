@@ -116,6 +116,18 @@ def test_buckets_change_what_is_sampled_and_its_version(model: Path) -> None:
     assert committed == {"version": 7} and listed == 7
 
 
+def test_every_engine_behind_the_server_gets_them(model: Path) -> None:
+    other = tiny_model(1)
+
+    async def ask(client: Client) -> list[Any]:
+        await hand_over(client, tensors_of(other), 1)
+        return await asyncio.gather(*(sampled(client) for _ in range(4)))
+
+    found = with_server(model, ask, copies=2)
+    assert [choice["token_ids"] for choice in found] == [expected(other)] * 4
+    assert {version for choice in found for version in choice["versions"]} == {1}
+
+
 @pytest.mark.parametrize("in_flight", ["keep", "drain", "restart"])
 def test_what_is_in_flight_goes_on_is_waited_for_or_begins_anew(model: Path, in_flight: str) -> None:
     other = tiny_model(1)
