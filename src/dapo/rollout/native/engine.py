@@ -23,14 +23,12 @@ import torch
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, some_elements
-from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.decoder import Decoder, Told
 
 CLOSE_SECONDS = 10.0
 
 _Event = Sample | Draft | EngineError | None  # None: a sample that was cancelled
 _T = TypeVar("_T")
-Told = Mapping[int, dict[tuple[int, int], int]]
-"""By key: numbers of tokens, by request and index of a sample."""
 
 
 class AnyDecoder(Protocol):
@@ -76,8 +74,7 @@ class AnyDecoder(Protocol):
         ...
 
     def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
-        """What is in flight and has tokens, as far as it is. ``told``: of these keys only, and without the first tokens
-        of each sample that is named there."""
+        """What is in flight and has tokens, as far as it is; ``told``: less these tokens, and of its keys only."""
         ...
 
     def use_weights(self, version: int) -> None:
@@ -142,8 +139,9 @@ class NativeEngine:
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, Callable[[_Event], None]] = {}
-        self._watched: dict[int, dict[tuple[int, int], int]] = {}  # streams that are told of drafts
-        self._only_new: set[int] = set()  # those of them that are told nothing twice
+        self._watched: dict[
+            int, dict[tuple[int, int], int] | None
+        ] = {}  # streams that are told of drafts, and how much
         self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
@@ -188,9 +186,7 @@ class NativeEngine:
                 raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
             self._streams[key] = deliver
             if drafts:
-                self._watched[key] = {}
-            if only_new:
-                self._only_new.add(key)
+                self._watched[key] = {} if only_new else None
             for request in requests:
                 self._decoder.submit(key, request)
 
@@ -360,8 +356,8 @@ class NativeEngine:
             self._fail_streams(error)
             return
         for key, event in finished:
-            if isinstance(event, Draft) and key in self._only_new:
-                self._watched[key][event.request_id, event.index] = event.start + len(event.token_ids)
+            if isinstance(event, Draft) and (told := self._watched.get(key)) is not None:
+                told[event.request_id, event.index] = event.start + len(event.token_ids)
             self._deliver(key, event)
 
     def _deliver(self, key: int, event: _Event) -> None:
@@ -371,7 +367,6 @@ class NativeEngine:
     def _forget(self, key: int) -> None:
         self._streams.pop(key, None)
         self._watched.pop(key, None)
-        self._only_new.discard(key)
         self._decoder.cancel(lambda other, _: other == key)
 
     def _fail_streams(self, error: EngineError) -> None:

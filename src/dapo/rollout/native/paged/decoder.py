@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.decoder import Told, told_of
 from dapo.rollout.native.paged.device import Fetch, RowStart, Runner, Variant
 from dapo.rollout.native.paged.in_flight import SampleInFlight, Waiting
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, minimum_pages, pages_for, slots_of
@@ -144,19 +145,16 @@ class PagedDecoder:
         self._end(list(self._rows))
         self._leaving = None
 
-    def drafts(self, told: Mapping[int, Mapping[tuple[int, int], int]] | None = None) -> list[tuple[int, Draft]]:
+    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
         """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not.
-        ``told``: see the engine's protocol."""
-
-        def asked(sequence: SampleInFlight) -> bool:
-            return told is None or sequence.key in told
-
-        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens) and asked(s)]
-        if rows := [row for row, sequence in self._rows.items() if self._generated[row] and asked(sequence)]:
+        ``told``: less these tokens, and of its keys only."""
+        found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
+        rows = [row for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)]
+        if rows:
             responses = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0).result()
             found += zip((self._rows[row] for row in rows), responses, strict=True)
-        starts = [told[s.key].get((s.request.id, s.index), 0) if told else 0 for s, _ in found]
-        return [(s.key, s.draft(response, start)) for (s, response), start in zip(found, starts, strict=True)]
+        asked = ((s, response) for s, response in found if told is None or s.key in told)
+        return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in asked]
 
     def use_weights(self, version: int) -> None:
         """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""
