@@ -3,6 +3,7 @@ bounded time, and it goes on with another one; a model behind a server is evalua
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save
+from typer.testing import CliRunner
 
 import dapo
-from command_cases import save_model
+from command_cases import save_model, write_rows
+from dapo.commands import app
 from dapo.commands.demo.run import run_demo
 from dapo.config import load_config
 from dapo.config.plan import recipe_path
@@ -64,6 +67,16 @@ def test_a_model_behind_a_server_is_evaluated_without_its_weights(tmp_path: Path
         told[name] = [(one["response"], one["correct"]) for one in found.samples]
         assert found.report["server"] == more.get("server")
     assert len(told["there"]) == 12 and told["there"] == told["here"]
+
+
+def test_the_command_samples_on_a_server_too(tmp_path: Path, server: ServeProcess) -> None:
+    model, rows = save_model(tmp_path / "tiny", seed=5), write_rows(tmp_path / "rows.jsonl", PROMPTS[:6])
+    (model / "model.safetensors").unlink()
+    words = ["evaluate", str(model), "--data", str(rows), "--server", server.url, "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*words, "rollout.token_env=SECRET", "reward.kind=exact", *WORDS])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert report["server"] == server.url and report["files"][0]["prompts"] == 6
 
 
 def test_a_run_through_a_server_is_the_run_in_process(tmp_path: Path, server: ServeProcess) -> None:
