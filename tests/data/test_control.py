@@ -4,9 +4,9 @@
 import pytest
 from tokenizers_for_tests import byte_tokenizer, sentencepiece_tokenizer
 
-from dapo.commands.ui.texts import Pieces
 from dapo.config import DataConfig
 from dapo.data.template import PromptTemplate
+from dapo.inference.stream import Pieces
 from dapo.rollout.native.stopping import StopTexts
 
 CHATML = (

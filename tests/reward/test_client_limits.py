@@ -27,9 +27,9 @@ from dapo.records import Prompt, Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.client import make_client
 from dapo.reward.client import scorer as scorer_module
-from dapo.reward.client.secrecy import shown
 from dapo.reward.contract import Doubt
 from dapo.reward.server import ServerLimits, Service, create_app
+from dapo.util.http.secrecy import shown
 
 BUSY = response({"detail": "busy"}, "503 Service Unavailable")
 

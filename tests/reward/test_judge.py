@@ -22,9 +22,9 @@ from dapo.config import JudgeReward, load_config
 from dapo.errors import ConfigError, RewardError
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer
-from dapo.reward.client.connections import connection_fault
 from dapo.reward.judge import endpoint as endpoint_module
 from dapo.reward.judge.rubric import Rubric
+from dapo.util.http.connections import connection_fault
 from scoring import rewards_of
 
 RUBRIC = Rubric(None, (0.0, 10.0))
@@ -571,7 +571,7 @@ def test_a_key_that_is_missing_or_no_key_is_said_at_the_start(monkeypatch, value
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "dapo.reward.client.connections", raising=False)
+    monkeypatch.delitem(sys.modules, "dapo.util.http.connections", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(RewardError, match=r"pip install 'dapo-rl\[remote\]'"):
         asyncio.run(make_scorer(config("http://127.0.0.1:9/v1")).start())

@@ -572,34 +572,29 @@ def test_a_prompt_computed_again_is_stored_for_the_samples_that_are_left(
     assert again.users == 0 and not again.keys  # the other three were all that it was for
 
 
-def test_drafts_are_the_beginnings_of_the_samples_that_come() -> None:
-    engine = make_engine(stop=())
+@pytest.mark.parametrize("only_new", [False, True])
+def test_drafts_are_the_beginnings_of_the_samples_that_come(only_new: bool) -> None:
+    engine, other = make_engine(stop=()), Request(8, (5, 6), (3,), Sampling(1.0, 28))
     request = Request(7, (5, 6), (1, 2), Sampling(1.0, 28))
 
-    async def run() -> tuple[list, dict]:
-        drafts, samples = [], {}
+    async def run() -> list[Draft | Sample]:
+        unwatched = asyncio.create_task(anext(engine.generate([other])))
+        found = [event async for event in engine.stream([request], only_new=only_new)]
+        assert (await unwatched).request_id == 8
+        await engine.close()
+        return found
 
-        async def watch() -> None:
-            while True:
-                drafts.extend(await engine.drafts())
-
-        watching = asyncio.create_task(watch())
-        try:
-            async for sample in engine.generate([request]):
-                samples[sample.request_id, sample.index] = sample
-        finally:
-            watching.cancel()
-            await engine.close()
-        return drafts, samples
-
-    drafts, samples = asyncio.run(run())
-    assert {draft.index for draft in drafts} == {0, 1}
+    events = asyncio.run(run())
+    samples = {(event.request_id, event.index): event for event in events if isinstance(event, Sample)}
+    drafts = [event for event in events if isinstance(event, Draft)]
+    assert set(samples) == {(draft.request_id, draft.index) for draft in drafts} == {(7, 0), (7, 1)}
+    told = {0: 0, 1: 0}
     for draft in drafts:
-        sample = samples[draft.request_id, draft.index]
-        size = len(draft.token_ids)
-        assert 0 < size < sample.length
-        assert list(draft.token_ids) == sample.token_ids[:size].tolist()
-        assert list(draft.logprobs) == pytest.approx(sample.logprobs[:size].tolist())
+        sample, size = samples[draft.request_id, draft.index], draft.start + len(draft.token_ids)
+        assert draft.start == (told[draft.index] if only_new else 0) and size < sample.length
+        assert list(draft.token_ids) == sample.token_ids[draft.start : size].tolist()
+        assert list(draft.logprobs) == pytest.approx(sample.logprobs[draft.start : size].tolist())
+        told[draft.index] = size
 
 
 def test_a_cache_that_no_machine_has_is_refused_before_there_is_work() -> None:

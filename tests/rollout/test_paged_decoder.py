@@ -392,6 +392,9 @@ def test_drafts_are_what_each_row_has_after_a_stretch() -> None:
             assert draft.request_id == 9 and list(draft.token_ids) == expected(request, draft.index)[:size]
             assert list(draft.logprobs) == [-float(place) for place in range(size)]
             seen += 1
+            new = dict(decoder.drafts({0: {(9, draft.index): size - 1}, 5: {}}))[0]
+            assert new.index != draft.index or (new.start, new.token_ids) == (size - 1, draft.token_ids[-1:])
+        assert decoder.drafts({1: {}}) == []
     assert seen > 3
 
 

@@ -23,7 +23,8 @@ pytest.importorskip("fastapi")
 from dapo.config import ExactReward
 from dapo.reward.build import make_scorer
 from dapo.reward.server import ServerLimits, Service, create_app
-from dapo.util.serving import Server, _Protocol, limited
+from dapo.util.gate import limited
+from dapo.util.serving import Server, _Protocol
 
 HALF_HEAD = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nX:"
 HALF_BODY = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"

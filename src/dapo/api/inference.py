@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ def evaluate(
     samples: int | None = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
+    server: str | None = None,
     metrics: Mapping[str, Callable[..., float]] | None = None,
     listener: Listener | None = None,
 ) -> EvaluationResult:
@@ -68,6 +70,7 @@ def evaluate(
         samples: k, of each row; by default 1.
         temperature: of sampling; by default 0, which is greedy.
         max_tokens: longest response, in tokens; by default 1024.
+        server: address of an OpenAI-compatible server that samples; of ``model`` no weights are needed then.
         metrics: functions of the groups by name, beside those of ``evaluation.metrics``.
         listener: hears what happens; by default progress is printed.
 
@@ -79,7 +82,7 @@ def evaluate(
         if len(files) > 1:
             raise DataError(f"data: {len(files)} files; evaluate one at a time, each has a result of its own")
         layer = {"evaluation": {"data": files or [_ROWS], "rows": None}}
-        given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens}
+        given = {"samples": samples, "temperature": temperature, "max_tokens": max_tokens, "server": server}
         found, config = _settings(model, tokenizer, layer, settings, **given)
         named_reward = reward is not None or any(key.startswith("reward") for key, _ in flat(settings or {}))
         if not named_reward and (why := function_of(found)):
@@ -92,9 +95,8 @@ def evaluate(
 
         scorer = named(reward) if isinstance(reward, str) else reward
         inputs = RunOverrides(_loaded(model), tokenizer, heldout=rows, reward=scorer, metrics=metrics)
-        results, told = evaluate_files(
-            config, listener, lambda config, results: report(config, results, {}, sys.argv), inputs=inputs
-        )
+        write = partial(report, about={"server": server}, command=sys.argv)
+        results, told = evaluate_files(config, listener, write, inputs=inputs)
     measured = results[0].evaluation
     return EvaluationResult(measured.estimates(), list(measured.sample_lines()), told)
 
@@ -136,7 +138,7 @@ def generate(
 
 
 def _settings(
-    model: Any, tokenizer: Any, layer: Mapping[str, Any], settings: Mapping[str, Any] | None, **given: float | None
+    model: Any, tokenizer: Any, layer: Mapping[str, Any], settings: Mapping[str, Any] | None, **given: Any
 ) -> tuple[FoundModel, Config]:
     changes = dict(flat(settings or {}))
     if _loaded(model) is not None:

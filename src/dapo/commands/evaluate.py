@@ -40,6 +40,13 @@ Benchmark = Annotated[
 Recipe = Annotated[
     Path | None, typer.Option(help="Template, reward and sampling of this recipe; a run's own is found by itself.")
 ]
+Server = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Sample on this OpenAI-compatible server; MODEL needs no weights then."),
+]
+SaveSamples = Annotated[
+    bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
+]
 OutputPath = Annotated[
     Path | None, typer.Option(metavar="PATH", help="Write the results as JSON: a folder, or a file named *.json.")
 ]
@@ -55,13 +62,12 @@ def evaluate(
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    server: Server = None,
     rows: Annotated[int | None, typer.Option(metavar="N", help="The first so many rows of each file.")] = None,
     max_tokens: options.MaxTokens = None,
     stop: options.Stop = None,
     output: OutputPath = None,
-    save_samples: Annotated[
-        bool, typer.Option("--save-samples", help="Write every response, too, as JSON lines beside the results.")
-    ] = False,
+    save_samples: SaveSamples = False,
     average: Annotated[bool, typer.Option("--average", help="Give the mean over the files, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the results only.")] = False,
     debug: options.Debug = False,
@@ -76,7 +82,7 @@ def evaluate(
         from dapo.observe.progress import make_listener
         from dapo.util.files import file_hash
 
-        given = options.given_options(locals(), *options.SAMPLING, "rows")
+        given = options.given_options(locals(), *options.SAMPLING, "rows", "server")
         more, overrides = options.files_and_settings(words)  # --data a.jsonl b.jsonl seed=3 names two files
         given["--data"] = [*(data or []), *more]
         preset = benchmark_named(benchmark) if benchmark else None
@@ -84,7 +90,7 @@ def evaluate(
         found, config = settings_for(model, given, *benchmarks, recipe=recipe, overrides=overrides)
         _check_data(config)
         place, trained = _place(output, save_samples), recipe or found.recipe
-        about = {"recipe": str(trained) if trained else None, "benchmark": preset and preset.name}
+        about = {"recipe": str(trained) if trained else None, "benchmark": preset and preset.name, "server": server}
         if benchmark and ".py:" in benchmark:
             about["benchmark_sha256"] = file_hash(Path(benchmark.rpartition(":")[0]))
         with closing(make_listener(quiet, Terminal(stderr=True))) as listener:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Annotated
 
 import typer
 
 from dapo.commands.shared.errors import errors_for_people
-from dapo.commands.shared.options import Debug, Host, Overrides, Quiet, complete_recipe
-from dapo.errors import ConfigError, RewardError, install
+from dapo.commands.shared.options import (
+    Debug,
+    DrainSeconds,
+    Host,
+    MaxBody,
+    Overrides,
+    Port,
+    Quiet,
+    TokenEnv,
+    complete_recipe,
+)
+from dapo.errors import RewardError, install
 
 
 def reward_server(
@@ -23,21 +32,17 @@ def reward_server(
     ],
     overrides: Overrides = None,
     host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
-    token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the token that clients must send.")
-    ] = None,
+    port: Port = 8000,
+    token_env: TokenEnv = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, metavar="N", help="Items that may wait; what is more is answered with 429.")
     ] = 4096,
     max_items: Annotated[int, typer.Option(min=1, metavar="N", help="Items of one request.")] = 1024,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, metavar="MIB", help="Size of one request.")] = 16.0,
+    max_body_mb: MaxBody = 16.0,
     max_text: Annotated[
         int, typer.Option(min=1, metavar="N", help="Characters of one prompt, response or answer.")
     ] = 1_000_000,
-    drain_s: Annotated[
-        float, typer.Option(min=0, metavar="S", help="After a signal: longest time for running requests to finish.")
-    ] = 30.0,
+    drain_s: DrainSeconds = 30.0,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -49,23 +54,14 @@ def reward_server(
         from dapo.config import load_reward
 
         try:
-            from dapo.reward.server import Address, ServerLimits, serve
+            from dapo.reward.server import ServerLimits, serve
+            from dapo.util.serving import Address
         except ImportError as error:
             raise RewardError(
                 f"dapo reward-server needs {error.name}, which is not installed: {install('server')}"
             ) from None
         config = load_reward(recipe, overrides or [])
-        address = Address(host, port, _token(token_env))
+        address = Address(host, port, Address.token_in(token_env))
         limits = ServerLimits(max_waiting, min(max_items, max_waiting), int(max_body_mb * 2**20), max_text)
         say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
         asyncio.run(serve(config, address, limits, drain_s=drain_s, say=say))
-
-
-def _token(name: str | None) -> str | None:
-    """Raises ConfigError if the variable is not set."""
-    if name is None:
-        return None
-    token = os.environ.get(name, "").strip()
-    if not token:
-        raise ConfigError(f"--token-env {name}: this environment variable is not set, or empty")
-    return token

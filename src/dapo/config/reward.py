@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from dapo.config.section import JsonMapping, PathText, Problems, Section
+from dapo.config.section import JsonMapping, PathText, Problems, Section, check_address
 
 
 class RewardBase(Section):
@@ -179,7 +178,7 @@ class JudgeReward(RewardBase):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
-        _check_address(value, "http://127.0.0.1:8000/v1", "api_key_env")
+        check_address(value, "http://127.0.0.1:8000/v1", "api_key_env")
         return value
 
     @model_validator(mode="after")
@@ -219,7 +218,7 @@ class RemoteReward(RewardBase):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
-        _check_address(value, "http://127.0.0.1:8000", "token_env", query=cls.TAKES_QUERY)
+        check_address(value, "http://127.0.0.1:8000", "token_env", query=cls.TAKES_QUERY)
         return value
 
 
@@ -304,23 +303,6 @@ def fields_of(template: Any, in_list: bool = False) -> Iterator[tuple[str, bool]
     elif isinstance(template, dict):
         for element in template.values():
             yield from fields_of(element, in_list)
-
-
-def _check_address(url: str, example: str, key: str, *, query: bool = False) -> None:
-    """``key``: of the recipe, which names the environment variable with a login. ``query``: whether it may hold one.
-    Raises ValueError: it is no address, or holds a login, or a query that it may not hold."""
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        (parts.hostname or "").encode("idna")  # raises for what cannot be the name of a host
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise ValueError(f"must be the address of a server, such as {example}")
-    if "@" in parts.netloc:
-        raise ValueError(f"must hold no user and password; put a token into the environment and name it ({key})")
-    if not query and ("?" in url or "#" in url):
-        raise ValueError(f"must hold no query; put a key into the environment and name it ({key})")
 
 
 def _check_fields(template: dict[str, Any]) -> None:

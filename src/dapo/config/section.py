@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -46,6 +47,23 @@ class OneOf:
 
 Named = Annotated[PathText, AfterValidator(OneOf(()))]
 """A function or class of the user's."""
+
+
+def check_address(url: str, example: str, key: str, *, query: bool = False) -> None:
+    """``key``: of the recipe, which names the environment variable with a login. ``query``: whether it may hold one.
+    Raises ValueError: it is no address, or holds a login, or a query that it may not hold."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # raises for what cannot be the name of a host
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError(f"must be the address of a server, such as {example}")
+    if "@" in parts.netloc:
+        raise ValueError(f"must hold no user and password; put a token into the environment and name it ({key})")
+    if not query and ("?" in url or "#" in url):
+        raise ValueError(f"must hold no query; put a key into the environment and name it ({key})")
 
 
 class Problems(ValueError):

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, fie
 
 from dapo.config.data import DataItem, Files
 from dapo.config.secrets import is_secret
-from dapo.config.section import Named, OneOf, PathText, Section
+from dapo.config.section import Named, OneOf, PathText, Section, check_address
 
 
 class LoraConfig(Section):
@@ -61,9 +61,32 @@ def _stop_texts(value: Any) -> Any:
 StopTexts = Annotated[list[str], BeforeValidator(_stop_texts)]
 
 
+def _is_an_address(value: str) -> str:
+    check_address(value, "http://127.0.0.1:8000", "rollout.token_env")
+    return value
+
+
+Addresses = Annotated[
+    list[Annotated[str, AfterValidator(_is_an_address)]],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+
+
 class RolloutConfig(Section):
-    engine: Annotated[PathText, AfterValidator(OneOf(("native",)))] = "native"
-    """What samples in training. An evaluation by `dapo evaluate` is sampled by `native` always."""
+    engine: Annotated[PathText, AfterValidator(OneOf(("native", "openai")))] = "native"
+    """What samples in training: this process, or with `openai` servers at rollout.url, which are handed the weights. An
+    evaluation by `dapo evaluate` is sampled by `native`, or by a server (`--server`)."""
+    url: Addresses = Field(default_factory=list)
+    """Address of the `dapo serve` that samples, with engine=openai; of several each samples a share."""
+    token_env: str | None = None
+    """Environment variable that holds the bearer token of the servers."""
+    model: str | None = None
+    """Name that the servers have for the model. null: that of the only one they have."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Longest time for one request to a server, such as all responses to a prompt."""
+    give_up_after_s: float = Field(120.0, gt=0)
+    """How long a request is made again (with growing pauses) while a server is down or busy. Then the run ends, with a
+    checkpoint."""
     cache_gib: float | None = Field(None, gt=0, le=2**20)
     """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
     wait, or are interrupted and started again from the tokens they have. A cache of a given size stays during updates

@@ -100,6 +100,11 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
             f"training.groups_per_update: {n} groups (rollout.prompts_per_step) cannot be cut into mini-batches of "
             f"{per_update}; use {works}, or prompts_per_step={max(1, n // per_update) * per_update}"
         )
+    if (rollout.engine == "openai") != bool(rollout.url):
+        yield (
+            f"rollout.url: goes with rollout.engine=openai, and that with rollout.url; engine is {rollout.engine}, and "
+            f"url is {rollout.url or 'not given'}, which can be http://127.0.0.1:8000"
+        )
     buffer = algorithm.overlong_buffer
     if buffer.enable and buffer.len > rollout.max_response_length:
         yield (

@@ -169,14 +169,20 @@ class PromptTemplate:
         tokenizer; either way there is at most one BOS token, and a plain prompt does not end with EOS.
         Raises DataError: the tokenizer's chat template refuses the messages, or the model lacks one of the tokens."""
         messages = self._messages(prompt)
-        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         if self._uses_chat:
-            ids = self._chat_ids(messages)
-        else:
-            text = "\n\n".join(message["content"] for message in messages)
-            ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
-            while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
-                ids = ids[:-1]
+            return self._checked(self._chat_ids(messages))
+        return self.encode_text("\n\n".join(message["content"] for message in messages))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text as it is, without a template. Raises DataError: the model lacks one of the tokens."""
+        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
+        ids = list(self._tokenizer(text, add_special_tokens=True)["input_ids"])
+        while ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):  # some tokenizers end every text with it
+            ids = ids[:-1]
+        return self._checked(ids)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        bos = self._tokenizer.bos_token_id
         while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:  # of the template and of the tokenizer
             ids = ids[1:]
         if ids and self.embedding_rows is not None and max(ids) >= self.embedding_rows:

@@ -27,12 +27,13 @@ from dapo.errors import DataError
 from dapo.evaluation.benchmarks import Published
 from dapo.evaluation.evaluate import evaluate
 from dapo.evaluation.result import Evaluation
-from dapo.inference.model import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
+from dapo.inference.model import Prompting, doubts, label_of, load_engine, load_prompting, remote_engine, settings_lines
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import describe_environment
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.records import Prompt
 from dapo.reward.build import make_scorer, needs_answer
+from dapo.rollout.engine import Engine
 from dapo.util.asynchronous import run_async
 from dapo.util.escapes import eaten_in
 from dapo.util.files import file_hash
@@ -91,10 +92,13 @@ def evaluate_files(
     if published and config.reward.kind in ("math", "exact"):  # any other may want the solution
         prompts = {file: _bare_answers(file, found, published, listener) for file, found in prompts.items()}
     _tell(prompting, prompts, listener, inputs)
-    listener.phase("loading the model")
     wanted = max(map(len, prompts.values())) * config.evaluation.samples_per_prompt
     metrics = own_metrics(config, inputs.metrics)
-    engine = load_engine(prompting, prompts, wanted, listener)
+    if config.rollout.engine == "openai":
+        engine: Engine = remote_engine(prompting, prompts)
+    else:
+        listener.phase("loading the model")
+        engine = load_engine(prompting, prompts, wanted, listener)
 
     async def run() -> tuple[list[FileResult], Report]:
         results = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,9 +13,10 @@ from dapo.data.source import read_prompts
 from dapo.errors import DataError
 from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.model import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
+from dapo.inference.stream import Likely, Part, likeliest, written
 from dapo.observe.progress import Listener
 from dapo.records import Prompt, Sample
-from dapo.rollout.engine import Engine, Request
+from dapo.rollout.engine import InterruptibleEngine, Request
 from dapo.rollout.seeds import sample_seed
 from dapo.util.asynchronous import run_async
 
@@ -89,7 +91,7 @@ def _prompts(prompting: Prompting, texts: Sequence[str | Messages]) -> dict[str,
 
 async def _generate(
     prompting: Prompting,
-    engine: Engine,
+    engine: InterruptibleEngine,
     prompts: Sequence[Prompt],
     show: Callable[[Response], None],
     top_logprobs: int,
@@ -101,40 +103,44 @@ async def _generate(
         Request(place, p.token_ids, tuple(sample_seed(config.seed, place, 0, i) for i in range(each)), sampling)
         for place, p in enumerate(prompts)
     ]
-    waiting: dict[tuple[int, int], Sample] = {}
+    waiting: dict[tuple[int, int], Part] = {}
     order = iter([(place, index) for place in range(len(prompts)) for index in range(each)])
     awaited = next(order, None)
     try:
-        async for sample in engine.generate(requests):
-            waiting[sample.request_id, sample.index] = sample
-            while awaited in waiting:
-                show(_response(prompting, prompts[awaited[0]], awaited, waiting.pop(awaited)))
-                awaited = next(order, None)
+        async with aclosing(written(engine, prompting.template, requests, drafts=False)) as parts:
+            async for part in parts:
+                waiting[part.request_id, part.index] = part
+                while awaited in waiting:
+                    show(_response(prompting, prompts[awaited[0]], awaited, waiting.pop(awaited)))
+                    awaited = next(order, None)
     finally:
         await engine.close()
 
 
-def _response(prompting: Prompting, prompt: Prompt, place: tuple[int, int], sample: Sample) -> Response:
+def _response(prompting: Prompting, prompt: Prompt, place: tuple[int, int], part: Part) -> Response:
+    sample = part.sample
+    assert sample is not None  # no drafts were asked for
     return Response(
         prompt_number=place[0] + 1,
         sample_number=place[1] + 1,
         prompt=prompt.text,
         prompt_tokens=len(prompt.token_ids),
-        text=prompting.template.decode(sample.token_ids.tolist()),
+        text=part.text,
         finish_reason=sample.finish_reason,
         tokens=sample.length,
         logprob=float(sample.logprobs.sum(dtype="float64")),
-        token_logprobs=_token_logprobs(prompting, sample),
+        token_logprobs=None if sample.top_ids is None else _token_logprobs(prompting, sample),
     )
 
 
-def _token_logprobs(prompting: Prompting, sample: Sample) -> list[dict[str, Any]] | None:
-    if sample.top_ids is None or sample.top_logprobs is None:
-        return None
+def _token_logprobs(prompting: Prompting, sample: Sample) -> list[dict[str, Any]]:
+    template = prompting.template
+    drawn = [
+        (i, template.text([i]), p) for i, p in zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
+    ]
 
-    def told(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"id": token_id, "token": prompting.template.text([token_id]), "logprob": logprob}
+    def told(token: Likely) -> dict[str, Any]:
+        return dict(zip(("id", "token", "logprob"), token, strict=True))
 
-    drawn = zip(sample.token_ids.tolist(), sample.logprobs.tolist(), strict=True)
-    top = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
-    return [told(*token) | {"top": list(map(told, *best))} for token, best in zip(drawn, top, strict=True)]
+    tops = likeliest(template, sample)
+    return [told(token) | {"top": list(map(told, best))} for token, best in zip(drawn, tops, strict=True)]

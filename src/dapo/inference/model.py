@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dapo.data.template import PromptTemplate
     from dapo.records import Prompt
     from dapo.rollout.native.engine import NativeEngine
+    from dapo.rollout.openai import OpenAIEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ _OPTIONS = {
     "seed": "seed",
     "system": "data.system",
     "template": "data.template",
+    "server": "rollout.url",
 }
 """Keys of the config that options of commands, and arguments of Python's functions, stand for; all others are keys of
 ``evaluation`` by their own names."""
@@ -146,6 +149,8 @@ def settings_for(
             name = option.lstrip("-").replace("-", "_")
             key = _OPTIONS.get(name, f"evaluation.{name}")
             given[key], where[key] = value, option
+    if "rollout.url" in given:
+        given["rollout.engine"] = "openai"
     return found, inference_config(found, *layers, nested(given), recipe=recipe, overrides=overrides, where=where)
 
 
@@ -259,12 +264,21 @@ def load_engine(
     ``samples`` at once.
     Raises ModelError: not found, damaged or not supported; DataError: a prompt and its response do not fit into the
     model's positions; names the row."""
+    model, stop_ids = load_weights(prompting, listener)
+    limit = prompting.config.evaluated_length
+    check_positions(prompts, limit, model.config)
+    longest = max(len(p.token_ids) for several in prompts.values() for p in several)
+    return engine_for(prompting, model, stop_ids, longest + limit, samples)
+
+
+def load_weights(prompting: Prompting, listener: Listener) -> tuple[Any, tuple[int, ...]]:
+    """The model on its device, frozen, and the ids that end a response, of which the template is told.
+    Raises ModelError: not found, damaged or not supported."""
     import torch
 
     from dapo.checks.start import check_vocabulary, notice_generation_config
     from dapo.model.loading import load_model, stop_token_ids
-    from dapo.model.placement import cache_bytes, engine_device, set_threads
-    from dapo.rollout.native.engine import NativeEngine
+    from dapo.model.placement import engine_device, set_threads
 
     config = prompting.config
     dtype = getattr(torch, config.model.compute_dtype)
@@ -275,23 +289,61 @@ def load_engine(
     source = config.model.path if prompting.model is None else copy.deepcopy(prompting.model)
     model = load_model(source, dtype, config.model.trust_remote_code, device)
     model.requires_grad_(False)
-    limit = config.evaluated_length
-    check_positions(prompts, limit, model.config)
     set_threads(config, model)
     stop_ids = stop_token_ids(model, prompting.tokenizer, config.rollout.stop_token_ids)
     prompting.template.ends_with(stop_ids)
     check_vocabulary(model, prompting.tokenizer, config, listener)
     notice_generation_config(model, listener)
+    return model, stop_ids
+
+
+def engine_for(
+    prompting: Prompting, model: Any, stop_ids: Sequence[int], sequence_tokens: int, samples: int
+) -> NativeEngine:
+    """``model`` in an engine for ``samples`` at once, each with its prompt of at most ``sequence_tokens`` tokens."""
+    import torch
+
+    from dapo.model.placement import cache_bytes
+    from dapo.rollout.native.engine import NativeEngine
+
+    config = prompting.config
     return NativeEngine(
         model,
         stop_ids,
-        max_sequence_tokens=max(len(p.token_ids) for several in prompts.values() for p in several) + limit,
+        max_sequence_tokens=sequence_tokens,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, max(samples, 1)),
         cache_bytes=cache_bytes(config),
         deterministic=config.runtime.deterministic,
         threads=torch.get_num_threads(),
         decode=prompting.template.decode,
     )
+
+
+def remote_engine(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> OpenAIEngine:
+    """That of a server, which has the weights: of the model only what is beside them is read.
+    Raises UserError: as :func:`load_engine`, or an extra or the server's token is missing."""
+    from dapo.model.loading import embedding_rows, stop_token_ids
+    from dapo.orchestrator.inputs import RunOverrides, described_model, openai_engine
+
+    config, tokenizer = prompting.config, prompting.tokenizer
+    model = described_model(config, RunOverrides(prompting.model))
+    check_positions(prompts, config.evaluated_length, model.config)
+    stop_ids = stop_token_ids(model, tokenizer, config.rollout.stop_token_ids)
+    prompting.template.ends_with(stop_ids)
+    rows = embedding_rows(prompting.model or config.model.path, config.model.trust_remote_code)
+    return openai_engine(config, rows, stop_ids, partial(tokenizer.encode, add_special_tokens=False))
+
+
+def room_for(config: Config) -> tuple[int, int]:
+    """The longest prompt and the longest response, in tokens, that a model takes where the prompts are not known yet:
+    as the settings say, and together no more than its positions. Raises ModelError: its config cannot be read."""
+    from dapo.model.adapters import find_adapter
+    from dapo.model.loading import context_limit, read_config
+
+    adapter = find_adapter(config.model.path)
+    shape = read_config(adapter.base if adapter else config.model.path, config.model.trust_remote_code)
+    positions, limit = context_limit(shape) or 2**20, config.evaluated_length
+    return max(1, min(config.data.max_prompt_length, positions - limit)), limit
 
 
 def check_positions(prompts: Mapping[str, Sequence[Prompt]], limit: int, model_config: Any) -> None:

@@ -192,6 +192,11 @@ def changing_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return adapter_parameters(model) or dict(model.named_parameters())
 
 
+def file_key(name: str) -> str:
+    """What the names of a parameter in a file and in a model have in common."""
+    return name.removeprefix(_PREFIX).replace(".default", "").removesuffix(".weight")
+
+
 def read_weights(model: Any, adapter: Adapter) -> None:
     """Put the weights in the adapter's folder into the adapter that is on ``model``.
     Raises ModelError: damaged, or of another adapter or model."""

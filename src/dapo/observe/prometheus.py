@@ -20,7 +20,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from dapo.observe.metrics import describe
-from dapo.util.serving import LOCAL, Server, is_loopback, metrics_response
+from dapo.util.gate import metrics_response
+from dapo.util.serving import LOCAL, Server, is_loopback
 
 
 class PrometheusTracker:

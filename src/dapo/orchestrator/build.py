@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from dapo.checks.checklist import brief
-from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config, try_check, try_reward
+from dapo.checks.start import (
+    check_lengths,
+    check_vocabulary,
+    longest_sequence,
+    notice_generation_config,
+    try_check,
+    try_reward,
+)
 from dapo.config import Config, warnings_for
 from dapo.config.tree import kl_in_loss_of_another
 from dapo.config.user_parts import check_own_parts
@@ -32,6 +39,7 @@ from dapo.orchestrator.inputs import (
     evaluation_engine,
     heldout_prompts,
     make_engine,
+    openai_engine,
     own_source,
     training_prompts,
 )
@@ -92,6 +100,17 @@ class Setup:
         if overrides.folder is None and overrides.resume is None:
             RunFolder.require_free(config)
         return cls(config, overrides, device, tokenizer, template, source, heldout)
+
+    async def try_servers(self) -> None:
+        """Raises UserError: a server that is to sample cannot be reached, or lacks what training needs."""
+        if self.config.rollout.engine != "openai" or self.overrides.engine is not None:
+            return
+        model = self.overrides.model or self.config.model.path
+        engine = openai_engine(self.config, embedding_rows(model, self.config.model.trust_remote_code))
+        try:
+            await engine.start(self.source.prompts[0].token_ids, longest_sequence(self.config, self.heldout))
+        finally:
+            await engine.close()
 
 
 def _check_objective(config: Config, overrides: RunOverrides) -> None:

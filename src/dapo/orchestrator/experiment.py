@@ -89,9 +89,11 @@ class Experiment:
         return self.setup.config
 
     async def check(self) -> None:
-        """Start the reward and try it, before time is spent on loading the model.
-        Raises UserError: rows cannot be scored, or the reward or the held-out check breaks its contract."""
+        """Start the reward and try it, and the servers that sample, before time is spent on loading the model.
+        Raises UserError: rows cannot be scored, the reward or the held-out check breaks its contract, or a server lacks
+        what training needs."""
         await self.rewards.check(self.setup, self.listener)
+        await self.setup.try_servers()
 
     def load(self) -> None:
         """Load the model, and make learner and engine.
@@ -247,6 +249,8 @@ class Experiment:
 
     async def _begin(self) -> None:
         """Keep the weights before the first update, and see how good they are."""
+        if self.roles.engine.version < self.roles.learner.version:  # of an engine elsewhere, which has others
+            await CopySync().push(self.roles.learner, self.roles.engine)
         await in_thread(self.checkpointer.models.write_before)
         if found := await self.evaluator.first():
             self.recorder.metrics.append(0, found)

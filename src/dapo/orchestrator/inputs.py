@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,11 +19,12 @@ from dapo.config.user_parts import own_part
 from dapo.data.rows import Table
 from dapo.data.source import PromptSource, load_prompts, read_prompts
 from dapo.data.template import PromptTemplate
-from dapo.errors import DataError, ModelError, first_line
+from dapo.errors import ConfigError, DataError, ModelError, first_line, install
 from dapo.model.adapters import find_adapter
 from dapo.model.loading import (
     check_supported,
     copy_model,
+    embedding_rows,
     read_config,
     with_generation_config,
 )
@@ -39,6 +40,9 @@ from dapo.rollout.engine import Engine
 from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
 from dapo.util.user_code import made
+
+if TYPE_CHECKING:
+    from dapo.rollout.openai import OpenAIEngine  # needs an extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,8 @@ def make_engine(
         ModelError: it does not fit into the memory.
     """
     own = own_part(config, "rollout.engine", inputs.engine)
+    if own is None and config.rollout.engine == "openai":
+        return openai_engine(config, embedding_rows(model), stop_ids)
     if own is not None and not callable(own):  # an engine as it is, with a model of its own
         return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
     with _memory_named(config):
@@ -178,6 +184,21 @@ def _memory_named(config: Config) -> Iterator[None]:
             f"the rollout engine does not fit into the GPU's memory: {first_line(error)}; lower "
             f"rollout.max_concurrent_samples (now {config.rollout.max_concurrent_samples}) or rollout.cache_gib"
         ) from None
+
+
+def openai_engine(
+    config: Config,
+    vocabulary: int | None,
+    stop_ids: Sequence[int] = (),
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> OpenAIEngine:
+    """That of ``rollout.url``. Raises UserError: it needs an extra, or its token is not set."""
+    try:
+        from dapo.rollout.openai import OpenAIEngine
+    except ImportError as error:
+        text = f"rollout.engine=openai needs {error.name}, which is not installed: {install('remote')}"
+        raise ConfigError(text) from None
+    return OpenAIEngine(config, vocabulary, stop_ids, encode)
 
 
 def training_prompts(

@@ -18,15 +18,14 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from dapo.config import RewardConfig
 from dapo.config.secrets import BLANK, redact
-from dapo.errors import ConfigError, RewardError
+from dapo.errors import RewardError
 from dapo.records import Reward
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Doubt, Scorer
@@ -42,11 +41,11 @@ from dapo.reward.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from dapo.util.serving import Gate, Progress, is_loopback, listening_socket, metrics_response, serve_and_drain, url
+from dapo.util.gate import WorkGate, disconnected, metrics_response, place_in_body, unless_gone
+from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
 from dapo.util.version import VERSION
 
 _WORK = ("/score", "/examine")
-_OPEN = ("/health",)
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SHOWN_PROBLEMS = 3
 _log = logging.getLogger(__name__)
@@ -61,22 +60,6 @@ class ServerLimits:
     max_items: int = 1024
     max_body: int = 16 * 2**20
     max_text: int = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where to listen. ``token``: what clients must bring; needed wherever others than this machine can reach."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.token is None and not is_loopback(self.host):
-            raise ConfigError(
-                f"--host {self.host}: others can reach this address, so the server wants a token: put one into an "
-                "environment variable and name it with --token-env; or listen on 127.0.0.1"
-            )
 
 
 class Service(Progress):
@@ -107,18 +90,11 @@ class Service(Progress):
         Raises HTTPException: 429, too much waits already; ClientDisconnect: it has gone."""
         self._check_room(len(rows))
         prompts = [row.as_prompt(place) for place, row in enumerate(rows)]
-        examined = asyncio.ensure_future(self.scorer.examine(prompts))
-        gone = asyncio.create_task(_disconnected(request))
         self.waiting += len(rows)
         try:
-            await asyncio.wait({examined, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not examined.done():
-                raise ClientDisconnect
-            return examined.result()
+            return await unless_gone(request, self.scorer.examine(prompts))
         finally:
             self.waiting -= len(rows)
-            for task in (examined, gone):
-                task.cancel()
 
     def _check_room(self, count: int) -> None:
         most = self.limits.max_waiting
@@ -178,7 +154,7 @@ class _Scores:
     async def results(self, request: Request) -> AsyncIterator[Result]:
         """As they finish. What is not begun when the client goes away is not done.
         Raises ClientDisconnect: it has gone; RewardError: the reward broke its contract."""
-        gone: asyncio.Task[Any] = asyncio.create_task(_disconnected(request))
+        gone: asyncio.Task[Any] = asyncio.create_task(disconnected(request))
         gone.add_done_callback(self._finished.put_nowait)
         try:
             for _ in self._tasks:
@@ -189,52 +165,6 @@ class _Scores:
         finally:
             for task in (gone, *self._tasks):
                 task.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Gate(Gate):
-    """Turns requests away before their body is read: without the token, too large, while starting or draining."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        most = service.limits.max_body
-        too_large = f"the request is larger than the {most / 2**20:g} MiB that this server takes (--max-body-mb)"
-        super().__init__(app, service.token, most, too_large)
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        works = scope.get("path") in _WORK
-        self._service.answering += works
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._service.answering -= works
-
-    def begins(self, scope: Scope, message: Message) -> None:
-        path = scope["path"] if scope["path"] in _WORK else "other"
-        self._service.requests.labels(path, str(message["status"])).inc()
-
-    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        state, path = self._service.state, scope["path"]
-        if wrong := self.wrong_name(headers, "give the server a --token-env"):
-            return _error(403, wrong)
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if (
-            self._token is not None
-            and path not in _OPEN
-            and not (scheme == "Bearer" and self.is_token(given.encode("latin-1")))
-        ):
-            return _error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
-        if path not in _WORK:
-            return None
-        if state == "draining":
-            return _error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
-        if state == "starting":
-            return _error(503, "the server is starting", {"Retry-After": "1"})
-        return _error(413, self._too_large, {"Connection": "close"}) if self.announces_more(headers) else None
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -261,7 +191,10 @@ def create_app(service: Service) -> ASGIApp:
     _add_reports(app, service)
     for kind in (RequestValidationError, HTTPException, RewardError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _told)
-    return _Gate(app, service)
+    count = service.requests.labels
+    return WorkGate(
+        app, service.token, service.limits.max_body, service, _WORK.__contains__, _error, lambda *of: count(*of).inc()
+    )
 
 
 def _add_reports(app: FastAPI, service: Service) -> None:
@@ -295,7 +228,7 @@ async def _told(_: Request, error: Exception) -> Response:
     """The answer to a request that ended with an error."""
     match error:
         case RequestValidationError():
-            problems = [f"{_place(problem['loc'])}: {problem['msg']}" for problem in error.errors()]
+            problems = [f"{place_in_body(problem['loc']) or 'body'}: {problem['msg']}" for problem in error.errors()]
             more = len(problems) - _SHOWN_PROBLEMS
             return _error(422, "; ".join(problems[:_SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else ""))
         case HTTPException():
@@ -327,12 +260,6 @@ def _error(
     """Whether to ``retry`` is in the status, but for 500, which may be either."""
     later = code in (429, 503) if retry is None else retry
     return JSONResponse(ErrorReply.of(text, retry=later).model_dump(), code, headers)
-
-
-def _place(location: Sequence[Any]) -> str:
-    """``items[3].response`` for ``("body", "items", 3, "response")``."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
-    return text.lstrip(".") or "body"
 
 
 def _without_args(config: Any) -> Any:

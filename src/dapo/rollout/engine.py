@@ -46,13 +46,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A sample in flight, as far as it is: tokens, logprobs and versions, as :class:`Sample` will have them."""
+    """A sample in flight, as far as it is: tokens, logprobs and versions, as :class:`Sample` will have them, from
+    number ``start`` on."""
 
     request_id: int
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,9 @@ class Engine(Protocol):
 class InterruptibleEngine(Engine, Protocol):
     """An engine whose requests can be watched, stopped and continued (:class:`Request` with ``drafts``)."""
 
-    def stream(self, requests: Sequence[Request]) -> AsyncIterator[Sample | Draft]:
-        """As :meth:`generate`, with each sample as far as it is, again and again, before it comes."""
+    def stream(self, requests: Sequence[Request], *, only_new: bool = False) -> AsyncIterator[Sample | Draft]:
+        """As :meth:`generate`, with each sample as far as it is, again and again, before it comes. ``only_new``:
+        without the tokens of earlier drafts, which spares copying them all each time."""
         ...
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:

@@ -1,10 +1,10 @@
-"""Serving HTTP: where a server listens, who may ask, how much a client may take, and how a server ends.
+"""Serving HTTP: where a server listens, and how it ends.
 
 Consumes an ASGI application; the page, the reward server and the Prometheus endpoint are served with this. uvicorn's
 limits begin once a request has been read. :class:`Server` bounds what comes before: half-sent requests and responses
 that nobody reads end after a while, and when there are too many connections, those that ask for nothing or do not read
-make room. :class:`Gate` turns requests away before their body is read; :func:`serve_and_drain` ends a server without
-losing the requests it has begun.
+make room. Who may ask is in ``gate.py``; :func:`serve_and_drain` ends a server without losing the requests it has
+begun.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import hmac
 import ipaddress
 import logging
 import os
@@ -29,10 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import uvicorn
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dapo.errors import ConfigError
@@ -75,6 +71,30 @@ def url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. ``token``: what clients must bring; needed wherever others than this machine can reach."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host}: others can reach this address, so the server wants a token: put one into an "
+                "environment variable and name it with --token-env; or listen on 127.0.0.1"
+            )
+
+    @staticmethod
+    def token_in(name: str | None) -> str | None:
+        """The token in an environment variable; None: none is named. Raises ConfigError: it is not set."""
+        token = None if name is None else os.environ.get(name, "").strip()
+        if token == "":
+            raise ConfigError(f"--token-env {name}: this environment variable is not set, or empty")
+        return token
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address, or the header ``Host`` of a request, is of this machine."""
     name, colon, port = host.rpartition(":")
@@ -88,74 +108,6 @@ def is_loopback(host: str) -> bool:
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return False
-
-
-# --- who, and how much ------------------------------------------------------------------------------------------------
-
-
-class Gate:
-    """An application behind its checks. A subclass says whom it turns away; bodies have at most ``most`` bytes, what
-    is larger is answered with 413 and ``too_large``."""
-
-    def __init__(self, app: ASGIApp, token: str | None, most: int, too_large: str) -> None:
-        self._app, self._token, self._most, self._too_large = app, token, most, too_large
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def noticed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.begins(scope, message)
-            await send(message)
-
-        answer = self.refusal(scope, Headers(scope=scope)) or self._app
-        await answer(scope, limited(receive, self._most, self._too_large), noticed)
-
-    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """The answer to a request that is turned away; None: it may pass."""
-        raise NotImplementedError
-
-    def begins(self, scope: Scope, message: Message) -> None:
-        """An answer begins: to add headers, or to count it."""
-
-    def wrong_name(self, headers: Headers, or_else: str) -> str | None:
-        """What is wrong with the name that the server is asked by. Without a token only names of this machine pass: a
-        page elsewhere can reach 127.0.0.1 through a name of its own."""
-        host = headers.get("host", "")
-        if self._token is not None or is_loopback(host):
-            return None
-        return f"no such name here: {host[:100]}; use 127.0.0.1, or {or_else}"
-
-    def is_token(self, given: bytes) -> bool:
-        return self._token is not None and hmac.compare_digest(given, self._token.encode())
-
-    def announces_more(self, headers: Headers) -> bool:
-        length = headers.get("content-length", "0")
-        return length.isdecimal() and int(length[:20]) > self._most
-
-
-def limited(receive: Receive, most: int, text: str) -> Receive:
-    """``receive``, which raises an HTTPException (413, ``text``) once a body has more than ``most`` bytes."""
-    size = 0
-
-    async def receive_limited() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise HTTPException(413, text, {"Connection": "close"})
-        return message
-
-    return receive_limited
-
-
-def metrics_response(registry: Any) -> Response:
-    """What a registry of prometheus-client has collected, as every version of Prometheus reads it."""
-    from prometheus_client import generate_latest
-
-    return Response(generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ import dapo.commands.ui
 from dapo.commands.ui import answering, models
 from dapo.commands.ui.answering import Answerer, Asked, Busy
 from dapo.commands.ui.models import Question, Questions, models_of
-from dapo.commands.ui.texts import Pieces
 from dapo.errors import UserError
 from dapo.inference.generate import Response, generate_responses
 from dapo.inference.model import find_model, inference_config
+from dapo.inference.stream import Pieces
 from dapo.observe.progress import QuietListener
 from ui_run import HELD_OUT, run_with_models, serving, stream
 

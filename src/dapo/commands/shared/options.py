@@ -114,6 +114,14 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 Host = Annotated[str, typer.Option(help="Address to listen on. All but this machine's own need a token.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")]
+TokenEnv = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Environment variable with the token that clients must send.")
+]
+MaxBody = Annotated[float, typer.Option(min=0.001, metavar="MIB", help="Size of one request.")]
+DrainSeconds = Annotated[
+    float, typer.Option(min=0, metavar="S", help="After a signal: longest time for running requests to finish.")
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", autocompletion=complete_run)]
 Overrides = Annotated[
     list[str] | None,

@@ -11,25 +11,25 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dapo.commands.ui.models import Loaded, Models, Question, recipe_of
 from dapo.commands.ui.runs import Refused
-from dapo.commands.ui.texts import Pieces
 from dapo.config import RewardConfig
 from dapo.errors import UserError
+from dapo.inference.stream import likeliest, written
 from dapo.observe.run_view import RunView
 from dapo.records import FinishReason, Prompt, Sample
 from dapo.reward.build import make_scorer, needs_answer
 from dapo.reward.contract import Scorer
-from dapo.rollout.engine import Draft, EngineError, Request, Sampling
+from dapo.rollout.engine import EngineError, Request, Sampling
 from dapo.rollout.seeds import sample_seed
 
 MOST_SECONDS = 120.0
-PERIOD = 0.05  # seconds between two looks at what is being written
+PERIOD = 0.05  # seconds in which what is being written is gathered
 TOP = 5  # most likely tokens told of each place
 
 Event = dict[str, Any]
@@ -177,7 +177,7 @@ class _Side:
     def __init__(self, side: int, model: Loaded, asked: Asked, scorer: Scorer | str, emit: Emit) -> None:
         self._side, self._model, self._asked, self._scorer, self._emit = side, model, asked, scorer, emit
         self._template = model.prompting.template
-        self._told: dict[int, tuple[Pieces, int]] = {}  # by sample: how far it was told
+        self._pieces: dict[int, list[str]] = {}  # by sample
 
     async def answer(self, ids: tuple[int, ...]) -> None:
         asked, question = self._asked, self._asked.question
@@ -187,31 +187,17 @@ class _Side:
         limit = min(asked.max_tokens or self._model.max_tokens, self._model.max_tokens)
         sampling = Sampling(asked.temperature, limit, top_logprobs=TOP)
         seeds = tuple(sample_seed(asked.seed, 0, 0, index) for index in range(asked.samples))  # the same on both sides
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._watch())
-            async for sample in self._model.engine.generate([Request(self._side, ids, seeds, sampling)]):
-                self._told[sample.index] = self._pieces(), sample.length  # no draft comes after the sample
-                tasks.create_task(self._finish(sample, prompt))
-            watching.cancel()
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(PERIOD)
-            for draft in await self._model.engine.drafts():
-                if draft.request_id == self._side:
-                    self._tell(draft)
-
-    def _tell(self, draft: Draft) -> None:
-        """The tokens that came since it was told last."""
-        pieces, start = self._told.get(draft.index, (self._pieces(), 0))
-        if texts := pieces.add(draft.token_ids[start:]):
-            told = zip(texts, map(_probability, draft.logprobs[start:]), strict=True)
-            event = {"event": "tokens", "side": self._side, "index": draft.index, "start": start}
-            self._emit(event | {"tokens": list(map(list, told))})
-            self._told[draft.index] = pieces, len(draft.token_ids)
-
-    def _pieces(self) -> Pieces:
-        return Pieces(self._template.decode)
+        requests = [Request(self._side, ids, seeds, sampling)]
+        parts = written(self._model.engine, self._template, requests, pieces=True, period=PERIOD)
+        async with asyncio.TaskGroup() as tasks, aclosing(parts):
+            async for part in parts:
+                self._pieces.setdefault(part.index, []).extend(part.pieces)
+                if part.sample is not None:
+                    tasks.create_task(self._finish(part.sample, prompt))
+                elif part.pieces:
+                    told = zip(part.pieces, map(_probability, part.logprobs), strict=True)
+                    event = {"event": "tokens", "side": self._side, "index": part.index, "start": part.start}
+                    self._emit(event | {"tokens": list(map(list, told))})
 
     async def _finish(self, sample: Sample, prompt: Prompt) -> None:
         text = self._template.decode(sample.token_ids.tolist())
@@ -230,12 +216,9 @@ class _Side:
 
     def _tokens(self, sample: Sample) -> Iterator[list[Any]]:
         """Text, probability and, as text and probability each, the most likely tokens in its place."""
-        assert sample.top_ids is not None and sample.top_logprobs is not None  # they were asked for
-        texts = self._pieces().add(sample.token_ids.tolist(), last=True)
-        tops = zip(sample.top_ids.tolist(), sample.top_logprobs.tolist(), strict=True)
-        for text, logprob, (ids, logprobs) in zip(texts, sample.logprobs.tolist(), tops, strict=True):
-            best = [[self._template.text([i]), _probability(p)] for i, p in zip(ids, logprobs, strict=True)]
-            yield [text, _probability(logprob), best]
+        tops = likeliest(self._template, sample)
+        for text, logprob, top in zip(self._pieces[sample.index], sample.logprobs.tolist(), tops, strict=True):
+            yield [text, _probability(logprob), [[token, _probability(p)] for _, token, p in top]]
 
 
 def _probability(logprob: float) -> float:

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Scope
 
-from dapo.util.serving import Gate
+from dapo.util.gate import Gate
 
 _COOKIE = "dapo_token"
 _HEADERS: Mapping[str, str] = {  # so that samples never run as script
@@ -43,7 +43,7 @@ class Guard(Gate):
         origin = headers.get("origin") if scope["method"] not in ("GET", "HEAD") else None
         if origin and origin.partition("://")[2] != headers.get("host", ""):
             return _error(403, "this page takes changes from itself only")
-        if self.announces_more(headers):
+        if self.announces_more(scope, headers):
             return _error(413, self._too_large)
         if wrong := self.wrong_name(headers, "--token"):
             return _error(403, wrong)

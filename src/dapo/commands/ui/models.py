@@ -19,7 +19,7 @@ from dapo.config import Config, load_config
 from dapo.data.parts import Rows, open_parts
 from dapo.data.rows import BadRow, Messages
 from dapo.errors import DataError, UserError
-from dapo.inference.model import FoundModel, Prompting, inference_config, load_engine, load_prompting
+from dapo.inference.model import FoundModel, Prompting, inference_config, load_engine, load_prompting, room_for
 from dapo.observe.checkpoints import Checkpoints
 from dapo.observe.progress import QuietListener
 from dapo.observe.run_folder import RunFolder
@@ -193,9 +193,6 @@ on loading while the next one asks."""
 
 def load(path: Path) -> Loaded:
     """Load the model in a folder inside a run folder, by that run's recipe. Raises UserError if it cannot be loaded."""
-    from dapo.model.adapters import find_adapter
-    from dapo.model.loading import context_limit, read_config
-
     run = path.parent if path.name.startswith("model-") else path.parents[2]
     found = FoundModel(str(path), run / "config.yaml")
     # on the CPU: the run may need a GPU for itself
@@ -204,10 +201,8 @@ def load(path: Path) -> Loaded:
     limit = min(config.evaluated_length, MOST_TOKENS)
     config = inference_config(found, bounds, {"evaluation": {"max_response_length": limit}})
     prompting = load_prompting(config)
-    adapter = find_adapter(path)
-    positions = context_limit(read_config(adapter.base if adapter else str(path), config.model.trust_remote_code))
-    longest = min(config.data.max_prompt_length, (positions or 2**20) - limit)
-    room = {"prompt": [Prompt(0, "", (0,) * max(longest, 1))]}
+    longest, _ = room_for(config)
+    room = {"prompt": [Prompt(0, "", (0,) * longest)]}
     with _loading:
         engine = load_engine(prompting, room, MOST_SAMPLES * HELD, QuietListener())
     return Loaded(prompting, engine, limit, longest)

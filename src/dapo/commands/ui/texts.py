@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -13,41 +13,14 @@ from typing import Any
 import numpy as np
 
 from dapo.errors import UserError
+from dapo.inference.stream import Pieces
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import samples_path, steps_with_samples, tokens_path
-from dapo.rollout.native.stopping import NO_TEXT
 from dapo.util.files import lines_of, parse_json
 
 SIGNALS = {"logprobs": "logprob_engine", "trainer_logprobs": "logprob_trainer", "entropy": "entropy"}
 """Arrays with a number per response token, and what the page calls them."""
 MOST_SECONDS, MOST_FINDS, AROUND = 2.0, 50, 80  # of one answer of a search, and characters before and after each find
-
-
-class Pieces:
-    """What each token adds to the text of a response; put together they are the whole.
-
-    A token is decoded behind the one before it, which it may owe a space. A character that is spread over several
-    tokens comes with the last of them; those before it, and tokens that are not text, add nothing.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._open: list[int] = []  # the last token, and those that are no whole character yet
-        self._before = ""  # the text of what was told of these
-
-    def add(self, token_ids: Sequence[int], last: bool = False) -> list[str]:
-        """One text for each token. ``last``: nothing follows, so what is no character will not become one."""
-        return [self._next(token, last and place == len(token_ids)) for place, token in enumerate(token_ids, start=1)]
-
-    def _next(self, token: int, last: bool) -> str:
-        self._open.append(token)
-        text = self._decode(self._open)
-        if text.endswith(NO_TEXT) and text != self._before and not last:
-            return ""
-        piece = text[len(self._before) :]
-        self._open = self._open[-1:]
-        self._before = self._decode(self._open)
-        return piece
 
 
 def tokens_of(folder: RunFolder, step: int, positions: Sequence[int], most: int | None = None) -> list[dict[str, Any]]:

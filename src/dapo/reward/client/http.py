@@ -3,7 +3,7 @@ reward server is read line by line, so that verdicts are kept when the connectio
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,20 +13,17 @@ import aiohttp
 from dapo.config.reward import HttpReward, RemoteReward, ServerReward, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.backoff import requested_pause
-from dapo.reward.client.connections import HttpConnections, beginning, whole
-from dapo.reward.client.faults import BadReply, Fault, Refusal, one_line
-from dapo.reward.client.mapping import fill, from_json, pick, to_json, to_verdict, to_verdicts, unfillable
+from dapo.reward.client.mapping import fill, pick, to_json, to_verdict, to_verdicts, unfillable
 from dapo.reward.client.scorer import Call, RemoteScorer
 from dapo.reward.contract import Doubt
+from dapo.util.http.connections import HttpConnections, whole
+from dapo.util.http.faults import BadReply, Refusal, from_json, one_line
+from dapo.util.http.replies import checked
 
 _LARGEST_REPLY = 64 * 2**20
-_LARGEST_ERROR = 2**16
 _ROWS_AT_ONCE = 64
-_LATER = (408, 425, 429)
-_NOT_READY = (502, 503, 504)
-_REFUSED = (413, 422)
-"""Statuses that concern this request only, such as one that is too large."""
+_NOT_THERE = (401, 403, 502, 503, 504)
+"""Statuses of a server that is not ready, or does not let us in."""
 
 
 class _JsonScorer(RemoteScorer):
@@ -39,18 +36,7 @@ class _JsonScorer(RemoteScorer):
         await self._connections.close()
 
     async def _checked(self, reply: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
-        """Raises, by the status, Fault: ask again later; Refusal: ask for less; RewardError: asking again is no use."""
-        if 200 <= reply.status < 300:
-            return reply
-        text, retry = _error_text(await beginning(reply, _LARGEST_ERROR))
-        code = reply.status
-        cause = f"{code} {reply.reason}" + (f": {text}" if text else "")
-        if retry is not False and (code in _LATER or code >= 500):
-            pause_s = requested_pause(reply.headers.get("Retry-After"))
-            raise Fault(cause, pause_s=pause_s, smaller=code == 500, alive=code in _NOT_READY)
-        if code in _REFUSED:
-            raise Refusal(cause)
-        raise RewardError(f"{self._name}: {cause}{_advice(code, reply.headers)}")
+        return await checked(reply, self._name, "reward", RewardError)
 
 
 class ServerScorer(_JsonScorer):
@@ -132,7 +118,7 @@ class HttpScorer(_JsonScorer):
     async def _check_ready(self) -> None:
         """Any answer to a GET shows that the server is there."""
         async with self._send("GET", self._mapping.url) as reply:
-            if reply.status in (401, 403, *_NOT_READY):
+            if reply.status in _NOT_THERE:
                 await self._checked(reply)
 
     async def _ask(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Reward | BadReply]]:
@@ -166,25 +152,3 @@ async def _lines(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             rest, size = [other], len(other)
     if b"".join(rest).strip():
         raise BadReply("the last line of the reply is cut off")
-
-
-def _error_text(body: bytes) -> tuple[str, bool | None]:
-    """The server's message (``detail`` in FastAPI), and whether it says to ``retry``."""
-    try:
-        data = from_json(body)
-    except BadReply:
-        return one_line(body.decode("utf-8", "replace")), None
-    if not isinstance(data, dict):
-        return one_line(str(data)), None
-    retry = data.get("retry")
-    return one_line(str(data.get("error") or data.get("detail") or data)), retry if isinstance(retry, bool) else None
-
-
-def _advice(code: int, headers: Mapping[str, str]) -> str:
-    if code in (401, 403):
-        return "; reward.token_env names the environment variable with the token of the server"
-    if code in (301, 302, 303, 307, 308):
-        return f"; it points to {headers.get('Location', 'another address')}: put that into reward.url"
-    if code in (404, 405):
-        return "; is reward.url right?"
-    return "; the server does not take what it was sent" if code == 400 else ""

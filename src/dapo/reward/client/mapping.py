@@ -11,10 +11,10 @@ from typing import Any
 from dapo.config.reward import FIELD, fields_of
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
-from dapo.reward.client.faults import BadReply, one_line
 from dapo.reward.client.scorer import Call
 from dapo.reward.contract import Doubt, fields
 from dapo.reward.convert import to_reward
+from dapo.util.http.faults import BadReply, one_line
 
 _NOTHING = object()
 
@@ -78,14 +78,6 @@ def to_json(body: Any) -> bytes:
         return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
     except (TypeError, ValueError) as error:
         raise RewardError(f"a reward server can only be sent what JSON can hold: {error}") from None
-
-
-def from_json(body: bytes) -> Any:
-    """Raises BadReply: it is not JSON."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadReply(f"the reply is not JSON ({error}): {body[:80]!r}") from None
 
 
 def pick(reply: Any, path: str, key: str) -> Any:

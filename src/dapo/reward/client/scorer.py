@@ -19,11 +19,11 @@ from dapo.config.reward import RemoteReward
 from dapo.errors import RewardError
 from dapo.records import FinishReason, Prompt, Reward
 from dapo.reward.batching import Batcher, begin
-from dapo.reward.client.backoff import Pauses
-from dapo.reward.client.connections import token_in
-from dapo.reward.client.faults import BadReply, Fault, Refusal
-from dapo.reward.client.secrecy import Secrets, shown
 from dapo.reward.contract import Scorer
+from dapo.util.http.backoff import Pauses
+from dapo.util.http.connections import token_in
+from dapo.util.http.faults import BadReply, Fault, Refusal
+from dapo.util.http.secrecy import Secrets, shown
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class RemoteScorer(Scorer, ABC):
     def __init__(self, config: RemoteReward) -> None:
         self._config = config
         self._name = f"reward server {shown(config.url)}"
-        self._token = token_in(config.token_env, "reward.token_env")
+        self._token = token_in(config.token_env, "reward.token_env", RewardError)
         self._secrets = Secrets(self._token, config.url)
         self._batcher: Batcher[Call, None] = Batcher(
             self._work, size=config.responses_per_call, concurrency=config.concurrency

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dapo.config import JudgeReward
 from dapo.errors import RewardError
 from dapo.reward.client import extra
-from dapo.reward.client.backoff import Pauses, requested_pause
-from dapo.reward.client.faults import BadReply, Fault
-from dapo.reward.client.secrecy import Secrets, shown
+from dapo.util.http.backoff import Pauses, requested_pause
+from dapo.util.http.faults import BadReply, Fault, error_text
+from dapo.util.http.secrecy import Secrets, shown
 
 FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
@@ -45,9 +45,9 @@ class Endpoint:
 
     def __init__(self, config: JudgeReward) -> None:
         with extra("remote", config.kind):
-            from dapo.reward.client.connections import HttpConnections, token_in
+            from dapo.util.http.connections import HttpConnections, token_in
         self._config = config
-        key = token_in(config.api_key_env, "reward.api_key_env")
+        key = token_in(config.api_key_env, "reward.api_key_env", RewardError)
         self._secrets = Secrets(key, config.url)
         self._base = config.url.rstrip("/")
         self._name = f"judge {config.model} at {shown(config.url)}"
@@ -66,7 +66,7 @@ class Endpoint:
                 await asyncio.sleep(FIRST_PAUSE_S)
             else:
                 if status == 401:
-                    raise self._useless(status, _reason(data))
+                    raise self._useless(status, error_text(data)[0])
                 return
 
     async def ask(self, question: bytes, accept: Callable[[str], T | None]) -> tuple[str, T]:
@@ -92,7 +92,7 @@ class Endpoint:
     async def _answer(self, question: bytes, accept: Callable[[str], T | None]) -> tuple[str, T]:
         status, retry_after, data = await self._request("POST", "/chat/completions", question, self._config.timeout_s)
         if status != 200:
-            reason = _reason(data)
+            reason = error_text(data)[0] or "no reason given"
             if status in _REFUSED_QUESTION:
                 raise NoReply(self._said(f"the question is refused: HTTP {status}: {reason}"))
             if status in _COMES_BACK or status >= 500 or 200 < status < 300:
@@ -109,7 +109,7 @@ class Endpoint:
         self, method: str, path: str, body: bytes | None, limit_s: float
     ) -> tuple[int, str | None, bytes]:
         """Status, Retry-After and body. Raises Fault: no connection, no reply in time, or one that is too large."""
-        from dapo.reward.client.connections import whole
+        from dapo.util.http.connections import whole
 
         try:
             async with asyncio.timeout(limit_s), self._connections.send(method, self._base + path, body) as reply:
@@ -133,17 +133,6 @@ class Endpoint:
     def _said(self, text: str) -> str:
         """Without the key, which some servers repeat."""
         return self._secrets.blanked(f"{self._name}: {text}")
-
-
-def _reason(data: bytes) -> str:
-    """The message of an error reply, on one line."""
-    try:
-        found: Any = json.loads(data)
-        found = found.get("error", found.get("detail", found))
-        found = found.get("message", found) if isinstance(found, dict) else found
-    except (ValueError, AttributeError, RecursionError):
-        found = data[:2000].decode("utf-8", "replace")
-    return " ".join(str(found).split())[:200] or "no reason given"
 
 
 def _written(data: bytes) -> str:

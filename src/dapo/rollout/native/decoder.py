@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from dapo.rollout.native.sampler import most_likely, sample, uniforms
 from dapo.rollout.native.stopping import StopTexts
 
 PREFILL_TOKENS = 4096  # prompts prefilled in one pass: enough to fill the cores, little memory
+Told = Mapping[int, Mapping[tuple[int, int], int] | None]
+"""By key, request and index of a sample: how many of its tokens whoever watches has been told; None: none, ever."""
 NO_DRAFT = Draft(0, 0, (), (), ())
 
 
@@ -148,13 +150,17 @@ class Decoder:
         self._finished.clear()
         self.cache.clear()
 
-    def drafts(self) -> list[tuple[int, Draft]]:
-        """The samples in flight that have tokens, as far as they are."""
-        waiting = [(w.key, w.draft) for w in self._waiting if w.draft.token_ids]
-        return waiting + [
-            (r.key, Draft(r.request.id, r.index, tuple(r.tokens), tuple(r.logprobs), tuple(r.versions)))
-            for r in self._rows
-        ]
+    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
+        """The samples in flight that have tokens, as far as they are; ``told``: less these, and of its keys only."""
+        waiting = [(w.key, w.draft) for w in self._waiting if w.draft.token_ids and (told is None or w.key in told)]
+        found = []
+        for row in self._rows:
+            if told is None or row.key in told:
+                start = told_of(told, row.key, row.request.id, row.index)
+                tokens, logprobs, versions = row.tokens[start:], row.logprobs[start:], row.versions[start:]
+                columns = tuple(tokens), tuple(logprobs), tuple(versions)
+                found.append((row.key, Draft(row.request.id, row.index, *columns, start)))
+        return waiting + found
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Sample]]:
@@ -260,6 +266,11 @@ class Decoder:
         last = self._rows.pop()
         if moved is not None:
             self._rows[index] = last
+
+
+def told_of(told: Told | None, key: int, request_id: int, index: int) -> int:
+    """How many tokens of a sample were told."""
+    return ((told or {}).get(key) or {}).get((request_id, index), 0)
 
 
 def _sample(row: _Row, finish_reason: FinishReason) -> Sample:

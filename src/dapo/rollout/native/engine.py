@@ -23,7 +23,7 @@ import torch
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, some_elements
-from dapo.rollout.native.decoder import Decoder
+from dapo.rollout.native.decoder import Decoder, Told
 
 CLOSE_SECONDS = 10.0
 
@@ -73,8 +73,8 @@ class AnyDecoder(Protocol):
         """What has finished already and was not returned yet."""
         ...
 
-    def drafts(self) -> list[tuple[int, Draft]]:
-        """What is in flight and has tokens, as far as it is."""
+    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
+        """What is in flight and has tokens, as far as it is; ``told``: less these tokens, and of its keys only."""
         ...
 
     def use_weights(self, version: int) -> None:
@@ -141,7 +141,9 @@ class NativeEngine:
         self._threads = threads
         self._keys = itertools.count()
         self._streams: dict[int, Callable[[_Event], None]] = {}
-        self._watched: set[int] = set()  # streams that are told of drafts
+        self._watched: dict[
+            int, dict[tuple[int, int], int] | None
+        ] = {}  # streams that are told of drafts, and how much
         self._paused = False
         self._commands: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._broken: EngineError | None = None
@@ -156,6 +158,11 @@ class NativeEngine:
         return self._decoder.version
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that it is handed, by name."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    @property
     def decode_steps(self) -> int:
         """Times that the weights were read to give all rows in flight a token, so far."""
         return self._decoder.decode_steps
@@ -163,7 +170,9 @@ class NativeEngine:
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
         return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
 
-    async def stream(self, requests: Sequence[Request], *, drafts: bool = True) -> AsyncIterator[Sample | Draft]:
+    async def stream(
+        self, requests: Sequence[Request], *, drafts: bool = True, only_new: bool = False
+    ) -> AsyncIterator[Sample | Draft]:
         for request in requests:
             self._decoder.check(request)
         expected = sum(len(r.seeds) for r in requests)
@@ -179,7 +188,7 @@ class NativeEngine:
                 raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
             self._streams[key] = deliver
             if drafts:
-                self._watched.add(key)
+                self._watched[key] = {} if only_new else None
             for request in requests:
                 self._decoder.submit(key, request)
 
@@ -196,10 +205,9 @@ class NativeEngine:
             if not (self._closing or self._broken):
                 self._post(lambda: self._forget(key), None)
 
-    async def drafts(self) -> list[Draft]:
-        """The samples in flight of all streams, as far as they are: for who watches them being written.
-        Raises EngineError: the engine is closed, or broke down."""
-        return [draft for _, draft in await self._call(self._decoder.drafts)]
+    def check(self, request: Request) -> None:
+        """Raises EngineError: the request cannot be served; says why."""
+        self._decoder.check(request)
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
         def cancel() -> list[Draft]:
@@ -344,7 +352,7 @@ class NativeEngine:
         try:
             finished: list[tuple[int, Sample | Draft]] = [*work()]
             if self._watched:  # drafts cost a look at the device
-                finished += [(key, draft) for key, draft in self._decoder.drafts() if key in self._watched]
+                finished += self._decoder.drafts(self._watched)
         except Exception as error:
             self._decoder.reset()
             if not isinstance(error, EngineError):
@@ -352,6 +360,8 @@ class NativeEngine:
             self._fail_streams(error)
             return
         for key, event in finished:
+            if isinstance(event, Draft) and (told := self._watched.get(key)) is not None:
+                told[event.request_id, event.index] = event.start + len(event.token_ids)
             self._deliver(key, event)
 
     def _deliver(self, key: int, event: _Event) -> None:
@@ -360,7 +370,7 @@ class NativeEngine:
 
     def _forget(self, key: int) -> None:
         self._streams.pop(key, None)
-        self._watched.discard(key)
+        self._watched.pop(key, None)
         self._decoder.cancel(lambda other, _: other == key)
 
     def _fail_streams(self, error: EngineError) -> None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request
 from dapo.rollout.native.checks import check_request
+from dapo.rollout.native.decoder import Told, told_of
 from dapo.rollout.native.paged.device import Fetch, RowStart, Runner, Variant
 from dapo.rollout.native.paged.in_flight import SampleInFlight, Waiting
 from dapo.rollout.native.paged.pages import BlockTables, PageAllocator, PageArray, minimum_pages, pages_for, slots_of
@@ -144,13 +145,16 @@ class PagedDecoder:
         self._end(list(self._rows))
         self._leaving = None
 
-    def drafts(self) -> list[tuple[int, Draft]]:
-        """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not."""
+    def drafts(self, told: Told | None = None) -> list[tuple[int, Draft]]:
+        """The samples in flight that have tokens, as they were after the last stretch; those on their way out, not.
+        ``told``: less these tokens, and of its keys only."""
         found = [(s, s.done) for w in self._waiting for s in w.sequences if len(s.done.tokens)]
-        if rows := [row for row in self._rows if self._generated[row]]:
+        rows = [row for row, s in self._rows.items() if self._generated[row] and (told is None or s.key in told)]
+        if rows:
             responses = self._runner.fetch(rows, [int(self._generated[row]) for row in rows], 0).result()
             found += zip((self._rows[row] for row in rows), responses, strict=True)
-        return [(sequence.key, sequence.draft(response)) for sequence, response in found]
+        asked = ((s, response) for s, response in found if told is None or s.key in told)
+        return [(s.key, s.draft(r, told_of(told, s.key, s.request.id, s.index))) for s, r in asked]
 
     def use_weights(self, version: int) -> None:
         """The model's weights are others now. What is in flight goes on under them; prompts computed ahead do not."""

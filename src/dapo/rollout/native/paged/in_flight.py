@@ -34,11 +34,12 @@ class SampleInFlight:
         marks = [(i, v) for i, v in enumerate(draft.versions) if not i or v != draft.versions[i - 1]]
         return cls(key, request, draft.index, done=done, marks=marks)
 
-    def draft(self, response: Response) -> Draft:
-        """What it has by now, which is ``response``."""
+    def draft(self, response: Response, start: int = 0) -> Draft:
+        """What it has by now, which is ``response``, from token ``start`` on."""
         versions = self.versions(len(response.tokens))
-        arrays = (tuple(array.tolist()) for array in (response.tokens, response.logprobs, versions))
-        return Draft(self.request.id, self.index, *arrays)
+        arrays = (response.tokens, response.logprobs, versions)
+        tokens, logprobs, sampled_under = (tuple(array[start:].tolist()) for array in arrays)
+        return Draft(self.request.id, self.index, tokens, logprobs, sampled_under, start)
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:

@@ -3,6 +3,9 @@ token, a wrong address) is a :class:`~dapo.errors.RewardError`."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from dapo.errors import shortened
 
 _LONGEST = 300
@@ -37,3 +40,24 @@ class BadReply(_Problem):
 
 def one_line(text: str) -> str:
     return shortened(" ".join(text.split()), _LONGEST)
+
+
+def from_json(body: bytes) -> Any:
+    """Raises BadReply: it is not JSON."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadReply(f"the reply is not JSON ({error}): {body[:80]!r}") from None
+
+
+def error_text(body: bytes) -> tuple[str, bool | None]:
+    """The server's message (``detail`` in FastAPI, ``error.message`` in OpenAI's API), and whether to ``retry``."""
+    try:
+        data = from_json(body)
+    except BadReply:
+        return one_line(body.decode("utf-8", "replace")), None
+    if not isinstance(data, dict):
+        return one_line(str(data)), None
+    retry, said = data.get("retry"), data.get("error") or data.get("detail") or data
+    said = said.get("message", said) if isinstance(said, dict) else said
+    return one_line(str(said)), retry if isinstance(retry, bool) else None

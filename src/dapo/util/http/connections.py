@@ -1,5 +1,5 @@
-"""HTTP connections to one server, for the clients of reward servers and for the judge. Callers set the time limits.
-Requests go to the address that the recipe names, and to no other."""
+"""HTTP connections to one server, for the clients of policy and reward servers and for the judge. Callers set the time
+limits. Requests go to the address that the recipe names, and to no other."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from dapo.errors import RewardError
-from dapo.reward.client.faults import BadReply, Fault
+from dapo.errors import UserError
+from dapo.util.http.faults import BadReply, Fault
 
 _IDLE_S = 4.0
 """Less than servers keep idle connections: many do so for 5 s."""
@@ -39,10 +39,15 @@ class HttpConnections:
 
     @asynccontextmanager
     async def send(
-        self, method: str, url: str, body: bytes | None = None, accept: str = "application/json"
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        accept: str = "application/json",
+        kind: str = "application/json",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A reply whose body is not read yet. ``body``: JSON. Raises Fault: no connection, or it broke."""
-        headers = {"Accept": accept} | ({} if body is None else {"Content-Type": "application/json"})
+        """A reply whose body is not read yet. ``kind``: of ``body``. Raises Fault: no connection, or it broke."""
+        headers = {"Accept": accept} | ({} if body is None else {"Content-Type": kind})
         try:
             async with self._opened().request(method, url, data=body, headers=headers, allow_redirects=False) as reply:
                 yield reply
@@ -85,14 +90,14 @@ def connection_fault(error: Exception) -> Fault:
     return Fault(f"the connection broke: {cause}", smaller=True)
 
 
-def token_in(variable: str | None, key: str) -> str | None:
+def token_in(variable: str | None, key: str, error: type[UserError]) -> str | None:
     """The token in the environment variable that ``key`` of the recipe names.
-    Raises RewardError: it is not set, or cannot be a header."""
+    Raises ``error``: it is not set, or cannot be a header."""
     if variable is None:
         return None
     token = os.environ.get(variable, "").strip()
     if not token:
-        raise RewardError(f"{key}: the environment variable {variable} is not set, or empty")
+        raise error(f"{key}: the environment variable {variable} is not set, or empty")
     if not (token.isascii() and token.isprintable()):
-        raise RewardError(f"{key}: the value of {variable} holds characters that no token has")
+        raise error(f"{key}: the value of {variable} holds characters that no token has")
     return token

@@ -1,0 +1,93 @@
+"""``dapo serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dapo.commands.shared.errors import errors_for_people
+from dapo.commands.shared.options import Debug, DrainSeconds, Host, MaxBody, Port, Quiet, TokenEnv, complete_recipe
+from dapo.errors import ConfigError, install
+from dapo.util.terminal import Terminal
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Recipe, folder in Hugging Face layout, name on the hub, or a run or checkpoint folder of dapo.",
+            autocompletion=complete_recipe,
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a key, such as data.max_prompt_length=4096."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the model, for requests. Default: the end of its path.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="Serve a LoRA adapter on the model, too; may be given again."),
+    ] = None,
+    engines: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of each; on several GPUs one on each.")] = 1,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token_env: TokenEnv = None,
+    weights_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Take checkpoints below it (POST /weights); needs a token.")
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Samples that may wait or run; what is more is answered with 429.")
+    ] = 1024,
+    max_choices: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one request.")] = 128,
+    max_body_mb: MaxBody = 16.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="S", help="Longest time of one request.")] = 600.0,
+    drain_s: DrainSeconds = 30.0,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Serve MODEL over HTTP, as OpenAI's API has it (completions and chat completions).
+
+    SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU finishes what runs and ends with 0; a second one ends at once.
+    """
+    with errors_for_people(debug):
+        from dapo.observe.progress import make_listener
+
+        try:
+            from dapo.serve.app import serve as serve_app
+            from dapo.serve.model import Limits, load_served
+            from dapo.util.serving import Address
+        except ImportError as error:
+            raise ConfigError(f"dapo serve needs {error.name}, which is not installed: {install('server')}") from None
+        address = Address(host, port, Address.token_in(token_env))
+        limits = Limits(max_waiting, min(max_choices, max_waiting), int(max_body_mb * 2**20), timeout_s)
+        more: dict[str, Any] = {
+            "overrides": settings or [],
+            "name": name,
+            "adapters": _adapters(adapter or []),
+            "copies": engines,
+        }
+        say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+        with closing(make_listener(quiet, Terminal(stderr=True))) as listener:
+            load = functools.partial(load_served, model, listener, limits=limits, **more)
+            asyncio.run(serve_app(load, address, limits, drain_s=drain_s, say=say, weights_dir=weights_dir))
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    """Raises ConfigError: one has no name, or there are two of one name."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(
+                f"--adapter {one}: expected NAME=FOLDER, such as --adapter poet={Path(one).name or 'folder'}"
+            )
+        if name in found:
+            raise ConfigError(f"--adapter {one}: there is another adapter named {name}")
+        found[name] = folder
+    return found

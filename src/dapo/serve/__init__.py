@@ -1,0 +1,1 @@
+"""The policy server: a model over HTTP, for people, agents and runs."""

@@ -1,0 +1,266 @@
+"""The policy server as an application: OpenAI's completions and chat completions, answered by a served model.
+
+Consumes requests (``protocol.py``), produces replies in whole or as server-sent events. Waits for the engine only. A
+client that goes away frees what its request held; one that reads slowly gets larger pieces. Ends as the reward server
+does: what runs is finished within a bounded time, and new requests are answered with 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dapo.errors import UserError
+from dapo.inference.stream import Part
+from dapo.rollout.engine import EngineError
+from dapo.serve import weights
+from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
+from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
+from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gone
+from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
+from dapo.util.version import VERSION
+
+_WORK = ("/v1/completions", "/v1/chat/completions", *weights.PATHS)
+_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_log = logging.getLogger(__name__)
+
+
+class Service(Progress):
+    """What is served, once it is loaded, and what was counted."""
+
+    def __init__(self, limits: Limits, token: str | None = None, served: ServedModel | None = None) -> None:
+        super().__init__()
+        self.limits, self.token, self.loaded = limits, token, served
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("dapo_policy_requests", "Requests answered", ["path", "code"], registry=registry)
+        self.tokens = Counter("dapo_policy_tokens", "Tokens of prompts and responses", ["kind"], registry=registry)
+        self.first = Histogram("dapo_policy_first_seconds", "To the first part", buckets=_BUCKETS, registry=registry)
+        self.seconds = Histogram("dapo_policy_seconds", "Of a whole request", buckets=_BUCKETS, registry=registry)
+        waiting = Gauge("dapo_policy_waiting", "Samples that wait or are written", registry=registry)
+        waiting.set_function(lambda: self.loaded.waiting if self.loaded else 0)
+        version = Gauge("dapo_policy_version", "Policy version of the weights in use", registry=registry)
+        version.set_function(lambda: self.loaded.version if self.loaded else 0)
+
+    @property
+    def served(self) -> ServedModel:
+        """To be asked for by requests that the gate lets pass: it is loaded by then."""
+        assert self.loaded is not None
+        return self.loaded
+
+
+class _Events(StreamingResponse):
+    """Server-sent events. However it ends, so does what makes them."""
+
+    def __init__(self, events: AsyncGenerator[str], headers: Mapping[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
+    app = FastAPI(title="dapo policy server", version=VERSION, docs_url=None, redoc_url=None)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _answer(service, body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _answer(service, body, request)
+
+    app.include_router(weights.router(lambda: service.served, service.token, weights_dir))
+    _add_reports(app, service)
+    for kind in (RequestValidationError, HTTPException, Refused, EngineError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _told)
+    count = service.requests.labels
+    gate = WorkGate(
+        app,
+        service.token,
+        service.limits.max_body,
+        service,
+        _WORK.__contains__,
+        lambda status, text, headers: _error(status, text, headers=headers),
+        lambda *of: count(*of).inc(),
+    )
+    gate.most_of = lambda path: weights.largest_body(service.loaded, path)
+    return gate
+
+
+async def _answer(service: Service, body: SamplingRequest, request: Request) -> Response:
+    started, served = time.perf_counter(), service.served
+    job = await asyncio.to_thread(body.job, served)  # reads texts: others are answered meanwhile
+    reply = Reply(body, job, served)
+
+    def count() -> None:
+        service.seconds.observe(time.perf_counter() - started)
+        service.tokens.labels("prompt").inc(sum(map(len, job.prompts)))
+        service.tokens.labels("response").inc(reply.completion_tokens)
+
+    if body.stream:
+        first, parts = await unless_gone(request, _begun(served, job))  # so that what is refused has its status
+        service.first.observe(time.perf_counter() - started)
+        headers = {"version": str(max(first[1].versions, default=0))}
+        return _Events(_events(reply, first, parts, body, count), headers)
+    whole = reply.whole(await unless_gone(request, _gathered(served, job)))
+    count()
+    return JSONResponse(whole, headers={"version": str(reply.version)})
+
+
+async def _begun(served: ServedModel, job: Job) -> tuple[tuple[int, Part], AsyncGenerator[tuple[int, Part]]]:
+    while True:
+        with suppress(Restarted):
+            parts = served.submit(job)
+            return await anext(parts), parts
+
+
+async def _gathered(served: ServedModel, job: Job) -> list[tuple[int, Part]]:
+    while True:
+        with suppress(Restarted):
+            async with aclosing(served.submit(job)) as parts:
+                return [part async for part in parts]
+
+
+async def _events(
+    reply: Reply,
+    first: tuple[int, Part] | None,
+    parts: AsyncGenerator[tuple[int, Part]],
+    body: SamplingRequest,
+    count: Callable[[], None],
+) -> AsyncGenerator[str]:
+    async with aclosing(parts):
+        try:
+            while first is not None:
+                if chunk := reply.chunk(*first):
+                    yield _event(chunk)
+                first = await anext(parts, None)
+        except Exception as error:  # the status is sent; clients read this as an error
+            status, content = _body_of(error)
+            if status == 500:
+                _log.error("a request failed", exc_info=error)
+            yield _event(content)
+            return
+    if body.stream_options is not None and body.stream_options.include_usage:
+        yield _event(reply.last_chunk())
+    count()
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    # in ASCII: some clients take other characters, such as U+2028, for line ends
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+
+
+def _add_reports(app: FastAPI, service: Service) -> None:
+    def models() -> list[dict[str, Any]]:
+        served = service.loaded
+        if served is None:
+            return []
+        about = {"object": "model", "owned_by": "dapo", "created": 0, "max_model_len": served.context}
+        return [
+            {"id": name, **about, "parent": None if name == served.name else served.name, "version": each[0].version}
+            for name, each in served.engines.items()
+        ]
+
+    @app.get("/v1/models")
+    async def listed() -> dict[str, Any]:
+        return {"object": "list", "data": models()}
+
+    @app.get("/v1/models/{name:path}")
+    async def one(name: str) -> dict[str, Any]:
+        found = next((model for model in models() if model["id"] == name), None)
+        if found is None:
+            raise Refused(404, f"model {name!r}: not served here", "model", "model_not_found")
+        return found
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """The process is alive. Needs no token."""
+        return {"state": service.state}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether samples can be asked for: 503 while the server starts, drains or has no whole weights."""
+        refusal = service.loaded.refusal if service.loaded else None
+        ready = service.state == "ready" and refusal is None
+        return JSONResponse({"state": service.state, "reason": refusal}, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return metrics_response(service.registry)
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    """The answer to a request that ended with an error."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it; it is what the metrics count it as
+    status, body = _body_of(error)
+    later = {"Retry-After": "1"} if status in (429, 503) else {}
+    return JSONResponse(body, status, {**later, **(getattr(error, "headers", None) or {})})
+
+
+def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    match error:
+        case RequestValidationError():
+            problem = error.errors()[0]
+            place = place_in_body(problem["loc"])
+            return 400, error_body(400, f"{place or 'body'}: {problem['msg']}", place or None)
+        case HTTPException():
+            return error.status_code, error_body(error.status_code, str(error.detail))
+        case Refused():
+            return error.status, error_body(error.status, str(error), error.param, error.code)
+        case EngineError() | UserError():
+            return 503, error_body(503, f"the engine could not serve this: {error}")
+        case _:
+            return 500, error_body(500, f"a fault of the server's: {type(error).__name__}: {error}")
+
+
+def _error(status: int, text: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, text), status, headers)
+
+
+async def serve(
+    load: Callable[[], ServedModel],
+    address: Address,
+    limits: Limits,
+    *,
+    drain_s: float,
+    say: Callable[[str], object],
+    weights_dir: Path | None = None,
+) -> None:
+    """Serve what ``load`` returns, called in a thread, until a signal comes. ``drain_s``: longest time for running
+    requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises."""
+    service = Service(limits, address.token)
+    listening = listening_socket(address.host, [address.port])
+    where = url(*listening.getsockname()[:2])
+
+    async def start() -> None:
+        say(f"listening on {where}, loading the model")
+        service.loaded = await asyncio.to_thread(load)
+        say(f"serving {', '.join(service.loaded.engines)}, up to {service.loaded.context} tokens a sample")
+
+    ready = f"ready: {where}/v1 (also /health, /ready, /metrics)"
+    try:
+        times = {"timeout_keep_alive": 75, "timeout_graceful_shutdown": 1}  # as the reward server
+        app = create_app(service, weights_dir)
+        await serve_and_drain(app, listening, start(), service, drain_s, say, ready, **times)
+    finally:
+        if service.loaded is not None:
+            await service.loaded.close()

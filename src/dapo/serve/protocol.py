@@ -1,0 +1,286 @@
+"""Requests and replies as OpenAI's API has them, with the extensions that vLLM has (``return_token_ids``,
+``stop_token_ids``) and our own (``seeds``, ``versions``, ``version``).
+
+What would change a response and is not served is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from dapo.data.rows import BadRow, Keys, check_row
+from dapo.errors import DataError
+from dapo.inference.stream import Likely, Part, likeliest
+from dapo.rollout.engine import Sampling
+from dapo.serve.model import Job, Refused, ServedModel
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MOST_STOPS = 16
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_T = TypeVar("_T")
+
+
+class _FirstOnly(FailFast):
+    __hash__ = object.__hash__  # unions of annotated types want one
+
+
+Listed = Annotated[list[_T], _FirstOnly()]
+"""A million bad items are one error."""
+_PROMPT, _MESSAGES = Keys("prompt", "answer", None), Keys("messages", "answer", None)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+_NOT_SERVED: Mapping[str, Sequence[Any]] = {
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Parameters of OpenAI's that are refused, but for these values (and null), which say what is done anyway."""
+_WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+}
+
+
+class SamplingRequest(BaseModel):
+    """What both kinds of requests have. None: as the server's settings say."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model: str
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, lt=1)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: str | Listed[str] | None = None
+    stop_token_ids: Listed[int] | None = None
+    seed: Seed | None = None
+    seeds: Listed[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def likely(self) -> int | None:
+        """How many of the likeliest tokens to tell; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
+        """Token ids. Raises Refused: there are none, or the template refuses the messages."""
+        raise NotImplementedError
+
+    def job(self, served: ServedModel) -> Job:
+        """What an engine is to do. Reads texts, which takes a while. Raises Refused: a parameter is wrong."""
+        self._check(served)
+        prompts = self.prompts(served)
+        seeds = served.seeds(len(prompts), self.n, self.seed)
+        if self.seeds is not None:
+            if len(self.seeds) != len(prompts) * self.n:
+                many = f"there are {len(self.seeds)}, for {len(prompts)} prompts with {self.n} choices each"
+                raise Refused(400, f"seeds: {many}", "seeds")
+            seeds = [tuple(self.seeds[p * self.n : (p + 1) * self.n]) for p in range(len(prompts))]
+        return Job(
+            self.model,
+            prompts,
+            seeds,
+            self._sampling(served, max(map(len, prompts), default=0)),
+            # the likeliest tokens come with finished samples only
+            drafts=self.stream and not self.likely,
+            pieces=self.likely is not None and not self.return_tokens_as_token_ids,
+            hidden=self.stop is not None,
+        )
+
+    def _sampling(self, served: ServedModel, longest: int) -> Sampling:
+        default = served.default_sampling
+        stop = default.stop if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p")}
+        top_k = None if self.top_k is None else max(self.top_k, 0)  # vLLM's -1 is off
+        room = max(served.context - longest, 1)  # none left: the engine says so
+        return Sampling(
+            max_tokens=self.max_tokens or min(default.max_tokens, room),
+            top_k=default.top_k if top_k is None else top_k,
+            stop=stop,
+            top_logprobs=self.likely or 0,
+            **{name: getattr(default, name) if value is None else value for name, value in given.items()},
+        )
+
+    def _check(self, served: ServedModel) -> None:
+        for name, value in (self.model_extra or {}).items():
+            neutral = _NOT_SERVED.get(name)
+            if name in _WITHOUT_EFFECT or value is None or (neutral is not None and value in neutral):
+                continue
+            what = "not served" if neutral is not None else "not a parameter that this server knows"
+            raise Refused(400, f"{name}: {what}; leave it out", name)
+        if not isinstance(self.stop, str) and len(self.stop or ()) > _MOST_STOPS:
+            raise Refused(400, f"stop: {len(self.stop or ())} texts; this server takes {_MOST_STOPS}", "stop")
+        if unknown := set(self.stop_token_ids or ()) - set(served.stop_ids):
+            raise Refused(
+                400,
+                f"stop_token_ids: {sorted(unknown)}: stop tokens are set when the server starts, with --set "
+                f"rollout.stop_token_ids=[...]; it stops at {sorted(served.stop_ids)}",
+                "stop_token_ids",
+            )
+
+
+class CompletionRequest(SamplingRequest):
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def likely(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
+        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+        if given and isinstance(given[0], int):
+            given = [given]
+        if not given:
+            raise Refused(400, "prompt: there is none", "prompt")
+        most = served.limits.max_choices  # before the tokenizer reads them all
+        if len(given) * self.n > most:
+            raise Refused(400, f"{len(given)} prompts with {self.n} choices; this server takes {most}", "prompt")
+        encode = served.prompting.template.encode_text
+        try:
+            return [
+                tuple(encode(str(check_row({"prompt": one}, _PROMPT, "").prompt)) if isinstance(one, str) else one)
+                for one in given
+            ]
+        except (BadRow, DataError) as error:
+            raise Refused(400, f"prompt: {error}", "prompt") from None
+
+
+class ChatRequest(SamplingRequest):
+    messages: Listed[dict[str, Any]]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
+        if self.top_logprobs and not self.logprobs:
+            raise Refused(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        messages = [{**one, "content": _content(one.get("content"))} for one in self.messages]
+        try:
+            return [tuple(served.prompting.template.encode(check_row({"messages": messages}, _MESSAGES, "").prompt))]
+        except (BadRow, DataError) as error:
+            raise Refused(400, f"messages: {error}", "messages") from None
+
+
+def _content(content: Any) -> Any:
+    """The text of a message's content, which may come in parts."""
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+class Reply:
+    """What a client is told, in whole or in chunks of a stream, of the samples of one job."""
+
+    def __init__(self, request: SamplingRequest, job: Job, served: ServedModel) -> None:
+        self._request, self._job, self._template = request, job, served.prompting.template
+        self._chat = isinstance(request, ChatRequest)
+        name, kind = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
+        self._head = {
+            "id": f"{name}-{secrets.token_hex(12)}",
+            "object": f"{kind}.chunk" if self._chat and request.stream else kind,
+            "created": int(time.time()),
+            "model": job.model,
+        }
+        self._offsets: dict[int, int] = {}  # by choice that was begun: characters of its tokens so far
+        self.completion_tokens = self.version = 0
+        """``version``: the newest that a token was sampled under."""
+
+    def whole(self, parts: Iterable[tuple[int, Part]]) -> dict[str, Any]:
+        """``parts``: one of each sample."""
+        choices = [self._choice(*one) for one in sorted(parts, key=operator.itemgetter(0))]
+        return self._message(choices) | self._usage()
+
+    def chunk(self, number: int, part: Part) -> dict[str, Any] | None:
+        """None: there is nothing to tell."""
+        new, request = number not in self._offsets, self._request
+        choice = self._choice(number, part)
+        tells = new or part.text or part.sample or request.return_token_ids or request.likely is not None
+        return self._message([choice]) if tells else None
+
+    def last_chunk(self) -> dict[str, Any]:
+        return self._message([]) | self._usage()
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, completion = sum(map(len, self._job.prompts)), self.completion_tokens
+        total = prompt + completion
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}}
+
+    def _message(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": choices, "version": self.version}
+
+    def _choice(self, number: int, part: Part) -> dict[str, Any]:
+        request, new, offset = self._request, number not in self._offsets, self._offsets.get(number, 0)
+        self.completion_tokens += len(part.token_ids)
+        self.version = max(self.version, *part.versions, 0)
+        choice: dict[str, Any] = {"index": number, "finish_reason": part.sample and part.sample.finish_reason}
+        if not self._chat:
+            choice["text"] = part.text
+        elif request.stream:
+            choice["delta"] = ({"role": "assistant"} if new else {}) | {"content": part.text}
+        else:
+            choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
+        texts = [f"token_id:{i}" for i in part.token_ids] if request.return_tokens_as_token_ids else part.pieces
+        choice["logprobs"] = None if request.likely is None else self._logprobs(texts, part, offset)
+        self._offsets[number] = offset + sum(map(len, texts))
+        if request.return_token_ids:
+            choice |= {"token_ids": part.token_ids, "versions": part.versions}
+            choice |= {"prompt_token_ids": self._job.prompts[number // request.n]} if new else {}
+        return choice
+
+    def _logprobs(self, texts: Sequence[str], part: Part, offset: int) -> dict[str, Any]:
+        tops: list[list[Likely]] = [[] for _ in texts]
+        if part.sample is not None and self._request.likely:
+            tops = likeliest(self._template, part.sample)
+        drawn = list(zip(texts, part.logprobs, tops, strict=True))
+        if self._chat:
+            return {
+                "content": [_token(t, p) | {"top_logprobs": [_token(*one[1:]) for one in top]} for t, p, top in drawn]
+            }
+        return {
+            "tokens": texts,
+            "token_logprobs": part.logprobs,
+            "top_logprobs": [{text: p for _, text, p in top} | {token: logprob} for token, logprob, top in drawn],
+            "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
+        }
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

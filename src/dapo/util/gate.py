@@ -1,0 +1,173 @@
+"""Who may ask a server over HTTP, and how much a client may take: checks that come before a request is read.
+
+Consumes an ASGI application. The page and the servers of rewards and policies stand behind this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dapo.util.serving import Progress, is_loopback
+
+_T = TypeVar("_T")
+
+
+class Gate:
+    """An application behind its checks. A subclass says whom it turns away; bodies have at most ``most`` bytes, what
+    is larger is answered with 413 and ``too_large``."""
+
+    def __init__(self, app: ASGIApp, token: str | None, most: int, too_large: str) -> None:
+        self._app, self._token, self._most, self._too_large = app, token, most, too_large
+        self.most_of: Callable[[str], int | None] = lambda path: None
+        """For paths whose bodies may have another size."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def noticed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.begins(scope, message)
+            await send(message)
+
+        answer = self.refusal(scope, Headers(scope=scope)) or self._app
+        await answer(scope, limited(receive, self._limit(scope), self._too_large), noticed)
+
+    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """The answer to a request that is turned away; None: it may pass."""
+        raise NotImplementedError
+
+    def begins(self, scope: Scope, message: Message) -> None:
+        """An answer begins: to add headers, or to count it."""
+
+    def wrong_name(self, headers: Headers, or_else: str) -> str | None:
+        """What is wrong with the name that the server is asked by. Without a token only names of this machine pass: a
+        page elsewhere can reach 127.0.0.1 through a name of its own."""
+        host = headers.get("host", "")
+        if self._token is not None or is_loopback(host):
+            return None
+        return f"no such name here: {host[:100]}; use 127.0.0.1, or {or_else}"
+
+    def is_token(self, given: bytes) -> bool:
+        return self._token is not None and hmac.compare_digest(given, self._token.encode())
+
+    def _limit(self, scope: Scope) -> int:
+        return self.most_of(scope["path"]) or self._most
+
+    def announces_more(self, scope: Scope, headers: Headers) -> bool:
+        length = headers.get("content-length", "0")
+        return length.isdecimal() and int(length[:20]) > self._limit(scope)
+
+
+class WorkGate(Gate):
+    """The gate of a server that works for programs: it asks for the token everywhere but at ``/health``, refuses work
+    while the server starts or drains, and keeps ``progress.answering``.
+
+    Args:
+        works: whether a path asks for work.
+        error: an answer with a status, a text and headers.
+        count: hears the path and the status of each answer; paths that ask for no work are ``other``.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str | None,
+        most: int,
+        progress: Progress,
+        works: Callable[[str], bool],
+        error: Callable[[int, str, dict[str, str]], Response],
+        count: Callable[[str, str], object],
+    ) -> None:
+        too_large = f"the request is larger than the {most / 2**20:g} MiB that this server takes (--max-body-mb)"
+        super().__init__(app, token, most, too_large)
+        self._progress, self._works, self._error, self._count = progress, works, error, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        works = self._works(scope.get("path", ""))
+        self._progress.answering += works
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._progress.answering -= works
+
+    def begins(self, scope: Scope, message: Message) -> None:
+        self._count(scope["path"] if self._works(scope["path"]) else "other", str(message["status"]))
+
+    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        state, path = self._progress.state, scope["path"]
+        if wrong := self.wrong_name(headers, "give the server a --token-env"):
+            return self._error(403, wrong, {})
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if (
+            self._token is not None
+            and path != "/health"
+            and not (scheme == "Bearer" and self.is_token(given.encode("latin-1")))
+        ):
+            return self._error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        if not self._works(path):
+            return None
+        if state == "draining":
+            return self._error(503, "the server is shutting down", {"Connection": "close", "Retry-After": "1"})
+        if state == "starting":
+            return self._error(503, "the server is starting", {"Retry-After": "1"})
+        larger = self.announces_more(scope, headers)
+        return self._error(413, self._too_large, {"Connection": "close"}) if larger else None
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client goes away. To be begun when the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What ``work`` comes to, which is cancelled when the client goes away. Raises ClientDisconnect: it has gone."""
+    gone, task = asyncio.create_task(disconnected(request)), asyncio.create_task(work)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)
+
+
+def place_in_body(location: Sequence[Any]) -> str:
+    """``items[3].response`` for ``("body", "items", 3, "response")``; empty: the body itself."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:])
+    return text.lstrip(".")
+
+
+def limited(receive: Receive, most: int, text: str) -> Receive:
+    """``receive``, which raises an HTTPException (413, ``text``) once a body has more than ``most`` bytes."""
+    size = 0
+
+    async def receive_limited() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > most:
+            raise HTTPException(413, text, {"Connection": "close"})
+        return message
+
+    return receive_limited
+
+
+def metrics_response(registry: Any) -> Response:
+    """What a registry of prometheus-client has collected, as every version of Prometheus reads it."""
+    from prometheus_client import generate_latest
+
+    return Response(generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

@@ -1,0 +1,1 @@
+"""The client's side of HTTP: connections to servers of rewards, judges and policies, and what can go wrong."""
