@@ -312,8 +312,8 @@ class Collector:
         at = self._position
         if self._config.rollout.max_staleness == 0:
             self._before = self._state()
-        step, count, version = self._wanted or (at.steps, self._config.rollout.prompts_per_step, self.engine.version)
-        ledger = DynamicSampling(self._config, step, count, version, at.rate, at.carried, at.under_way, at.rounds)
+        place = self._wanted or (at.steps, self._config.rollout.prompts_per_step, self.engine.version)
+        ledger = DynamicSampling(self._config, *place, at.rate, at.carried, at.under_way, at.rounds)
         self._ledger = sampler.ledger = ledger
         ledger.decode_steps = self._decode_steps
         self._heard.clear()  # so that the next draws are sized by what becomes of the first ones
@@ -322,9 +322,8 @@ class Collector:
 
     def _draw_more(self, ledger: DynamicSampling, sampler: GroupSampler) -> bool:
         """Whether prompts were drawn."""
-        if sampler.in_flight.held or ledger.exhausted:
-            return False
-        if not (count := ledger.refill(self._batches, self._wanted is not None)):
+        able = not (sampler.in_flight.held or ledger.exhausted)
+        if not able or not (count := ledger.refill(self._batches, self._wanted is not None)):
             return False
         drawn = [ledger.add(draw) for draw in self._draw(count)]
         ledger.exhausted = len(drawn) < count
@@ -353,7 +352,7 @@ class Collector:
         batch = ledger.batch(at.rate.value(), sampler.spans.cut()[1])
         at.starved = ledger.starved and self._config.algorithm.filter_groups.on_starved == "stop"
         at.carried = batch.groups if at.starved else ()
-        batch = replace(batch, stats=replace(batch.stats, totals=self._count(batch, ledger)))
+        batch = replace(batch, stats=replace(batch.stats, totals=self._count(batch)))
         self._ledger = self._before = None
         at.under_way, at.rounds, self._wanted = (), 0, None
         if at.starved:  # a later step trains on its groups, but does not count them as its own
@@ -372,13 +371,13 @@ class Collector:
         self._ledger = sampler.ledger = DynamicSampling(*place, going_on=going_on)
         self._ledger.exhausted, self._ledger.decode_steps = ledger.exhausted, self._decode_steps
 
-    def _count(self, batch: RolloutBatch, ledger: DynamicSampling) -> dict[str, int]:
+    def _count(self, batch: RolloutBatch) -> dict[str, int]:
         """What became of all draws, with those of this batch."""
         at, stats = self._position, batch.stats
         trained = 0 if at.starved else len(batch.groups)
         filtered = sum(status not in ("stale", "surplus") for _, status in batch.rejected)
-        at.counts.update(trained=trained, filtered=filtered, stale=stats.stale, surplus=stats.surplus)
-        at.counts["cancelled"] += stats.cancelled
+        lost = {"stale": stats.stale, "surplus": stats.surplus, "cancelled": stats.cancelled}
+        at.counts.update(trained=trained, filtered=filtered, **lost)
         waiting = stats.carried + len(at.carried)
         names = ("produced", "trained", "filtered", "stale", "surplus", "cancelled")
         return {name: at.counts[name] for name in names} | {"carried": waiting, "unfinished": stats.unfinished}
