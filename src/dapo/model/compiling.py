@@ -34,6 +34,9 @@ def compile_layers(model: Any, **options: Any) -> None:
     # Its limit counts all models of the process, and kinds of layers in each: GPT-2's may all differ.
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(dynamo, name, max(getattr(dynamo, name), RECOMPILE_LIMIT))
+    # PyTorch notes for the whole process that one thread is compiling. Another one, which samples meanwhile, then runs
+    # what it has compiled as it is written, for these seconds, in place of an error.
+    dynamo.error_on_nested_fx_trace = False
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int):
