@@ -33,6 +33,7 @@ from dapo.commands import app
 from dapo.commands.demo.task import make_model, make_tokenizer
 from dapo.commands.shared.errors import EXIT_CODES
 from dapo.config import TrainingConfig, build_config, load_config, warnings_for
+from dapo.config.messages import nearest_key
 from dapo.config.on_resume import (
     BETWEEN_STEPS,
     BY_CONTENT,
@@ -363,6 +364,15 @@ def test_figures_of_the_first_page_are_those_of_the_pages_that_it_links_to() -> 
     assert all(
         re.search(rf"\| seed \d \| {learned[1]} .*\*\*{end}\*\*", _page("results")) for end in learned.groups()[1:]
     )
+
+
+def test_names_elsewhere_for_asynchronous_training_are_answered_with_ours() -> None:
+    rows = [row for row in _tables(_page("coming-from")) if "elsewhere" in row]
+    assert len(rows) > 8
+    for row in rows:
+        ours = next(name for name in _code(row["here"]) if "." in name)
+        for name in set(_code(row["elsewhere"])) - {"token", "sequence"}:
+            assert ours in nearest_key(name), f"{name}: {nearest_key(name)}"
 
 
 def test_names_of_the_other_systems_and_ours_exist() -> None:

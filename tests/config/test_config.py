@@ -23,8 +23,7 @@ from dapo.config import (
     load_config,
     warnings_for,
 )
-from dapo.config.messages import ELSEWHERE
-from dapo.config.reference import all_values
+from dapo.config.messages import _ANSWERS, ELSEWHERE, nearest_key
 from dapo.errors import ConfigError
 
 RECIPE = """\
@@ -195,6 +194,8 @@ def test_proximal_auto_follows_staleness_and_correction(load: Load) -> None:
         ("trainer.steps=5", "training"),
         ("algorithm.epsilon=0.2", "algorithm.clip_ratio_low"),  # names of TRL
         ("rollout.num_generations=8", "rollout.samples_per_prompt"),
+        ("filter_groups=true", "algorithm.filter_groups.enable"),
+        ("algorithm.clip_ratio=0.2", "algorithm.clip_ratio_low and algorithm.clip_ratio_high"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(message: Message, override: str, nearest: str) -> None:
@@ -802,8 +803,46 @@ def test_odd_values_for_any_key_are_taken_or_refused_by_name(load: Load, key: st
     assert refused > 1, key
 
 
-def test_names_of_another_system_lead_to_keys_that_exist() -> None:
-    assert set(ELSEWHERE.values()) <= set(all_values()) and not set(ELSEWHERE) & set(all_values())
+def test_names_of_other_systems_lead_to_keys_that_exist_and_values_that_they_take(load: Load) -> None:
+    assert not set(ELSEWHERE) & set(all_keys())
+    assert len(ELSEWHERE) == sum(len(words.split()) for words in _ANSWERS.values())  # no word has two answers
+    for answer in ELSEWHERE.values():
+        for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", answer):
+            assert key in all_keys(), answer
+        for setting in re.findall(r"[a-z_.]+\.[a-z_]+=\w+", answer):
+            load(RECIPE, setting)
+
+
+def test_what_is_known_of_the_keys_in_an_unknown_section_is_told_with_their_lines(message: Message) -> None:
+    text = message(RECIPE + "async_training:\n  staleness_threshold: 0.5\n  new: {partial_rollout: true, steps: 3}\n")
+    section, bound, flight = text.splitlines()
+    line = RECIPE.count("\n") + 1
+    assert f"recipe.yaml:{line}: async_training: unknown key; did you mean rollout.max_staleness=1?" in section
+    assert f"recipe.yaml:{line + 1}: async_training.staleness_threshold: " in bound and "versions" in bound
+    assert f"recipe.yaml:{line + 2}: async_training.new.partial_rollout: " in flight and "in_flight=keep?" in flight
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("rollout.in_flight=abort", "restart"),
+        ("rollout.in_flight=Partial", "keep"),
+        ("algorithm.correction.kind=TIS", "truncate"),
+        ("algorithm.correction.kind=icepop", "mask"),
+    ],
+)
+def test_a_value_of_another_system_is_answered_with_ours(message: Message, setting: str, meant: str) -> None:
+    assert f"did you mean {setting.partition('=')[0]}={meant}?" in message(RECIPE, setting)
+
+
+@pytest.mark.parametrize("word", ["hardware", "gpus", "distributed", "rollout.workers"])
+def test_what_is_not_there_yet_is_said(message: Message, word: str) -> None:
+    assert f"{word}: unknown key; not there yet: one process" in message(RECIPE, f"{word}=8")
+
+
+@pytest.mark.parametrize("key", ["rollout.shard", "cluster", "no.such.section"])
+def test_no_key_of_an_unrelated_section_is_suggested_for_being_a_little_like_it(key: str) -> None:
+    assert nearest_key(key).startswith("valid here: ")
 
 
 def test_a_system_message_that_the_template_does_not_use_is_told() -> None:

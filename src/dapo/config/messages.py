@@ -72,7 +72,9 @@ def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
             yield f"{place}: {key}: not a key of {of}; it belongs to {', '.join(_kinds_with(path[-1]))}"
         else:
             advice = _nearest_in(list(REWARD_KINDS[kind].model_fields), path) if kind else nearest_key(key)
-            yield f"{place}: {key}: unknown key; {advice}"
+            known = {} if kind else dict(_elsewhere(key, item["input"]))
+            for name, answer in ({key: advice} | known).items():
+                yield f"{_place(name, source, where)}: {name}: unknown key; {answer}"
     elif item["type"] == "missing":
         yield f"{place}: {key}: required but not given"
     elif item["type"] == "union_tag_invalid":
@@ -85,8 +87,10 @@ def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
         use = f"; use {key}.{name}={values[item['input']]}" if values and isinstance(item["input"], bool) else ""
         yield f"{place}: {key}: is a section with keys of its own, got {_shown(item['input'])}{use}"
     else:
-        hint = "; put text that YAML reads as something else in quotes" if item["type"] == "string_type" else ""
-        yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}, got {_shown(item['input'])}{hint}"
+        hint = "put text that YAML reads as something else in quotes" if item["type"] == "string_type" else ""
+        given = _shown(item["input"])
+        hint = ELSEWHERE.get(f"{key}={given.lower()}".replace("'", ""), hint)
+        yield f"{place}: {key}: {item['msg'].removeprefix('Value error, ')}, got {given}{hint and f'; {hint}'}"
 
 
 def _refusal(path: Sequence[str]) -> str | None:
@@ -148,42 +152,83 @@ def _place(key: str, source: str, where: Mapping[str, str]) -> str:
     return source
 
 
-ELSEWHERE = {
-    "beta": "algorithm.kl.coef",
-    "epsilon": "algorithm.clip_ratio_low",
-    "epsilon_high": "algorithm.clip_ratio_high",
-    "lr": "training.learning_rate",
-    "loss_type": "algorithm.loss_agg_mode",
-    "lr_scheduler_type": "training.final_learning_rate",
-    "max_completion_length": "rollout.max_response_length",
-    "max_steps": "training.steps",
-    "num_generations": "rollout.samples_per_prompt",
-    "num_iterations": "training.epochs_per_rollout",
+_ANSWERS = {
+    "algorithm.clip_ratio_high": "epsilon_high",
+    "algorithm.clip_ratio_low": "epsilon",
+    "algorithm.clip_ratio_low and algorithm.clip_ratio_high": "clip_ratio",
+    "algorithm.correction.cap": "tis_imp_ratio_cap rollout_is_threshold",
+    "algorithm.correction.kind=mask": "algorithm.correction.kind=mis algorithm.correction.kind=icepop",
+    "algorithm.correction.kind=mask, with algorithm.correction.high (and low=0)": "behav_imp_weight_cap",
+    "algorithm.correction.kind=truncate": "tis use_tis importance_sampling rollout_is algorithm.correction.kind=tis",
+    "algorithm.filter_groups.enable": "filter_groups",
+    "algorithm.kl.coef": "beta",
+    "algorithm.kl.mode, with algorithm.kl.coef and algorithm.kl.estimator": "kl_penalty",
+    "algorithm.loss_agg_mode": "loss_type",
+    "algorithm.proximal=engine": "use_rollout_log_probs",
+    "algorithm.proximal=recompute": "recompute_logprob",
+    "algorithm.proximal=recompute, with algorithm.correction.kind": "use_decoupled_loss",
+    "model": "policy",
+    "model, rollout, algorithm or training": "actor_rollout_ref",
+    "reward (kind=model for a reward model)": "reward_model",
+    "reward.workers (processes that score responses)": "workers",
+    "rollout": "orchestrator",
+    "rollout.ahead (batches, at most rollout.max_staleness)": "async_level max_async_level async_queue_size depth",
+    "rollout.in_flight=keep": "partial_rollout in_flight_weight_updates "
+    "rollout.in_flight=partial rollout.in_flight=continue",
+    "rollout.in_flight=restart": "rollout.in_flight=abort",
+    "rollout.max_response_length": "max_completion_length",
+    "rollout.max_staleness (in versions of the weights)": "staleness staleness_threshold max_staleness_steps max_lag "
+    "max_head_offpolicyness max_off_policy_steps max_trajectory_age_steps off_policy",
+    "rollout.max_staleness=1": "async async_training async_train async_grpo fully_async one_step_off_policy",
+    "rollout.prompts_per_step (or training.groups_per_update, for one update)": "batch_size",
+    "rollout.samples_per_prompt": "num_generations",
+    "training": "trainer",
+    "training.epochs_per_rollout": "num_iterations",
+    "training.final_learning_rate": "lr_scheduler_type",
+    "training.learning_rate": "lr",
+    "training.steps": "max_steps",
+    "not there yet: one process, which trains on one GPU (runtime.device); the engine may have one of its own "
+    "(rollout.device)": "hardware gpus nodes distributed rollout.workers",
+    "not needed: prompts are drawn until rollout.prompts_per_step groups are kept (within "
+    "algorithm.filter_groups.max_num_gen_batches)": "over_sampling_batch_size",
+    "not needed: sampling is asynchronous, and goes on during updates with rollout.max_staleness=1": "rollout.mode",
+    "not a setting: the engine gets new weights after every rollout step, which is rollout.prompts_per_step / "
+    "training.groups_per_update updates": "trigger_parameter_sync_step",
 }
-"""Names that TRL has for keys of ours, which similar names would miss (docs/coming-from.md)."""
+ELSEWHERE = {
+    word: answer if answer.startswith("not ") else f"did you mean {answer}?"
+    for answer, words in _ANSWERS.items()
+    for word in words.split()
+}
+"""What to say of other systems' names for keys, sections and values (docs/coming-from.md) and of words that people try,
+which similar names would miss. A word with dots is the end of a key."""
+
+
+def _elsewhere(key: str, value: Any = None) -> Iterator[tuple[str, str]]:
+    """What to say of an unknown key and, if it is a section, of the keys in it: of those that ELSEWHERE knows."""
+    path = key.split(".")
+    ends = (".".join(path[k:]) for k in range(len(path)))
+    yield from [(key, ELSEWHERE[end]) for end in ends if end in ELSEWHERE][:1]
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _elsewhere(f"{key}.{name}", inner)
 
 
 def nearest_key(key: str) -> str:
-    """What to say of an unknown key: the same name elsewhere, else the most similar (in its section if possible)."""
-    known = all_keys()
+    """What to say of an unknown key: what another system's name is here; else the same name in another section; else a
+    similar one in its own section, or a very similar one in another."""
     *parents, last = key.split(".")
-    if last in ELSEWHERE and key not in known:
-        return f"did you mean {ELSEWHERE[last]}?"
-    if any(name not in known for name in (".".join(parents[: k + 1]) for k in range(len(parents)))):
-        return _nearest_in(fields_at(parents), key.split("."))  # below a name that the user gave
-    elsewhere = [k for k in known if k.rpartition(".")[2] == last]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
-    section = ".".join(parents)
-    siblings = [k for k in known if k.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in siblings], n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {section + '.' if section else ''}{near[0]}?"
-    names = {k.rpartition(".")[2]: k for k in reversed(known)}
-    near = difflib.get_close_matches(last, names, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {names[near[0]]}?"
-    return f"valid here: {', '.join(k.rpartition('.')[2] for k in siblings)}"
+    siblings = {name: ".".join([*parents, name]) for name in fields_at(parents)}
+    for _, answer in _elsewhere(key):
+        return answer
+    if not siblings:  # the section is unknown too
+        return nearest_key(".".join(parents))
+    known = all_keys()
+    own_name = bool(parents) and ".".join(parents) not in known  # below a name that the user gave
+    everywhere = {k.rpartition(".")[2]: k for k in reversed(known) if not own_name}
+    for names, cutoff in ((everywhere, 1.0), (siblings, 0.6), (everywhere, 0.85)):
+        for near in difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
+            return f"did you mean {names[near]}?"
+    return f"valid here: {', '.join(siblings)}"
 
 
 def _nearest_in(names: Sequence[str], path: Sequence[str]) -> str:
