@@ -64,6 +64,9 @@ def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
         return
     place = _place(key, source, where)
     if item["type"] == "extra_forbidden":
+        if key not in where:  # a section that only overrides name: the key that one gives
+            named = next((one for one in where if one.startswith(f"{key}.")), key)
+            place, key = _place(named, source, where), key if kind else named
         refused = None if kind else _refusal(path)
         if refused:
             yield f"{place}: {key}: {refused}"
@@ -169,11 +172,11 @@ def nearest_key(key: str) -> str:
     *parents, last = key.split(".")
     if last in ELSEWHERE and key not in known:
         return f"did you mean {ELSEWHERE[last]}?"
-    if any(name not in known for name in (".".join(parents[: k + 1]) for k in range(len(parents)))):
-        return _nearest_in(fields_at(parents), key.split("."))  # below a name that the user gave
+    if ".".join(parents) not in ("", *known) and (fields := fields_at(parents)):
+        return _nearest_in(fields, key.split("."))  # below a name that the user gave
     elsewhere = [k for k in known if k.rpartition(".")[2] == last]
     if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
+        return f"did you mean {[*difflib.get_close_matches(key, elsewhere, 1, cutoff=0.9), *elsewhere][0]}?"
     section = ".".join(parents)
     siblings = [k for k in known if k.rpartition(".")[0] == section]
     near = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in siblings], n=1, cutoff=0.6)
@@ -183,6 +186,8 @@ def nearest_key(key: str) -> str:
     near = difflib.get_close_matches(last, names, n=1, cutoff=0.6)
     if near:
         return f"did you mean {names[near[0]]}?"
+    if not siblings:
+        return nearest_key(section)
     return f"valid here: {', '.join(k.rpartition('.')[2] for k in siblings)}"
 
 
