@@ -204,7 +204,7 @@ def _alarms(run: RunView) -> list[Block]:
     said = [*run.warnings(), *_alarms_again(run)]
     for sign, steps in run.hacking.items():
         seen = HACKING.get(sign, "; or ".join(HACKING.values()))
-        said.append(f"reward hacking? In {counted(len(steps), 'step')}, last in step {steps[-1]}: {seen}")
+        said.append(f"monitor: in {counted(len(steps), 'step')}, last in step {steps[-1]}: {seen}")
     return [Rows(["what was seen"], [[text] for text in said]) if said else Text("None.")]
 
 
