@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -19,10 +19,10 @@ from dapo.config import build_config
 from dapo.errors import DataError, RewardError, StarvedError, UserError
 from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.dynamic_sampling import DynamicSampling
-from dapo.orchestrator.encoded_state import lost, read_state, write_state
+from dapo.orchestrator.encoded_state import EncodedState, lost, read_state
 from dapo.orchestrator.rollout_batch import RolloutStats
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.rollout.engine import Engine, EngineError
+from dapo.rollout.engine import Engine, EngineError, SampleError
 from dapo.rollout.seeds import sample_seed
 
 N, G = 4, 3
@@ -194,7 +194,7 @@ def fill(collector, step=0, version=None):
 
 
 def through_a_file(folder, state):
-    write_state(folder, state)
+    EncodedState(state).write(folder)
     return read_state(folder)
 
 
@@ -649,6 +649,30 @@ def test_engine_must_return_each_sample_once():
             fill(make(every_second, spoil=spoil))
 
 
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"token_ids": np.array([1, -1, 2])}, "token ids from -1 to 2"),
+        (
+            {"token_ids": np.array([1, 10**6, 2])},
+            "token ids from 1 to 1000000, and the model knows those from 0 to 999",
+        ),
+        ({"token_ids": np.ones(3)}, "token_ids must be a NumPy array of 3 integers, not float64"),
+        ({"token_ids": [1, 2, 3]}, "token_ids must be a NumPy array of 3 integers, not list"),
+        ({"logprobs": np.full((3, 1), -0.1, np.float32)}, "logprobs must be a NumPy array of 3 floats"),
+        ({"logprobs": np.full(3, 0.5, np.float32)}, "log-probs must be finite and at most 0, not 0.5"),
+        ({"logprobs": np.array([-1, -np.inf, -1], np.float32)}, "log-probs must be finite"),
+        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "log-probs must be finite"),
+        ({"versions": np.array([1, 0, 0])}, "tokens of the versions 1 to 0"),
+    ],
+)
+def test_what_is_no_sample_of_the_model_is_refused(columns, message):
+    collector = make(every_second, spoil=lambda engine, sample: [replace(sample, **columns)])
+    collector._tokens = decode, 1000
+    with pytest.raises(SampleError, match=rf"rollout.engine FakeEngine: sample \d of request \d+: {message}"):
+        fill(collector)
+
+
 def test_streams_are_closed_after_the_last_sample():
     """A stream that stays open when all has come is not waited for, and closed."""
 
@@ -868,7 +892,7 @@ def test_state_keeps_every_field_of_a_carried_group(tmp_path):
 
 def test_a_checkpoint_with_the_earlier_name_of_a_record_is_read(tmp_path):
     stats = fill(make(every_second)).stats
-    write_state(tmp_path, {"stats": stats})
+    EncodedState({"stats": stats}).write(tmp_path)
     path = tmp_path / "state.json"
     path.write_text(path.read_text().replace("RolloutStats", "FillStats"))
     assert read_state(tmp_path) == {"stats": stats}

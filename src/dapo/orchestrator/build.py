@@ -216,7 +216,8 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     copy = config.evaluation.while_sampling == "copy" and config.rollout.max_staleness > 0 and bool(setup.heldout)
     second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
-    collector = Collector(drawn, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
+    progress = partial(listener.working, "rollout")
+    collector = Collector(drawn, engine, scorer, template.decode, config, progress, embedding_rows(model))
     return Roles(learner, builder, engine, second, collector, source, stop_ids, found, limits)
 
 

@@ -76,11 +76,13 @@ class Collector:
         decode: Callable[[Sequence[int]], str],
         config: Config,
         progress: Progress = lambda done, total, note: None,
+        vocabulary: int | None = None,
     ) -> None:
+        """``vocabulary``: how many tokens the model knows; None: it is not known."""
         self.engine = engine
         self._source = source
         self._scorer = scorer
-        self._decode = decode
+        self._tokens = decode, vocabulary
         self._config = config
         self._progress = progress
         self._position = _Position()
@@ -249,7 +251,7 @@ class Collector:
         """One batch after the other, as they are asked for; whoever waits hears why there are no more."""
         try:
             async with task_group() as tasks:
-                work = (self.engine, self._scorer, self._decode, self._config)
+                work = (self.engine, self._scorer, *self._tokens, self._config)
                 self._sampler = GroupSampler(*work, tasks, self._heard.set)
                 while True:
                     self._ready.put(await self._next_batch(self._sampler))

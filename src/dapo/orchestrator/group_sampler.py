@@ -27,6 +27,7 @@ class GroupSampler:
         engine: Engine,
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
+        vocabulary: int | None,
         config: Config,
         tasks: asyncio.TaskGroup,
         heard: Callable[[], object],
@@ -39,7 +40,7 @@ class GroupSampler:
         self._tasks = tasks
         self._heard = heard
         self._running: set[asyncio.Task[None]] = set()
-        self.in_flight = InFlight(engine, config, heard)
+        self.in_flight = InFlight(engine, config, heard, vocabulary)
         self.ledger: DynamicSampling
         """Of the draws that are in flight now."""
         self.spans = Spans()
@@ -137,7 +138,7 @@ class GroupSampler:
         known = draw is not None and 0 <= sample.index < len(draw.asked)
         if draw is None or not known or draw.asked[sample.index] in draw.received:
             raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
-        self.in_flight.check_versions(sample)
+        self.in_flight.check(sample)
         sample = replace(sample, index=draw.asked[sample.index])  # the engine numbers them as they were asked for
         draw.received[sample.index] = sample
         draw.drafts.pop(sample.index, None)
