@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dapo.config import EvaluationConfig
+from dapo.errors import ConfigError
 from dapo.util.terminal import counted
 
 
 @dataclass(slots=True)
 class EarlyStopping:
-    """Follows the held-out metric: ``eval/accuracy``, or ``eval/reward`` where the reward knows no right and wrong."""
+    """Follows ``evaluation.best``, or ``eval/accuracy``, or ``eval/reward`` where no right and wrong is known."""
 
     config: EvaluationConfig
     metric: str = ""
@@ -23,11 +24,17 @@ class EarlyStopping:
     """Steps at the last evaluation. One that is made again, since a run was stopped after it, counts once."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Take in an evaluation; whether it is the best one so far, by more than ``evaluation.min_improvement``."""
+        """Take in an evaluation; whether it is the best one so far, by more than ``evaluation.min_improvement``.
+        Raises ConfigError: there is no metric ``evaluation.best``."""
         if step <= self.observed:
             return step == self.step
         self.observed = step
-        self.metric = self.metric or next(m for m in ("eval/accuracy", "eval/reward", "eval/rows") if m in metrics)
+        wanted = (
+            [self.config.best, f"metric/{self.config.best}"] if self.config.best else ["accuracy", "reward", "rows"]
+        )
+        self.metric = self.metric or next((f"eval/{name}" for name in wanted if f"eval/{name}" in metrics), "")
+        if not self.metric:
+            raise ConfigError(f"evaluation.best: there is no eval/{wanted[0]}; an evaluation has {', '.join(metrics)}")
         value = metrics.get(self.metric)
         if value is not None and value > self.value + (self.config.min_improvement if self.step >= 0 else 0):
             self.value, self.step, self.evaluations_since = float(value), step, 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dapo.algorithm.advantage import advantages
 from dapo.checks.checklist import brief
 from dapo.checks.start import check_lengths, check_vocabulary, notice_generation_config, try_check, try_reward
 from dapo.config import Config, warnings_for
@@ -87,7 +88,8 @@ class Setup:
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
         _check_objective(config, overrides)
-        own_advantage(config, overrides.advantage)  # loaded here only to be refused before the weights load
+        if (own := own_advantage(config, overrides.advantage)) is not None:  # tried before the weights load
+            advantages([1.0, -1.0, -1.0, 0.5], kind=own)
         if overrides.folder is None and overrides.resume is None:
             RunFolder.require_free(config)
         return cls(config, overrides, device, tokenizer, template, source, heldout)
@@ -95,7 +97,7 @@ class Setup:
 
 def _check_objective(config: Config, overrides: RunOverrides) -> None:
     """Raises ConfigError: there is no such objective, or it does not go with the recipe."""
-    objective = own_objective(config, overrides.objective)
+    objective = own_objective(config, overrides.objective, trial=True)
     if objective is None:
         return
     if config.algorithm.kl.mode == "loss":

@@ -31,7 +31,7 @@ class InFlight:
         self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None = None
     ) -> None:
         """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows."""
-        self._engine, self._go_on, self._vocabulary = engine, go_on, vocabulary
+        self._engine, self._go_on, self._vocabulary = engine, go_on, vocabulary or 2**31
         self.policy: Literal["keep", "drain", "restart"] = (
             config.rollout.in_flight
             if config.rollout.in_flight != "auto"
@@ -114,15 +114,14 @@ class InFlight:
             raise SampleError(f"{name}: sample {sample.index} of request {sample.request_id}: {wrong}")
 
     def _fault(self, sample: Sample) -> str | None:
-        for name in ("token_ids", "logprobs", "versions"):
-            values, kinds = getattr(sample, name), "f" if name == "logprobs" else "iu"
-            if not isinstance(values, np.ndarray) or values.shape != (sample.length,) or values.dtype.kind not in kinds:
-                found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-                what = "floats" if kinds == "f" else "integers"
-                return f"{name} must be a NumPy array of {sample.length} {what}, not {found}"
+        for name, kind in (("token_ids", np.integer), ("logprobs", np.floating), ("versions", np.integer)):
+            values = getattr(sample, name)
+            if not isinstance(values, np.ndarray) or values.ndim != 1 or not issubclass(values.dtype.type, kind):
+                found = getattr(values, "dtype", type(values).__name__)
+                return f"{name} must be a NumPy array of one dimension with np.{kind.__name__}, not {found}"
         if not sample.length:
             return None
-        ids, known = sample.token_ids, self._vocabulary or 2**31
+        ids, known = sample.token_ids, self._vocabulary
         if ids.min() < 0 or ids.max() >= known:
             return f"token ids from {ids.min()} to {ids.max()}, and the model knows those from 0 to {known - 1}"
         if not (np.isfinite(sample.logprobs) & (sample.logprobs <= _ROUNDING)).all():
@@ -130,8 +129,8 @@ class InFlight:
         versions, newest = sample.versions, self._engine.version
         first, last = int(versions[0]), int(versions[-1])
         if (versions[1:] < versions[:-1]).any() or last > newest or (self.policy != "keep" and first != last):
-            weights = f"with weights of version {newest} and rollout.in_flight={self.policy}"
-            return f"tokens of the versions {first} to {last}, {weights}"
+            wrong = f"tokens of the versions {first} to {last}"
+            return f"{wrong}, with weights of version {newest} and rollout.in_flight={self.policy}"
         return None
 
 

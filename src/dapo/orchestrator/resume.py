@@ -82,9 +82,9 @@ def _require_paths(folder: RunFolder, config: Config) -> None:
     except (OSError, ValueError, AttributeError, LookupError, TypeError):  # damaged, or of an earlier version
         return
     named = [(key, value) for key, value in flat(config.model_dump(mode="json")) if is_one_of(key, BY_CONTENT)]
-    named = [(key, one) for key, value in named for one in (value if isinstance(value, list) else [value]) if one]
-    texts = [(key, one["path"] if isinstance(one, dict) else one) for key, one in [*named, *own_parts(config).items()]]
-    files = [(key, re.sub(r"(\.py):\w+$", r"\1", text)) for key, text in texts]
+    named += own_parts(config).items()
+    items = [(key, one) for key, value in named for one in (value if isinstance(value, list) else [value]) if one]
+    files = [(key, one["path"] if isinstance(one, dict) else re.sub(r"(\.py):\w+$", r"\1", one)) for key, one in items]
     lost = [f"{key}: {f}" for key, f in files if not os.path.exists(f) and os.path.exists(begun / f)]  # noqa: PTH110
     if lost:
         raise ConfigError(

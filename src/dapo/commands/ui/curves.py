@@ -148,8 +148,7 @@ def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
 def alarm_history(
     config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], changes: Sequence[Change] = ()
 ) -> list[dict[str, Any]]:
-    """Every rule whose metrics there are, those that were raised last first: ``name``, ``advice``, ``steps`` it was on
-    in, ``seen`` last."""
+    """Rules whose metrics there are, raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
     recipe = readable_recipe(config)
     found: dict[str, dict[str, Any]] = {
         rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
@@ -168,15 +167,14 @@ def alarm_history(
 
 
 def hacking_history(steps: Mapping[str, Sequence[int]], checked: bool) -> list[dict[str, Any]]:
-    """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them. ``checked``:
-    whether there is a held-out check, without which lengths alone are watched."""
+    """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them. Without a held-out
+    check (``checked``) lengths alone are watched."""
     signs = HACKING | {"": "; or ".join(HACKING.values())} if "" in steps else HACKING
     names = {"": "reward hacking", "length": "reward and length"}
-    disputed = ", and read samples that the check disputes" * checked
     return [
         {
             "name": names.get(sign, f"reward hacking: {sign.replace('_', ' ')}"),
-            "advice": f"see reward against length in the view Hacking{disputed}",
+            "advice": "see reward against length in the view Hacking, and read samples",
             "reads": [f"monitor/alarms/{sign}" if sign else "monitor/alarms"],
             "steps": list(steps.get(sign, ())),
             "seen": seen,
