@@ -18,7 +18,7 @@ from dapo.algorithm.shaping import shape_rewards
 from dapo.config import build_config
 from dapo.errors import DataError, RewardError, StarvedError, UserError
 from dapo.orchestrator.collector import Collector
-from dapo.orchestrator.dynamic_sampling import DynamicSampling
+from dapo.orchestrator.dynamic_sampling import DynamicSampling, starved_message
 from dapo.orchestrator.encoded_state import EncodedState, lost, read_state
 from dapo.orchestrator.rollout_batch import RolloutStats
 from dapo.records import Group, Prompt, Reward, Sample
@@ -632,6 +632,15 @@ def test_exceptions_come_through_at_once():
         assert draws(fill(collector).groups) == [1, 3, 5, 7]
         sampled = Counter(draw for draw, _ in collector.engine.came_back.elements())
         assert all(sampled[draw] == G for draw in (1, 3, 5, 7))  # what had come was not sampled again
+
+
+def test_a_starved_step_tells_how_many_groups_were_too_old():
+    config = build_config({"model": {"path": "none"}, "rollout": {"max_staleness": 1}})
+    batch = fill(make(every_second))
+    batch = replace(batch, stats=replace(batch.stats, all_wrong=4, mixed=5, all_right=0, stale=3))
+    assert "4 all wrong, 5 mixed (3 of them too old: rollout.max_staleness=1), 0 all right" in starved_message(
+        batch, config
+    )
 
 
 def test_engine_must_return_each_sample_once():

@@ -267,7 +267,7 @@ def test_given_methods(tmp_path: Path) -> None:
     settings["run.dir"] = str(tmp_path / "run")
     given: dict[str, Any] = {"objective": objective, "advantage": own_methods.centred}
     dapo.train(tiny_model(), PROMPTS, text_sum, settings, tokenizer=TOKENIZER, listener=Recorder(), **given)
-    assert seen and int(seen[0].max()) > 0
+    assert int(seen[0].max()) > 0 and [ids.tolist() for ids in seen].count(seen[0].tolist()) == 1  # the trial's, once
 
 
 def test_what_does_not_go_with_an_objective_from_python_is_refused_too(tmp_path: Path) -> None:
