@@ -215,6 +215,9 @@ MISTAKES: dict[str, Mistake] = {
     "a learning rate for another optimizer": Mistake(
         "settings", "warn", _recipe(training__learning_rate=0.1), "training.learning_rate=1.0e-6"
     ),
+    "old samples that nothing corrects": Mistake(
+        "correction", "warn", _recipe(rollout__max_staleness=1), "truncate", also=frozenset({"ahead"})
+    ),
     "a learning rate that moves nothing": Mistake(
         "settings", "warn", _recipe(training__learning_rate=1e-12), "training.learning_rate=1.0e-6"
     ),
@@ -541,6 +544,9 @@ MISTAKES: dict[str, Mistake] = {
     "a run folder that exists": Mistake("run-folder", "fail", _run_folder, "run.if_exists=rename"),
     "a run folder inside of a file": Mistake("run-folder", "fail", _recipe(run__dir="recipe.yaml/run"), "is a file"),
     "a GPU that is not there": Mistake("device", "fail", _recipe(runtime__device="cuda"), "runtime.device=auto"),
+    "an engine's GPU that is not there": Mistake(
+        "device", "fail", _recipe(rollout__device="cuda:7"), "rollout.device=null"
+    ),
     # what only samples show
     "prompts beyond the model": Mistake("probe", "fail", _recipe(), "all wrong", ("--probe", "2")),
 }

@@ -26,6 +26,7 @@ from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
+from dapo.model import placement
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
@@ -154,8 +155,8 @@ def test_a_sandbox_that_is_not_there(case: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_that_disagrees_with_the_trainer(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale(policy: Any, dtype: torch.dtype) -> Any:
-        twin = copy(policy, dtype)
+    def stale(*arguments: Any) -> Any:
+        twin = copy(*arguments)
         with torch.no_grad():
             next(twin.parameters()).mul_(1.2)
         return twin
@@ -467,6 +468,34 @@ def test_plain_lines_where_there_is_no_terminal(case: Path) -> None:
 
 def _context() -> CheckContext:
     return CheckContext(build_config({"model": {"path": "m"}}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "devices", "wanted"),
+    [
+        ({"max_staleness": 0}, ("cuda", "cuda:1"), {}),
+        ({"max_staleness": 2}, ("cuda", "cuda:1"), {"ahead": ("pass", "on cuda:1 goes on beside updates on cuda;")}),
+        ({"max_staleness": 2}, ("cpu", "cpu"), {"ahead": ("warn", "share the CPU")}),
+        ({"max_staleness": 2, "ahead": 0}, ("cpu", "cpu"), {"ahead": ("pass", "take turns (rollout.ahead=0)")}),
+        ({"max_staleness": 2}, ("cuda", "cuda"), {"ahead": ("warn", "take turns on cuda: only")}),
+    ],
+)
+def test_what_is_sampled_ahead_is_told_by_device(
+    monkeypatch: pytest.MonkeyPatch, recipe: dict[str, int], devices: tuple[str, str], wanted: dict[str, Any]
+) -> None:
+    learner, engine = map(torch.device, devices)
+    monkeypatch.setattr(placement, "device_of", lambda config: learner)
+    for module in (settings, placement):
+        monkeypatch.setattr(module, "engine_device", lambda config: engine)
+    corrected = {"correction": {"kind": "truncate"}}
+    for algorithm in (corrected, {"proximal": "engine"}, {}):
+        config = build_config({"model": {"path": "m"}, "rollout": recipe, "algorithm": algorithm})
+        found = {one.name: one for one in settings.check_ahead(CheckContext(config, device=learner))}
+        assert found.keys() - {"correction"} == wanted.keys()
+        assert ("correction" in found) == (not algorithm and bool(wanted))
+        assert all(
+            found[name].status == status and text in found[name].found for name, (status, text) in wanted.items()
+        )
 
 
 def test_a_check_that_hangs_or_breaks_hides_no_other() -> None:

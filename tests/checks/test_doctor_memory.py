@@ -99,6 +99,16 @@ def test_each_part_grows_with_what_it_is_for() -> None:
     assert predicted(model__compute_dtype="bfloat16").engine == base.engine // 2
 
 
+def test_an_engine_elsewhere_takes_nothing_and_what_is_ahead_takes_more() -> None:
+    base, ahead = predicted(rollout__max_concurrent_samples=1000), {"rollout__max_staleness": 2, "rollout__ahead": 1}
+    apart = predicted(rollout__device="cuda:1")
+    assert apart.engine == apart.cache == apart.decoding == 0 and apart.weights == base.weights
+    assert predicted(rollout__device="cpu") == predicted()
+    assert predicted(rollout__max_concurrent_samples=1000, **ahead).cache == 2 * base.cache
+    beside = {"evaluation__while_sampling": "copy"}
+    assert predicted(**ahead, **beside).engine == 2 * base.engine and predicted(**beside).engine == base.engine
+
+
 def test_on_a_gpu_rollout_and_update_take_turns() -> None:
     base = predicted()
     lasting = base.weights + base.adam + base.engine

@@ -141,6 +141,19 @@ def test_the_overview_as_json(run: RunFolder) -> None:
     assert found["steps_with_samples"] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("bound", [0, 1])
+def test_staleness_is_shown_where_there_may_be_some(tmp_path: Path, bound: int) -> None:
+    folder = RunFolder.create(
+        build_config(
+            {"model": {"path": "m"}, "rollout": {"max_staleness": bound}, "run": {"dir": str(tmp_path / "r")}}
+        ),
+        [],
+    )
+    with MetricsLog(folder.metrics) as log:
+        log.append(1, {"staleness/mean": 0.0, "overlap/won": 0.25, "accuracy": 0.5})
+    assert (f"staleness/mean{' ' * 2}" in shown(folder.root)) == ("overlap/won" in shown(folder.root)) == bool(bound)
+
+
 def test_many_steps_are_thinned_and_a_range_is_kept_to(tmp_path: Path) -> None:
     run = make_run(tmp_path / "long", steps=500, planned=500)
     header = next(line for line in shown(run.root).splitlines() if line.startswith("step "))

@@ -33,6 +33,7 @@ QUIET = 15
 def config_with(**changes: Any) -> Config:
     given = {"model.path": "tiny", "rollout.prompts_per_step": 16, "rollout.max_response_length": 100}
     given |= {"training.groups_per_update": 4, "algorithm.overlong_buffer.len": 20}
+    given |= {"rollout.max_staleness": 2, "rollout.ahead": 1}
     return build_config(nested(given | {name.replace("__", "."): value for name, value in changes.items()}))
 
 
@@ -44,6 +45,13 @@ HEALTHY: Metrics = {
     "response_length/truncated": 0.02,
     "response_length/mean": 40.0,
     "mismatch/mean": 0.001,
+    "mismatch/tail": 0.0,
+    "overlap/won": 0.3,
+    "overlap/wall": 10.0,
+    "idle/learner": 2.0,
+    "idle/engine": 1.0,
+    "staleness/mean": 1.2,
+    "groups/stale": 0.0,
     "groups/drawn": 24.0,
     "groups/kept": 16.0,
     "groups/share_all_right": 0.1,
@@ -161,6 +169,21 @@ PLANTED: dict[str, tuple[str, int, str, Plant]] = {
     "all are truncated": ("length blow-up", 1, "35%", lambda n: {"response_length/truncated": 1.0}),
     "engine has old weights": ("mismatch", 1, "differ by 0.2", lambda n: {"mismatch/mean": 0.2}),
     "engine gives NaN": ("mismatch", 1, "nan", lambda n: {"mismatch/mean": math.nan}),
+    "a tail of 8%": ("mismatch tail", 2, "probability of 8% of", lambda n: {"mismatch/tail": 0.08}),
+    "nothing is won": (
+        "overlap wins nothing",
+        5,
+        "saved 2.0% of the time in the last 5 steps: the learner waited for samples 90% of the time, the engine had "
+        "nothing to sample 10%;",
+        lambda n: {"overlap/won": 0.02, "idle/learner": 9.0},
+    ),
+    "all are as old as may be": (
+        "staleness at its bound",
+        5,
+        "2 versions, and rollout.ahead=1",
+        lambda n: {"staleness/mean": 1.95},
+    ),
+    "many grow too old": ("stale groups", 1, "16 good groups", lambda n: {"groups/stale": 16.0}),
     "draws near the limit": ("starvation", 2, "of 160 allowed", lambda n: {"groups/drawn": 150.0}),
     "draws grow by a half": ("starvation", 5, "to keep 16 of 16", lambda n: {"groups/drawn": 24 * 1.5**n}),
     "half of the batch": ("starvation", 2, "keep 11 of 16 groups, 10% of them", lambda n: {"groups/kept": 8.0}),
@@ -227,6 +250,15 @@ def test_steps_before_a_change_of_sampling_are_no_measure_of_those_after_it() ->
     assert told["starvation"] == [17, 18] and sum(map(len, told.values())) == 2
 
 
+def test_what_ahead_says_of_staleness_at_its_bound() -> None:
+    """With as many batches ahead as versions may differ, that is what was asked for; on-policy there is no bound."""
+    old = [HEALTHY | {"staleness/mean": 2.0}] * 10
+    assert raised(old) != [] and raised(old, config_with(rollout__ahead=None)) == []
+    assert (
+        raised([HEALTHY | {"staleness/mean": 0.0}] * 10, config_with(rollout__max_staleness=0, rollout__ahead=0)) == []
+    )
+
+
 TRAINS: dict[str, Any] = {"algorithm__filter_groups__on_starved": "train"}
 FIVE: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 5}  # of 16: 80 draws a step are allowed
 BORDERS: dict[str, tuple[dict[str, Any], dict[str, Sequence[float]], dict[str, Sequence[float]]]] = {
@@ -259,6 +291,10 @@ BORDERS: dict[str, tuple[dict[str, Any], dict[str, Sequence[float]], dict[str, S
     "a tenth of the scores": ({}, {"reward/errors": [0.1, 0.1, 0.0999]}, {"reward/errors": [0.1, 0.1, 0.1]}),
     "a KL of 1 to the start": ({}, {"kl/reference": [1.0, 0.5, 9.0]}, {"kl/reference": [1.01, 0.5, 9.0]}),
     "a KL of 0.1 in a step": ({}, {"kl/proximal": [0.1, 0.0, 9.0]}, {"kl/proximal": [0.101, 0.0, 9.0]}),
+    "a tail of a twentieth": ({}, {"mismatch/tail": [0.05, 0.0, 9.0]}, {"mismatch/tail": [0.051, 0.0, 9.0]}),
+    "a twentieth is won": ({}, {"overlap/won": [0.0] * 4 + [0.05]}, {"overlap/won": [0.0] * 4 + [0.049]}),
+    "nine of ten at the bound": ({}, {"staleness/mean": [2.0] * 4 + [1.89]}, {"staleness/mean": [2.0] * 4 + [1.9]}),
+    "a fifth grows too old": ({}, {"groups/stale": [0, 0, 0, 7, 8]}, {"groups/stale": [0, 0, 0, 8, 8]}),
     "three tenths are clipped": (
         {},
         {"clip/low": [0.0, 0.25, 0.5], "clip/high": [0.3, 0.0, 0.5]},

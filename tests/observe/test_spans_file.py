@@ -10,6 +10,7 @@ import pytest
 from dapo.commands.ui.curves import lanes
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.spans import read_spans, write_spans
+from dapo.util.spans import covered
 from run_cases import run, steps_of
 
 
@@ -35,6 +36,26 @@ def test_a_run_writes_spans_that_add_up_to_its_times_and_cuts_them_when_it_goes_
         rest = entry["time/rest"] - between - took["writing"]
         assert sum(took.values()) + rest == pytest.approx(entry["time/wall"], abs=2e-3)
         assert sum(took.values()) - took["evaluation"] - took["writing"] <= entry["time/step"] + 2e-3
+
+
+def test_a_run_that_samples_ahead_accounts_for_its_draws_and_its_time(tmp_path: Path) -> None:
+    """From its files alone: every draw that was made is something, every group trained on has an age."""
+    run(tmp_path / "r", {"training.steps": 4, "rollout.max_staleness": 1, "runtime.deterministic": False})
+    entries, spans = steps_of(tmp_path / "r"), dict(read_spans(RunFolder(tmp_path / "r").spans, 3))
+    for entry in entries:
+        draws = {name: count for name, count in entry.items() if name.startswith("draws/")}
+        assert draws.pop("draws/produced") == sum(draws.values())
+        ages = {age: entry[f"staleness/groups/{age}"] for age in (0, 1)}
+        assert sum(ages.values()) == entry["groups/kept"] > 0
+        assert entry["staleness/mean"] == pytest.approx(ages[1] / entry["groups/kept"])
+        assert 0 <= entry["overlap/seconds"] <= entry["overlap/wall"] and "overlap/won" not in entry
+    assert sum(entry["groups/kept"] for entry in entries) == entries[-1]["draws/trained"]
+    waits = {step: [end for role, _, end in several if role == "rollout"][-1] for step, several in spans.items()}
+    for step in (3, 4):
+        inside = [s for s in (*spans[step - 1], *spans[step]) if s[0] == "evaluation"]
+        evaluating = covered(inside, waits[step - 1], waits[step])
+        wall = waits[step] - waits[step - 1] - evaluating
+        assert entries[step - 1]["overlap/wall"] == pytest.approx(wall, abs=1e-3)
 
 
 def test_lanes_are_of_a_step_and_its_neighbours_without_the_time_in_which_nothing_ran(tmp_path: Path) -> None:

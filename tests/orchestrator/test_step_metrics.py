@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dapo.config import Config, build_config, nested
 from dapo.observe.metrics import METRICS, describe
 from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
-from dapo.orchestrator.step_metrics import mismatch_metrics, statistic, step_metrics, step_warnings
+from dapo.orchestrator.step_metrics import mismatch_metrics, overlap_metrics, statistic, step_metrics, step_warnings
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.training.update_report import Mismatch, UpdateReport
+from dapo.util.spans import Span, covered
 
 STATS = RolloutStats(
     drawn=4, rounds=2, samples=8, tokens=100, all_right=1, mixed=1, all_wrong=2, flat=0, too_few_scored=0, kept=1,
@@ -281,3 +284,70 @@ def test_what_the_paper_watches_is_in_every_step() -> None:
         probability/mean clip/low clip/high clip/high_probability groups/share_all_right groups/share_all_wrong
         grad_norm groups/drawn groups/kept staleness/mean mismatch/mean mismatch/max mismatch/k3 mismatch/tail"""
     assert set(watched.split()) <= set(metrics())
+
+
+def test_with_staleness_ages_and_the_fate_of_draws_are_told_and_without_it_nothing_of_them() -> None:
+    totals = {"produced": 9, "trained": 3, "filtered": 2, "stale": 1, "surplus": 0, "cancelled": 0, "carried": 1}
+    stats = replace(STATS, ages=(2, 1), unfinished=2, continued=5, restarted=4, totals=totals | {"unfinished": 2})
+    found = metrics(stats=stats, config=make_config(rollout__max_staleness=2))
+    ages = [found[f"staleness/groups/{age}"] for age in range(3)]
+    assert ages == [2, 1, 0] and "staleness/groups/3" not in found
+    draws = {name: count for name, count in found.items() if name.startswith("draws/")}
+    assert draws.pop("draws/produced") == sum(draws.values()) == 9
+    assert (found["groups/unfinished"], found["samples/continued"], found["samples/restarted"]) == (2, 5, 4)
+    before = metrics(stats=stats)
+    assert found.keys() - before.keys() == {
+        *("groups/unfinished", "samples/continued", "samples/restarted"),
+        *(name for name in found if name.startswith(("staleness/groups/", "draws/"))),
+    }
+
+
+EARLIER: list[Span] = [("rollout", 0, 10), ("prepare", 10, 11), ("update", 11, 15), ("sync", 15, 16)]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "extra", "wanted"),
+    [  # the batch before at 10, work of the learner until 17, this batch at 20
+        ([(10, 20)], [], (10, 7, 3, 0, 0)),
+        ([(5, 14), (12, 13), (18, 30)], [], (10, 4, 3, 4, 2)),  # spans that cross the borders, and one inside another
+        ([(17, 20)], [], (10, 0, 3, 7, 1)),
+        ([], [], (10, 0, 3, 10, 4)),
+        ([(10, 20)], [("evaluation", 16, 17)], (9, 6, 3, 0, 0)),  # on a copy, beside the sampling: left out
+        ([(10, 16), (17, 20)], [("evaluation", 16, 17)], (9, 6, 3, 0, 0)),  # sampling has paused for it
+    ],
+)
+def test_overlap_is_of_the_time_between_two_batches(
+    sampling: Sequence[tuple[float, float]], extra: list[Span], wanted: tuple[float, ...]
+) -> None:
+    spans: list[Span] = [("writing", 16, 17), ("rollout", 17, 20), ("update", 20, 25)]
+    batch = RolloutBatch(1, 0, (), (), STATS, tuple(("sampling", begin, end) for begin, end in sampling))
+    found = overlap_metrics(batch, spans, [*EARLIER, *extra], parked=False, apart=True)
+    assert found.pop("overlap/won") == wanted[1] / (wanted[0] + wanted[1])
+    assert tuple(found.values()) == wanted[:4] and all(map(describe, [*found, "overlap/won"]))
+    turns = overlap_metrics(batch, spans, [*EARLIER, *extra], parked=True, apart=False)
+    assert "overlap/won" not in turns and turns["idle/engine"] == wanted[4]  # parked from 10 to 16
+
+
+def test_the_first_step_of_a_process_has_overlapped_nothing() -> None:
+    batch = RolloutBatch(0, 0, (), (), STATS, (("sampling", 1, 3),))
+    found = overlap_metrics(
+        batch, [("rollout", -90, -80), ("rollout", 1, 4), ("update", 4, 9)], [], parked=False, apart=True
+    )
+    wanted = {"overlap/wall": 3, "overlap/seconds": 0, "idle/learner": 3, "idle/engine": 1, "overlap/won": 0}
+    assert found == wanted
+    assert overlap_metrics(batch, [("update", 4, 9)], [], parked=False, apart=True) == {}
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=8), st.integers(0, 30), st.integers(0, 30))
+def test_covered_seconds_are_those_of_a_count_by_hand(pairs: list[tuple[int, int]], begin: int, end: int) -> None:
+    spans = [("any", start, start + length) for start, length in pairs]
+    inside = sum(any(b <= second < e for _, b, e in spans) for second in range(begin, end))
+    assert covered(spans, begin, end) == inside
+
+
+def test_the_rate_of_sampling_ahead_is_over_the_time_of_sampling() -> None:
+    """The learner waited 2 s for a batch (1.75 without the wait for rewards) that took 10 s to sample."""
+    batch = RolloutBatch(0, 0, (), (), STATS, (("sampling", 0, 6), ("sampling", 5, 10), ("scoring", 0, 50)))
+    found = step_metrics(batch, (), (), Mismatch(), TIMES, make_config())
+    assert found["tokens_per_second/rollout"] == 10 and metrics()["tokens_per_second/rollout"] == 100 / 1.75

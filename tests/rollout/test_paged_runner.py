@@ -250,24 +250,6 @@ def test_an_engine_that_sleeps_is_not_run() -> None:
     assert run(decoder, [Request(0, (5,), (1,), Sampling(1.0, 3))])
 
 
-def test_a_sequence_interrupted_across_new_weights_keeps_its_versions() -> None:
-    """And those that were not: every token carries the version of the weights that drew it."""
-    model = random_model("qwen2")
-    decoder = paged(model, pages=minimum_pages(LONGEST, PAGE))
-    for request in requests(Sampling(1.0, 24)):
-        decoder.submit(0, request)
-    found, version = [], 0
-    while decoder.busy:
-        found += [s for _, s in decoder.step()]
-        version += 1
-        decoder.use_weights(version)
-    assert decoder.preemptions >= 2 and len(found) == 18
-    for sample in found:
-        assert (np.diff(sample.versions) >= 0).all()
-        # a stretch is five tokens, all of one version, and none more than a stretch is of the same
-        assert np.bincount(sample.versions).max() <= 5
-
-
 def test_deterministic_steps_compute_all_rows() -> None:
     """The reference attention gathers as far as the longest row, so its last bits are not held against it."""
     decoder = paged(random_model("qwen2"), deterministic=True)

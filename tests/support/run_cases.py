@@ -56,7 +56,7 @@ ON_GPU: dict[str, Any] = {
     "training.tokens_per_micro_batch": 4096,
 }
 """What a run on a GPU has otherwise."""
-TIMES = ("time/", "tokens_per_second/", "samples_per_second", "memory/", "resources/", "share/")
+TIMES = ("time/", "overlap/", "idle/", "tokens_per_second/", "samples_per_second", "memory/", "resources/", "share/")
 """Metrics that no two runs have in common."""
 
 

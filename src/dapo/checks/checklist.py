@@ -46,6 +46,7 @@ def entries() -> list[Entry]:
         Entry("files", "data", settings.check_files),
         Entry("run-folder", "machine", settings.check_run_folder),
         Entry("device", "machine", model.check_device),
+        Entry("ahead", "recipe", settings.check_ahead),
         Entry("tokenizer", "model", model.check_tokenizer),
         Entry("architecture", "model", model.check_architecture),
         Entry("tokens", "model", model.check_tokens, at_start=True),

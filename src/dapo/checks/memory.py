@@ -8,10 +8,11 @@ values, vocabulary V, t tokens of a micro-batch:
 weights        4 A (float32 masters) + b (P - A) (frozen)
 gradients      4 A
 Adam           8 A (two moments); with training.offload_optimizer in a GPU's memory only those of a group at a time
-engine         b A (its own copy; what is frozen it shares)
+engine         b A (its own copy; what is frozen it shares), twice if evaluations beside the sampling have one, too
 reference      4 A, if the KL to the initial policy is asked for
 casts          in bfloat16: 2 W for W trained parameters of the layers, which the backward pass uses once more
-KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step) sequences of at most T tokens
+KV cache       s T k L b, for s = min(rollout.max_concurrent_samples, samples of a step and of those
+               sampled ahead) sequences of at most T tokens
                (prompt and response), the former in any case with runtime.deterministic; on a GPU no more than
                rollout.cache_gib
 activations    CPU: t L (a + w) with a = b (10 h + 5 m + 3 k) kept for the backward pass, w = 12 H min(T, 192) where
@@ -29,7 +30,8 @@ decoding       2 x 4 V s in a step of the rollout
 Prediction and measurement are compared in tests/checks/test_doctor_memory.py; the libraries themselves (about half a
 GiB) are not in it. On a GPU rollout (cache, decoding) and update (gradients, casts, activations, logits) take turns:
 while the trainer works the cache sleeps, and gradients are dropped with every update; the head is done with before
-the layers go backward. The larger ones count."""
+the layers go backward. The larger ones count; a cache that stays (max_staleness >= 1 and cache_gib given) in any case.
+An engine on another device (``rollout.device``) is not in it."""
 
 from __future__ import annotations
 
@@ -84,10 +86,12 @@ class Memory:
     """Adam's moments on their way through a GPU, after the backward pass."""
     host: int = 0
     """Adam's moments in the host's memory, where that is another one."""
+    cache_that_stays: int = 0
+    """The engine's on a GPU that it shares, if updates do not take turns with it."""
 
     @property
     def lasting(self) -> int:
-        return self.weights + self.adam + self.engine + self.reference
+        return self.weights + self.adam + self.engine + self.reference + self.cache_that_stays
 
     def total(self, on_gpu: bool) -> int:
         """At the worst moment. On a CPU with a share for the holes that freed tensors of other sizes leave."""
@@ -127,6 +131,9 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
     cache = rows * longest * _pairs(text) * text.num_hidden_layers * width
     if on_gpu and rollout.cache_gib is not None:
         cache = min(cache, int(rollout.cache_gib * GIB))
+    stays = on_gpu and config.cache_stays
+    apart = rollout.device not in (None, *(("cuda", "cuda:0") if on_gpu else ("cpu",)))
+    engines = 0 if apart else 2 if config.ahead and config.evaluation.while_sampling == "copy" else 1
     update = training.groups_per_update * rollout.samples_per_prompt * longest
     tokens = min(training.tokens_per_micro_batch, update)
     chunk = min(tokens, chunk_rows(torch.device("cuda" if on_gpu else "cpu"), text.vocab_size)) * text.vocab_size
@@ -137,16 +144,17 @@ def predict_memory(config: Config, shape: Any, on_gpu: bool = False) -> Memory:
         weights=4 * trained + width * (parameters - trained),
         gradients=4 * trained,
         adam=0 if offloaded else 8 * trained,
-        engine=width * trained,
+        engine=engines * width * trained,
         reference=0 if config.algorithm.kl.mode == "off" else 4 * trained,
         casts=0 if width == 4 else _casts(config, shape),
-        cache=cache,
+        cache=0 if apart or stays else cache,
         activations=int(tokens * _kept(config, shape, on_gpu)),
         logits=6 * chunk + 6 * _trained_in(shape.get_output_embeddings(), shape) if narrow else 12 * chunk,
-        decoding=8 * text.vocab_size * rows,
+        decoding=0 if apart else 8 * text.vocab_size * rows,
         at_work=int(tokens * _layer(config, shape, on_gpu)) if on_gpu else 0,
         streamed=8 * min(trained, max(GROUP_NUMBERS, largest)) if offloaded else 0,
         host=8 * trained if offloaded else 0,
+        cache_that_stays=cache if stays and not apart else 0,
     )
 
 
@@ -163,7 +171,8 @@ def _rows(config: Config) -> int:
     rollout = config.rollout
     if config.runtime.deterministic:
         return rollout.max_concurrent_samples
-    return min(rollout.max_concurrent_samples, rollout.prompts_per_step * rollout.samples_per_prompt)
+    batches = 1 + config.ahead
+    return min(rollout.max_concurrent_samples, batches * rollout.prompts_per_step * rollout.samples_per_prompt)
 
 
 def _head_dim(text: Any) -> int:

@@ -13,7 +13,7 @@ from dapo.errors import ConfigError, DataError, ModelError, first_line
 from dapo.model import loading
 from dapo.model.adapters import adapter_parameters, find_adapter
 from dapo.model.hub import hub_answers, is_name
-from dapo.model.placement import device_of, set_threads
+from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.progress import QuietListener
 from dapo.training.lora import begin_adapter, load_trainable, trainable_shape
 
@@ -24,11 +24,14 @@ def _warning(name: str, found: str, fix: str) -> Finding:
 
 def check_device(context: CheckContext) -> Iterator[Finding]:
     try:
-        context.device = device_of(context.config)
+        learner, engine = device_of(context.config), engine_device(context.config)
     except ConfigError as error:
-        yield Finding("recipe", "device", "fail", str(error), "runtime.device=auto")
+        fix = "rollout.device=null" if str(error).startswith("rollout") else "runtime.device=auto"
+        yield Finding("recipe", "device", "fail", str(error), fix)
         return
-    yield Finding("machine", "device", "pass", f"training runs on {context.device}")
+    context.device = learner
+    text = f"training runs on {learner}" + f", the engine on {engine}" * (engine != learner)
+    yield Finding("machine", "device", "pass", text)
 
 
 def check_tokenizer(context: CheckContext) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from dapo.checks.rewards import forms_of, impatient, scores
 from dapo.config import Config
 from dapo.evaluation.statistics import estimate_share
 from dapo.model.loading import copy_model, stop_token_ids
-from dapo.model.placement import cache_bytes, set_threads
+from dapo.model.placement import cache_bytes, engine_device, set_threads
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
@@ -92,7 +92,7 @@ async def _engine(
     stop_ids = stop_token_ids(model, context.tokenizer, config.rollout.stop_token_ids)
     template.ends_with(stop_ids)
     engine = NativeEngine(
-        copy_model(model, getattr(torch, config.model.compute_dtype)),
+        copy_model(model, getattr(torch, config.model.compute_dtype), engine_device(config)),
         stop_ids,
         max_sequence_tokens=max(len(p.token_ids) for p in prompts) + tokens,
         max_concurrent_samples=min(config.rollout.max_concurrent_samples, len(prompts) * samples),

@@ -14,6 +14,7 @@ from dapo.config.composed_reward import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
 from dapo.config.user_parts import check_own_parts
 from dapo.errors import UserError
+from dapo.model.placement import engine_device, take_turns
 from dapo.observe.trackers import check_trackers
 
 _BYTES_PER_TOKEN = 22
@@ -174,6 +175,32 @@ def check_files(context: CheckContext) -> Iterator[Finding]:
         context.files = True
         count = len(config.data.train) + len(config.evaluation.data)
         yield Finding("data", "files", "pass", f"{count} named, all there")
+
+
+def check_ahead(context: CheckContext) -> Iterator[Finding]:
+    """With ``max_staleness``: whether sampling and updates will run side by side, and what corrects older samples."""
+    config = context.config
+    bound = config.rollout.max_staleness
+    if not bound:
+        return
+    learner, engine = context.need(context.device, "device"), engine_device(config)
+    turns = f"rollout.max_staleness={bound}, but sampling and updates take turns"
+    gain = "at most the shorter of sampling and updates is saved: time/rollout and time/update of a run without it tell"
+    if not config.ahead:
+        yield Finding("recipe", "ahead", "pass", f"{turns} (rollout.ahead=0); groups left over are carried on")
+    elif take_turns(config):
+        fix = "rollout.device=cuda:1 if there is another GPU, or rollout.max_staleness=0"
+        yield Finding("recipe", "ahead", "warn", f"{turns} on {learner}: only the wait for late samples is saved", fix)
+    elif learner == engine:
+        text = (
+            "sampling and updates share the CPU: side by side each is slower, and a step may take longer than by turns"
+        )
+        yield Finding("recipe", "ahead", "warn", text, "compare time/step with that of rollout.max_staleness=0")
+    else:
+        yield Finding("recipe", "ahead", "pass", f"sampling on {engine} goes on beside updates on {learner}; {gain}")
+    if config.algorithm.correction.kind == "none" and config.proximal != "engine":
+        text = f"tokens up to {bound} versions old count as if the proximal policy had sampled them"
+        yield Finding("recipe", "correction", "warn", text, "algorithm.correction.kind=truncate (docs/async.md)")
 
 
 # --- the run folder -----------------------------------------------------------------------------------------------

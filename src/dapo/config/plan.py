@@ -42,6 +42,8 @@ def plan_of(config: Config) -> dict[str, int | str]:
     }
     if training.minutes is not None:
         plan[MINUTES] = f"{training.minutes:g}"
+    if config.ahead:
+        plan["sampled ahead"] = f"up to {counted(config.ahead, 'step')}; wins nothing where sampling is most of a step"
     evaluation = config.evaluation
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)

@@ -66,7 +66,8 @@ class RolloutConfig(Section):
     """What samples in training. An evaluation by `dapo evaluate` is sampled by `native` always."""
     cache_gib: float | None = Field(None, gt=0, le=2**20)
     """Memory of a GPU for keys and values, in GiB. null: what is free, as far as it can be of use. Beyond it sequences
-    wait, or are interrupted and started again from the tokens they have."""
+    wait, or are interrupted and started again from the tokens they have. A cache of a given size stays during updates
+    where max_staleness is 1 or more; otherwise its memory is the learner's meanwhile."""
     prompts_per_step: int = Field(512, ge=1)
     """N: groups that one rollout step trains on."""
     samples_per_prompt: int = Field(16, ge=1)

@@ -58,6 +58,12 @@ class Config(Section):
         return self.rollout.max_staleness if self.rollout.ahead is None else self.rollout.ahead
 
     @property
+    def cache_stays(self) -> bool:
+        """Whether a GPU that engine and learner share keeps the engine's cache during updates: samples in flight, which
+        sampling ahead leaves, need not be read in again then. A cache of unnamed size takes what is free."""
+        return self.rollout.max_staleness > 0 and self.rollout.cache_gib is not None
+
+    @property
     def evaluated_length(self) -> int:
         return self.evaluation.max_response_length or self.rollout.max_response_length
 

@@ -47,8 +47,8 @@ async def evaluate(
     sampling = evaluation_sampling(config)
     wanted = range(config.evaluation.samples_per_prompt)
     requests = [
-        Request(
-            place, prompt.token_ids, tuple(sample_seed(config.seed, prompt.row, _DRAW, i) for i in wanted), sampling
+        Request(  # ids below 0: those of training's requests, which are cancelled by id, are draws, from 0
+            ~place, prompt.token_ids, tuple(sample_seed(config.seed, prompt.row, _DRAW, i) for i in wanted), sampling
         )
         for place, prompt in enumerate(prompts)
     ]
@@ -57,8 +57,9 @@ async def evaluate(
 
     async def score(sample: Sample) -> None:
         text = decode(sample.token_ids.tolist())
-        reward = await scorer.score(prompts[sample.request_id], text, sample.finish_reason)
-        found[sample.request_id, sample.index] = replace(sample, text=text, reward=reward)
+        place = ~sample.request_id
+        reward = await scorer.score(prompts[place], text, sample.finish_reason)
+        found[place, sample.index] = replace(sample, text=text, reward=reward)
         progress(len(found), total)
 
     async with task_group() as tasks:

@@ -263,12 +263,12 @@ def load_engine(
 
     from dapo.checks.start import check_vocabulary, notice_generation_config
     from dapo.model.loading import load_model, stop_token_ids
-    from dapo.model.placement import cache_bytes, device_of, set_threads
+    from dapo.model.placement import cache_bytes, engine_device, set_threads
     from dapo.rollout.native.engine import NativeEngine
 
     config = prompting.config
     dtype = getattr(torch, config.model.compute_dtype)
-    device = device_of(config)
+    device = engine_device(config)
     if device.type == "cuda":
         listener.phase(f"on {torch.cuda.get_device_name(device)}")
     # a loaded model stays as it is: load_model changes the types of its numbers and its attention

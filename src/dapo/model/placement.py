@@ -44,6 +44,13 @@ def engine_device(config: Config) -> torch.device:
     return learner if shared else torch.device("cuda", place)
 
 
+def take_turns(config: Config) -> bool:
+    """Whether engine and learner take turns, each with the memory of the other: on-policy, or on one GPU."""
+    device = engine_device(config)
+    shared = config.rollout.engine == "native" and device.type == "cuda" and device == device_of(config)
+    return shared or config.rollout.max_staleness == 0
+
+
 def cache_bytes(config: Config) -> int | None:
     """What the engine may take for keys and values; None: what is free."""
     return None if config.rollout.cache_gib is None else int(config.rollout.cache_gib * 2**30)

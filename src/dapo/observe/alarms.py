@@ -42,6 +42,12 @@ REFERENCE_KL = 1.0
 """Nats per token to the initial policy: it would now take other tokens at most places. Useful runs stay below 0.5."""
 PROXIMAL_KL = 0.1
 """Nats per token that the updates of one step move the policy. Trust regions aim at 0.01 to 0.05."""
+AHEAD = 5  # steps in a row: what is sampled ahead shows some steps later
+WON = 0.05  # share of the time that sampling beside the updates saves; less is not worth older samples
+STALE = 0.2  # groups dropped as too old, for each one trained on
+TAIL = 0.05
+"""Share of tokens whose probabilities differ by more than a tenth. The mean may be 0 all the same: 8% were seen where a
+trainer's rounding in bfloat16 was the cause."""
 CLIPPED = 0.3  # share of loss tokens that are clipped and teach nothing; a few per cent is usual
 
 
@@ -148,6 +154,60 @@ def _mismatch(history: History) -> str | None:
         return None
     differ = f"log-probabilities of engine and trainer differ by {now[0]:.3g} on average"
     return f"{differ} (training.mismatch_alarm={alarm:g})"
+
+
+@_rule(
+    "mismatch tail",
+    "do both compute in the same type? Try model.compute_dtype=float32, or algorithm.correction.kind=truncate",
+    "mismatch/tail",
+)
+def _mismatch_tail(history: History) -> str | None:
+    values = history.newest("mismatch/tail")
+    if not values or median(values) <= TAIL:
+        return None
+    return f"engine and trainer differ by more than a tenth in the probability of {median(values):.0%} of the tokens"
+
+
+@_rule(
+    "overlap wins nothing",
+    "there is nothing to win where sampling is most of a step, or the updates are: rollout.max_staleness=0 is then as "
+    "fast, and on-policy. More GPUs for the longer part, or fewer tokens to sample, change it",
+    *("overlap/won", "overlap/wall", "idle/learner", "idle/engine"),
+)
+def _no_overlap(history: History) -> str | None:
+    won, wall = history.newest("overlap/won", AHEAD), sum(history.newest("overlap/wall", AHEAD))
+    if not won or max(won) >= WON or not wall or not history.config.ahead:
+        return None
+    waiting, idle = (sum(history.newest(f"idle/{who}", AHEAD)) / wall for who in ("learner", "engine"))
+    share = f"the learner waited for samples {waiting:.0%} of the time, the engine had nothing to sample {idle:.0%}"
+    return f"sampling beside the updates saved {fmean(won):.1%} of the time in the last {AHEAD} steps: {share}"
+
+
+@_rule(
+    "staleness at its bound",
+    "long responses outlive several updates: rollout.in_flight=drain or restart keeps them young, a larger "
+    "rollout.max_staleness with algorithm.correction.kind=truncate admits them",
+    "staleness/mean",
+)
+def _at_the_bound(history: History) -> str | None:
+    """A mean within a tenth of S: nine of ten groups or more are that old, and no deeper queue is the reason."""
+    bound, ages = history.config.rollout.max_staleness, history.newest("staleness/mean", AHEAD)
+    if not ages or history.config.ahead >= bound or min(ages) < bound - 0.1:
+        return None
+    return f"nearly all groups are as old as they may be, {bound} versions, and rollout.ahead={history.config.ahead}"
+
+
+@_rule(
+    "stale groups",
+    "lower rollout.ahead, or raise rollout.max_staleness together with algorithm.correction.kind=truncate",
+    *("groups/stale", "groups/kept"),
+)
+def _stale_groups(history: History) -> str | None:
+    """Many of them. One now and then is the price of requests that outlive an update."""
+    stale, kept = (sum(history.newest(f"groups/{what}", AHEAD)) for what in ("stale", "kept"))
+    if not stale or stale < STALE * kept:
+        return None
+    return f"{stale:.0f} good groups were dropped as too old in the last {AHEAD} steps, and {kept:.0f} trained on"
 
 
 @_rule(

@@ -87,9 +87,13 @@ groups/all_wrong           | groups       | filtered: every sample wrong
 groups/flat                | groups       | filtered: no spread in the reward (metric score)
 groups/unscored            | groups       | filtered: fewer than two samples with a verdict
 groups/surplus             | groups       | good groups beyond N, discarded
-groups/carried             | groups       | good groups beyond N, kept for the next step
+groups/carried             | groups       | finished groups that wait for the next step
 groups/cancelled           | groups       | draws stopped because N groups had been found
-groups/stale               | groups       | carried groups that became too old and were dropped
+groups/stale               | groups       | good groups that became too old and were dropped
+groups/unfinished          | groups       | draws that went on when the batch was handed out
+samples/continued          | samples      | of the draws finished in the step, with tokens of more than one version
+samples/restarted          | samples      | begun again under newer weights
+draws/{}                   | groups       | since the run began: produced, and what became of them, which adds up to it
 groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
 groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored
 groups/keep_rate           | share        | running estimate: groups with something to learn from, of those drawn
@@ -97,6 +101,7 @@ groups/draws_per_kept      | ratio        | groups drawn over groups kept
 groups/rounds              | count        | rounds of drawing that it took to fill the batch
 staleness/mean             | versions     | mean age of the oldest token of each trained group
 staleness/max              | versions     | largest such age
+staleness/groups/{}        | groups       | trained groups whose oldest token is so many versions old
 mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, samples wholly of the current version
 mismatch/max               | nats         | largest such difference
 mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
@@ -106,7 +111,7 @@ kl/reference               | nats         | KL of the policy to the initial one,
 kl/proximal                | nats         | k3 estimate of KL(pi_prox || pi_theta): how far the updates of a step moved
 kl/coef                    | coefficient  | coefficient of the KL term in the step
 time/wall                  | seconds      | since the metrics of the step before: all phases down to time/rest
-time/rollout               | seconds      | generating samples, and scoring as far as it overlaps
+time/rollout               | seconds      | waiting for samples, and for scores as far as samples still come
 time/reward_wait           | seconds      | waiting for rewards after the last sample had come
 time/prepare               | seconds      | shaping, advantages, packing and the proximal forward pass
 time/forward               | seconds      | forward passes of the updates
@@ -119,12 +124,17 @@ time/update                | seconds      | the updates: forward, backward, opti
 time/step                  | seconds      | time/wall less evaluation and writing: what training.minutes counts
 time/training              | seconds      | of all rollout steps so far, without evaluation and writing files
 time/elapsed               | seconds      | since the run started
-tokens_per_second/rollout  | tokens/s     | response tokens generated over time/rollout
+overlap/wall               | seconds      | since the batch before was handed out, evaluation left out
+overlap/seconds            | seconds      | of these, sampling beside the learner's work: what taking turns would add
+overlap/won                | share        | overlap/seconds over both together, if engine and learner share no device
+idle/engine                | seconds      | of overlap/wall, nothing to sample, and not parked for the learner
+idle/learner               | seconds      | of overlap/wall, waiting for a batch
+tokens_per_second/rollout  | tokens/s     | response tokens generated over the seconds of sampling
 tokens_per_second/update   | tokens/s     | tokens of prompts and responses trained on, over time/update
 tokens_per_second/total    | tokens/s     | response tokens generated over time/step
 samples_per_second         | samples/s    | samples trained on over time/step
 share/matmul               | share        | of the card's matmul rate in time/update (MFU): 6 x parameters used x tokens
-share/bandwidth            | share        | of the card's memory bandwidth that decoding needs, in time/rollout
+share/bandwidth            | share        | of the card's memory bandwidth that decoding needs, while it samples
 memory/rss                 | bytes        | most memory that the process has held
 resources/cpu              | cores        | CPU used by the run, mean over the step; resources.jsonl has each role
 resources/memory           | bytes        | resident memory of the same

@@ -20,7 +20,7 @@ from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError
 from dapo.model.loading import embedding_rows, load_tokenizer, stop_token_ids
-from dapo.model.placement import device_of, set_threads
+from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.fingerprint import fingerprint
 from dapo.observe.progress import Listener
 from dapo.observe.run_folder import RunFolder
@@ -73,6 +73,7 @@ class Setup:
         for warning in warnings_for(config, overrides.heldout):
             listener.warning(warning)
         device = device_of(config)
+        engine_device(config)  # refused here, if it is not there
         listener.phase("loading tokenizer and data")
         named = config.model
         tokenizer = overrides.tokenizer or load_tokenizer(named.tokenizer or named.path, named.trust_remote_code)

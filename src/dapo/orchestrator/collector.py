@@ -23,8 +23,9 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from dapo.config import Config
 from dapo.errors import DataError, StarvedError
@@ -36,7 +37,7 @@ from dapo.orchestrator.protocols import PromptSource
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group
 from dapo.reward.contract import Scorer
-from dapo.rollout.engine import Engine
+from dapo.rollout.engine import Engine, InterruptibleEngine
 from dapo.util.asynchronous import Channel, task_group, until_done
 
 Progress = Callable[[int, int, str], object]
@@ -150,21 +151,26 @@ class Collector:
 
     @contextlib.asynccontextmanager
     async def parked(self, colocated: bool) -> AsyncIterator[None]:
-        """Inside, the memory of the engine's cache is the trainer's, if they share a device. After an error the engine
-        stays asleep: its weights may be in part another version's."""
+        """Inside, the device is the trainer's if they share it, and so is the memory of the engine's cache unless that
+        stays. After an error the engine stays asleep: its weights may be in part another version's."""
         if not colocated:
             yield
-            return
-        async with self._held(empty=True, new_weights=True):
-            await self.engine.sleep()
-            yield
-            await self.engine.wake()
+        elif self._config.cache_stays and isinstance(self.engine, InterruptibleEngine):
+            async with self._held("weights"):
+                await self.engine.pause()
+                yield
+                await self.engine.resume()
+        else:
+            async with self._held("sleep"):
+                await self.engine.sleep()
+                yield
+                await self.engine.wake()
 
     @contextlib.asynccontextmanager
     async def changing_weights(self) -> AsyncIterator[None]:
         """Inside, new weights are handed to the engine; ``rollout.in_flight`` says what becomes of samples meanwhile.
         From then on there is room for another step's groups."""
-        async with self._held(empty=False, new_weights=True):
+        async with self._held("weights"):
             yield
             self._position.learning, self._position.ready = False, True
             if self._ledger is not None:
@@ -172,12 +178,12 @@ class Collector:
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Inside, the engine has no requests of training."""
-        async with self._held(empty=True, new_weights=False):
+        """Inside, no more prompts are drawn: an evaluation has the engine, but for samples that are in flight."""
+        async with self._held("evaluation"):
             yield
 
-    def _held(self, **how: bool) -> contextlib.AbstractAsyncContextManager[None]:
-        return self._sampler.in_flight.holding(**how) if self._sampler else contextlib.nullcontext()
+    def _held(self, before: Literal["evaluation", "weights", "sleep"]) -> AbstractAsyncContextManager[None]:
+        return self._sampler.in_flight.holding(before) if self._sampler else contextlib.nullcontext()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from dapo.config.user_parts import own_metrics
 from dapo.errors import StarvedError, UserError
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.model.export import export_dtype
-from dapo.model.placement import determinism
+from dapo.model.placement import determinism, take_turns
 from dapo.observe.alarms import Alarms
 from dapo.observe.changes import Change, config_of_step
 from dapo.observe.checkpoints import CheckpointId
@@ -42,7 +42,7 @@ from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.build import Rewards, Roles, Setup, examine, load_roles
 from dapo.orchestrator.checkpointer import CLOSE_SECONDS, Checkpointer, Stateful
 from dapo.orchestrator.evaluator import Evaluator
-from dapo.orchestrator.inputs import RunOverrides, take_turns
+from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.loop import train
 from dapo.orchestrator.model_writer import ModelWriter
 from dapo.orchestrator.recorder import Recorder

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from dapo.config import Config
+from dapo.errors import ConfigError
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
 from dapo.rollout.engine import Engine, InterruptibleEngine, SampleError
@@ -30,13 +31,19 @@ class InFlight:
     def __init__(
         self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None = None
     ) -> None:
-        """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows."""
+        """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows.
+        Raises ConfigError: the engine cannot do what ``rollout.in_flight`` says."""
         self._engine, self._go_on, self._vocabulary = engine, go_on, vocabulary or 2**31
         self.policy: Literal["keep", "drain", "restart"] = (
             config.rollout.in_flight
             if config.rollout.in_flight != "auto"
             else ("keep" if isinstance(engine, InterruptibleEngine) else "drain")
         )
+        if self.policy == "restart" and not isinstance(engine, InterruptibleEngine):
+            raise ConfigError(
+                "rollout.in_flight: restart needs an engine whose requests can be cancelled (InterruptibleEngine in "
+                "dapo.rollout.engine), and this one has no such methods; use drain or keep"
+            )
         self._draws: dict[int, PendingGroup] = {}
         self._fewer, self._gate = asyncio.Event(), asyncio.Event()
         self._gate.set()
@@ -62,21 +69,17 @@ class InFlight:
             self._fewer.set()
 
     @contextlib.asynccontextmanager
-    async def holding(self, *, empty: bool, new_weights: bool) -> AsyncIterator[None]:
-        """Inside, the engine is asked for nothing; after an error this stays so.
-
-        ``empty``: nothing is in flight either. ``new_weights``: of what is in flight ``rollout.in_flight`` decides;
-        otherwise it goes on later, as nothing is lost by that.
-        """
+    async def holding(self, before: Literal["evaluation", "weights", "sleep"]) -> AsyncIterator[None]:
+        """Inside, nothing more is asked of the engine; after an error this stays so. Beside an evaluation what is in
+        flight goes on; at new weights ``rollout.in_flight`` decides; before the engine sleeps nothing may be left."""
         self._holds += 1
         if self._holds == 1:
-            can_go_on = isinstance(self._engine, InterruptibleEngine)
-            policy = self.policy if new_weights or not can_go_on else "keep"
-            if policy == "drain" or not can_go_on:
+            sleep, can_go_on = before == "sleep", isinstance(self._engine, InterruptibleEngine)
+            if before != "evaluation" and (self.policy == "drain" or (sleep and not can_go_on)):
                 await self._until_empty()  # streams that have begun are read to their end
             self._gate.clear()
-            if can_go_on and (policy == "restart" or empty):
-                await self._interrupt(restart=policy == "restart")
+            if sleep or (before == "weights" and self.policy == "restart"):
+                await self._interrupt()
         yield
         self._holds -= 1
         if not self._holds:
@@ -89,8 +92,8 @@ class InFlight:
             self._fewer.clear()
             await self._fewer.wait()
 
-    async def _interrupt(self, restart: bool) -> None:
-        """Have the engine end its streams. What there is of unfinished samples is kept for the next request."""
+    async def _interrupt(self) -> None:
+        """Have the engine end its streams. What there is of unfinished samples is kept for the next request, or not."""
         draws = dict(self._draws)
         if not draws:
             return
@@ -100,7 +103,7 @@ class InFlight:
         await self._until_empty()
         for draft in drafts:
             draw = draws[draft.request_id]
-            if restart:
+            if self.policy == "restart":
                 draw.restarted += 1
                 draw.dropped_tokens += len(draft.token_ids)
             else:

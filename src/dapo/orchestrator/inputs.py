@@ -130,13 +130,6 @@ def make_engine(
         )
 
 
-def take_turns(config: Config) -> bool:
-    """Whether engine and learner take turns, each with the memory of the other: on-policy, or on one GPU."""
-    device = engine_device(config)
-    shared = config.rollout.engine == "native" and device.type == "cuda" and device == device_of(config)
-    return shared or config.rollout.max_staleness == 0
-
-
 def evaluation_engine(
     config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, heldout: Sequence[Prompt]
 ) -> NativeEngine:
@@ -169,7 +162,7 @@ def _engine_model(config: Config, model: Any) -> Any:
 
 
 def _native_engine(
-    config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, **sizes: int | None
+    config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, **sizes: Any
 ) -> NativeEngine:
     options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
     return NativeEngine(_engine_model(config, model), stop_ids, decode=template.decode, **options, **sizes)

@@ -99,7 +99,7 @@ class CardLimits:
             done = self.operations_per_token * sum(r.computed_tokens for r in reports)
             done += self.operations_per_prediction * sum(r.response_tokens for r in reports)
             found["share/matmul"] = done / seconds["update"] / self.card.operations
-        generating = seconds.get("rollout", 0.0) - rollout.stats.reward_wait_s
+        generating = max(seconds.get("rollout", 0.0) - rollout.stats.reward_wait_s, rollout.seconds_sampling)
         if rollout.stats.decode_steps and generating > 0:
             groups = rollout.sampled
             context = sum(s.length * (len(g.prompt.token_ids) + s.length / 2) for g in groups for s in g.samples)

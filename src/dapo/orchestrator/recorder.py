@@ -7,12 +7,13 @@ Consumes: finished steps. Produces: lines of ``metrics.jsonl``, ``spans.jsonl`` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dapo.config import Config
 from dapo.errors import UserError
+from dapo.model.placement import device_of, engine_device, take_turns
 from dapo.observe.alarms import Alarms
 from dapo.observe.indexing import BackgroundIndex
 from dapo.observe.metrics import MetricsLog
@@ -26,10 +27,12 @@ from dapo.orchestrator.build import Roles
 from dapo.orchestrator.evaluator import when
 from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.orchestrator.run_state import RunState
+from dapo.orchestrator.step_metrics import overlap_metrics
 from dapo.orchestrator.step_state import StepState
 from dapo.reward.monitor import Monitor
 from dapo.util.asynchronous import in_thread
 from dapo.util.memory import peak_memory
+from dapo.util.spans import Span
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Recorder:
     alarms: Alarms
     state: RunState
     roles: Roles
+    earlier: Sequence[Span] = ()
+    """The loop's, of the step before."""
 
     def begin(self, step: StepState) -> None:
         """Start to look at the samples of a step, beside other work."""
@@ -53,10 +58,10 @@ class Recorder:
 
     async def write(self, step: StepState, after: Budget, evaluation: Mapping[str, float]) -> None:
         """Metrics, samples and warnings of a step. ``after``: the budget with it."""
-        number, batch = after.steps, step.batch
+        number, batch, config = after.steps, step.batch, self.roles.builder.config  # the settings of this step
         mismatch = await in_thread(batch_mismatch, batch, step.version) if batch else None
         metrics: dict[str, Any] = {
-            **step.metrics(self.roles.builder.config, mismatch),  # the settings of this step
+            **step.metrics(config, mismatch),
             **self.roles.facts(step),
             "time/training": after.seconds,
             "time/elapsed": self.state.seconds.total,
@@ -64,6 +69,10 @@ class Recorder:
             **evaluation,
             **(self.resources.step_means() if self.resources is not None else {}),
         }
+        if config.rollout.max_staleness:
+            parked, apart = take_turns(config), engine_device(config) != device_of(config)
+            metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, parked, apart)
+        self.earlier = step.spans
         audit, found = await self.monitor.finish()
         metrics |= audit
         count, alarms = self.alarms.observe(number, metrics)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dapo.records import Group
-from dapo.util.spans import Span
+from dapo.util.spans import Span, covered
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,11 @@ class RolloutBatch:
     rejected: tuple[tuple[Group, str], ...]
     stats: RolloutStats
     spans: tuple[Span, ...] = ()
+
+    @property
+    def seconds_sampling(self) -> float:
+        """In which the engine had something to sample, since the batch before."""
+        return covered(span for span in self.spans if span[0] == "sampling")
 
     @property
     def sampled(self) -> list[Group]:

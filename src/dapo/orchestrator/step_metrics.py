@@ -12,9 +12,10 @@ from statistics import fmean, pstdev
 
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
-from dapo.orchestrator.rollout_batch import RolloutBatch
+from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
 from dapo.records import Group, Sample
 from dapo.training.update_report import Mismatch, UpdateReport
+from dapo.util.spans import Span, covered
 
 _OBJECTIVE_NAMES = {
     "entropy": "entropy",
@@ -63,6 +64,7 @@ def step_metrics(
         | _rewards(drawn)
         | _trained(trained, config)
         | _groups(rollout)
+        | (_ahead(rollout.stats, config.rollout.max_staleness) if config.rollout.max_staleness else {})
         | _updates(reports)
         | mismatch_metrics(mismatch)
         | _speed(rollout, reports, times)
@@ -187,6 +189,51 @@ def _groups(rollout: RolloutBatch) -> dict[str, float]:
     return found
 
 
+def _ahead(stats: RolloutStats, bound: int) -> dict[str, float]:
+    """What became of draws that outlive their step, with ``max_staleness`` of ``bound``."""
+    ages = dict.fromkeys(range(bound + 1), 0) | dict(enumerate(stats.ages))
+    return {
+        "groups/unfinished": stats.unfinished,
+        "samples/continued": stats.continued,
+        "samples/restarted": stats.restarted,
+        **{f"staleness/groups/{age}": count for age, count in ages.items()},
+        **{f"draws/{fate}": count for fate, count in stats.totals.items()},
+    }
+
+
+def overlap_metrics(
+    rollout: RolloutBatch, spans: Sequence[Span], earlier: Sequence[Span], parked: bool, apart: bool
+) -> dict[str, float]:
+    """Sampling and the learner's work side by side, between the handing out of the batch before and that of this one.
+
+    Spans that cross either border count as far as they lie inside, and evaluations are left out. Taking turns, the same
+    work would take ``overlap/seconds`` longer than ``overlap/wall``; the share of that time saved is told where engine
+    and learner are ``apart``: on the same cores each is slower beside the other, so that more may be lost than won.
+
+    ``spans``: of the step, as far as the loop makes them; ``earlier``: those of the step before, empty if another
+    process made it. ``parked``: the engine is, during updates.
+    """
+    waits, waits_before = ([s for s in some if s[0] == "rollout"] for some in (spans, earlier))
+    if not waits:
+        return {}
+    begin, end = waits_before[-1][2] if waits_before else waits[-1][1], waits[-1][2]
+    updating = [s for s in earlier if s[0] in ("prepare", "update", "sync")] if parked else []
+    asleep = [("asleep", min(s[1] for s in updating), max(s[2] for s in updating))] if updating else []
+
+    def seconds(*roles: str) -> float:
+        return covered((s for s in (*earlier, *spans, *rollout.spans, *asleep) if s[0] in roles), begin, end)
+
+    both = seconds("sampling", "rollout", "evaluation") - seconds("rollout", "evaluation")
+    wall = end - begin - seconds("evaluation")
+    found = {
+        "overlap/wall": wall,
+        "overlap/seconds": both,
+        "idle/learner": seconds("rollout"),
+        "idle/engine": end - begin - seconds("sampling", "evaluation", "asleep"),
+    }
+    return found | ({"overlap/won": both / (wall + both)} if apart and wall else {})
+
+
 def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
     done = [r for r in reports if r.skipped is None]
     found: dict[str, float] = {
@@ -249,8 +296,8 @@ def _speed(rollout: RolloutBatch, reports: Sequence[UpdateReport], times: Mappin
     total = step_seconds(times)
     found = {f"time/{phase}": seconds for phase, seconds in phases(rollout, reports, times).items()}
     found |= {"time/wall": sum(found.values()), "time/update": times.get("update", 0.0), "time/step": total}
-    if found.get("time/rollout"):
-        found["tokens_per_second/rollout"] = rollout.stats.tokens / found["time/rollout"]
+    if sampling := max(found.get("time/rollout", 0.0), rollout.seconds_sampling):
+        found["tokens_per_second/rollout"] = rollout.stats.tokens / sampling
     if times.get("update"):
         found["tokens_per_second/update"] = sum(r.tokens for r in reports) / times["update"]
     if total:

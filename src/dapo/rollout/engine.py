@@ -61,7 +61,8 @@ class Request:
 
     ``id`` comes back as ``Sample.request_id`` and must be unique among the requests in flight; the samples carry
     ``index`` 0 .. len(seeds) - 1 in the order of the seeds. ``drafts``: of unfinished samples of an earlier request, by
-    index. Each is continued as if it had never stopped, by an :class:`InterruptibleEngine` only.
+    index. Each is continued as if it had never stopped, by an :class:`InterruptibleEngine` only; its keys and values
+    are computed anew, by the weights in use.
     """
 
     id: int
@@ -128,8 +129,9 @@ class InterruptibleEngine(Engine, Protocol):
         ...
 
     async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
-        """End these requests: what has finished still comes, then their streams go on without them. Returns what the
-        others have; those that have no token yet are left out. Unknown ids are ignored."""
+        """End these requests: what has finished still comes, then their streams go on without them, or end at once if
+        they have no others; also while paused or while weights come. Returns what the unfinished samples have; those
+        that have no token yet are left out. Unknown ids are ignored."""
         ...
 
     async def pause(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -86,6 +86,15 @@ class Spans:
         self._seconds, self.done, self._earlier = {}, [], 0.0
         self._since = self._since and time.perf_counter()
         return found
+
+
+def covered(spans: Iterable[Span], begin: float = -math.inf, end: float = math.inf) -> float:
+    """Seconds between ``begin`` and ``end`` in which there is a span, or several."""
+    total, reached = 0.0, begin
+    for began, ended in sorted((began, ended) for _, began, ended in spans):
+        total += max(0.0, min(ended, end) - max(began, reached))
+        reached = max(reached, ended)
+    return total
 
 
 def _joined(role: str, spans: Sequence[Span]) -> list[Span]:

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dapo.commands import app
+from dapo.commands.report import figures
 from dapo.commands.report.content import sections_of
 from dapo.commands.report.costs import costs, gains, gpus_of
 from dapo.commands.report.extremes import extremes
@@ -295,3 +296,18 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
     assert done.exit_code == 1 and "pip install 'dapo-rl[report]'" in done.output
+
+
+def test_what_was_sampled_ahead_has_panels_of_its_own() -> None:
+    turns = {"groups/drawn": 4, "groups/share_all_right": 0.5, "groups/share_all_wrong": 0.0, "accuracy": 1.0}
+    ahead = {f"staleness/groups/{age}": count for age, count in {10: 1, 9: 2, 0: 1}.items()}
+    ahead |= {"overlap/seconds": 0.5, "idle/learner": 0.2}
+    for draw, title, labels in (
+        (figures.sampling, "by age in versions", ["0 old", "9 old", "10 old"]),
+        (figures.learning, "side by side, and idle", ["overlap/seconds", "idle/learner"]),
+    ):
+        alone, both = draw([{"step": 1} | turns]), draw([{"step": 1} | turns, {"step": 2} | turns | ahead])
+        assert alone and both and len(both.axes) == len(alone.axes) + 1
+        last = both.axes[-1]
+        assert title in last.get_title(loc="left")
+        assert [text.get_text() for text in last.get_legend().get_texts()] == labels

@@ -20,7 +20,9 @@ import pytest
 from dapo.observe.changes import Change
 from dapo.observe.metrics import MetricsLog
 from dapo.observe.samples import write_samples
+from dapo.observe.spans import write_spans
 from dapo.util.files import lock_file
+from dapo.util.spans import Span
 from page_run import RIGHT, SCRIPT, made_group, page_run, served, step_metrics
 from run_cases import Recorder, run
 
@@ -357,6 +359,40 @@ def test_roles_stand_one_below_the_other_in_the_time_of_a_step_and_its_neighbour
         page.goto(f"{address}/#time?run=older")
         page.locator('[data-chart="Seconds of each step"] path').first.wait_for()
         sync_api.expect(page.get_by_label("step and its neighbours")).to_be_hidden()
+
+
+def test_sampling_for_a_step_is_drawn_beside_the_updates_of_the_step_before(page: Any, tmp_path: Path) -> None:
+    folder = page_run(tmp_path / "r", steps=3)
+    page_run(tmp_path / "turns", steps=3)
+    ahead = {"staleness/groups/0": 1, "staleness/groups/1": 3, "overlap/wall": 4.0, "overlap/seconds": 2.0}
+    folder.spans.unlink(), folder.metrics.unlink()
+    with MetricsLog(folder.metrics) as log:
+        for step in (1, 2, 3):
+            start = 100.0 + 4 * step  # waits 1 s for the batch, works for 3; sampling goes on all the time
+            loop: list[Span] = [("rollout", start, start + 1), ("update", start + 1, start + 4)]
+            write_spans(folder.spans, step, [*loop, ("sampling", start - 3 if step > 1 else start, start + 1)])
+            log.append(step, step_metrics(step) | ahead | {"overlap/won": 1 / 3, "idle/learner": 1, "idle/engine": 0})
+    with served(tmp_path) as address:
+        page.goto(f"{address}/#time?run=r")
+        ready(page, "time")
+        chart = page.locator('[data-chart="Roles side by side"]')
+        sampling, update = (
+            chart.locator("rect").filter(has_text=text) for text in ("sampling, step 2", "update, step 1")
+        )
+        boxes = sampling.bounding_box(), update.bounding_box()
+        assert boxes[0]["x"] == pytest.approx(boxes[1]["x"]) and boxes[0]["width"] > boxes[1]["width"]
+        line, rollout = chart.locator("line.grid"), chart.locator("rect").filter(has_text="rollout, step 2")
+        places = [float(one.get_attribute("x1")) for one in line.all()]  # a step begins with its wait for a batch
+        assert any(place == pytest.approx(float(rollout.get_attribute("x"))) for place in places)
+        sync_api.expect(page.get_by_text("saved 33% of the time")).to_be_visible()
+        sync_api.expect(page.locator('[data-chart="Groups trained on, by age in versions"] path.stack')).to_have_count(
+            2
+        )
+        if SHOTS:
+            page.screenshot(path=f"{SHOTS}/time-ahead.png", full_page=True)
+        page.goto(f"{address}/#time?run=turns")
+        sync_api.expect(page.get_by_text("could save 27% at most")).to_be_visible()
+        sync_api.expect(page.locator('[data-chart="Groups trained on, by age in versions"]')).to_be_hidden()
 
 
 def test_seeds_are_one_curve_or_several_and_settings_that_are_no_default_are_marked(page: Any, tmp_path: Path) -> None:

@@ -91,6 +91,30 @@ def test_an_older_run_has_no_wall_time_and_its_steps_left_the_evaluation_out() -
     assert totals == {"rollout": 2.0, "evaluation": 3.0, "other": 0.5}
 
 
+def test_ages_are_stacked_by_number_and_not_by_name() -> None:
+    entries = [{"step": n, "staleness/groups/10": 1, "staleness/groups/2": 4, "staleness/groups/0": n} for n in (1, 2)]
+    found = curves.ages([*entries, {"step": 3}], points=10)
+    assert found == {
+        "names": ["0", "2", "10"],
+        "rows": [[1, 1, 4, 1], [2, 2, 4, 1]],
+        "totals": {"0": 3, "2": 8, "10": 2},
+    }
+    assert curves.ages([{"step": 1}], points=10)["rows"] == []
+
+
+def test_what_is_told_of_sampling_beside_the_updates() -> None:
+    ahead = {"overlap/wall": 10.0, "overlap/seconds": 2.5, "overlap/won": 0.2, "idle/learner": 7.0, "idle/engine": 0.5}
+    told = curves.overlap_told([{"step": 1} | ahead, {"step": 2} | ahead])
+    assert "saved 20% " in told and "for samples 70%," in told and told.endswith("was idle 5%.")
+    assert "little to win" in curves.overlap_told([{"step": 1} | ahead | {"overlap/seconds": 0.5}])
+    turns = {"step": 1, "time/step": 10.0, "time/rollout": 8.0, "time/reward_wait": 1.0}
+    assert "Sampling is 90% of a step" in (told := curves.overlap_told([turns]))
+    assert "save 10% at most" in told
+    shared = curves.overlap_told([{"step": 1} | ahead | {"overlap/won": None}])  # the cores, or by turns a GPU
+    assert "for 25% of the time" in shared and "saved" not in shared
+    assert curves.overlap_told([{"step": 0}]) == ""
+
+
 def test_recipes_differ_in_the_keys_that_have_other_values() -> None:
     one = {"seed": 1, "run.dir": "a", "training.steps": 5, "training.lr": 1e-3}
     two = {"seed": 1, "run.dir": "b", "training.steps": 6, "training.lr": 1e-3, "training.new": None}

@@ -24,10 +24,12 @@ PANELS: Sequence[tuple[str, Sequence[str]]] = (
     ("gradient norm", ("grad_norm", "grad_norm/max")),
     ("engine against trainer, nats", ("mismatch/mean",)),
     ("KL, nats", ("kl/reference", "kl/proximal")),
+    ("side by side, and idle, seconds", ("overlap/seconds", "idle/learner", "idle/engine")),
 )
 """What is drawn of each run that has it: a title and the metrics of one panel."""
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind, too
+_AGES = "staleness/groups/"
 _GREY = "#999999"
 _SMOOTH_FROM = 40  # steps from which on a curve is drawn as a running mean, over its raw values
 
@@ -51,7 +53,8 @@ def sampling(entries: Sequence[Entry]) -> Figure | None:
     """What dynamic sampling saw, and the tokens it cost; None: nothing was sampled yet."""
     if not _has(entries, "groups/drawn"):
         return None
-    figure, (groups, tokens) = _grid(2)
+    ages = sorted({int(name.rpartition("/")[2]) for e in entries for name in e if name.startswith(_AGES)})
+    figure, (groups, tokens, *stale) = _grid(3 if ages else 2)
     steps = [e["step"] for e in entries if e.get("groups/drawn") is not None]
     wrong, right = (_column(entries, steps, f"groups/share_all_{name}") for name in ("wrong", "right"))
     mixed = np.clip(1 - wrong - right, 0, 1)
@@ -62,6 +65,10 @@ def sampling(entries: Sequence[Entry]) -> Figure | None:
     _finish(groups, "groups, share of those scored", legend=True)
     _draw_all(tokens, entries, ("tokens/generated", "tokens/loss", "tokens/wasted"))
     _finish(tokens, "tokens of a step", legend=True)
+    for place in stale:
+        columns = (_column(entries, steps, f"{_AGES}{age}") for age in ages)
+        place.stackplot(steps, *columns, labels=[f"{age} old" for age in ages])
+        _finish(place, "groups trained on, by age in versions", legend=True)
     return figure
 
 

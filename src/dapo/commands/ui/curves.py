@@ -89,19 +89,58 @@ def marks(entries: Sequence[Entry], changes: Sequence[Change], x: str = "step") 
 
 
 def phases(entries: Sequence[Entry], points: int) -> dict[str, Any]:
-    """Seconds of each phase per step: series for the screen (means over neighbours) and totals over the run.
+    """Seconds of each phase per step, as :func:`_stack` has them.
 
     ``other`` is what no phase has, such as writing samples and checkpoints.
     """
-    steps, names = [entry for entry in entries if entry.get("step")], [*PHASES, "other"]
-    table = np.array([[entry["step"], *_phases_of(entry)] for entry in steps], np.float64).reshape(-1, len(names) + 1)
+    steps = [entry for entry in entries if entry.get("step")]
+    return _stack([*PHASES, "other"], [[entry["step"], *_phases_of(entry)] for entry in steps], points)
+
+
+def ages(entries: Sequence[Entry], points: int) -> dict[str, Any]:
+    """Groups trained on in each step by how many versions old they were, as :func:`_stack` has them."""
+    prefix = "staleness/groups/"
+    names = sorted({int(name.removeprefix(prefix)) for e in entries for name in e if name.startswith(prefix)})
+    steps = [entry for entry in entries if names and _is_number(entry.get(f"{prefix}{names[0]}"))]
+    rows = [[entry["step"], *(entry.get(f"{prefix}{age}") or 0 for age in names)] for entry in steps]
+    return _stack([str(age) for age in names], rows, points)
+
+
+def _stack(names: Sequence[str], steps: Sequence[Sequence[float]], points: int) -> dict[str, Any]:
+    """Of ``[step, value of each name]``: series for the screen (means over neighbours) and totals over the run."""
+    table = np.array(steps, np.float64).reshape(-1, len(names) + 1)
     parts = np.array_split(table, min(points, len(steps))) if steps else ()
     rows = [[_round(part[-1, 0]), *map(_round, part[:, 1:].mean(axis=0))] for part in parts]
     return {
-        "names": names,
+        "names": list(names),
         "rows": rows,
         "totals": dict(zip(names, map(_round, table[:, 1:].sum(axis=0)), strict=True)),
     }
+
+
+def overlap_told(entries: Sequence[Entry]) -> str:
+    """What sampling ahead saved, or could save where sampling and updates took turns. Empty: no times are known."""
+
+    def total(*names: str) -> float:
+        return sum(float(e.get(name) or 0.0) for name in names for e in entries if e.get("step"))
+
+    wall, both, waited, idle = map(total, ("overlap/wall", "overlap/seconds", "idle/learner", "idle/engine"))
+    if wall and all(e.get("overlap/won") is None for e in entries):
+        told = (
+            f"Sampling ran beside the learner's work for {both / wall:.0%} of the time, on the same device. What that "
+        )
+        return told + "saves shows against time/step of a run with rollout.max_staleness=0."
+    if wall:
+        saved = both / (wall + both)
+        told = f"Sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. Of the "
+        told += f"rest, the learner waited for samples {waited / wall:.0%}, and the engine was idle {idle / wall:.0%}."
+        return told + (" There is little to win where one of the two is most of a step." if saved < 0.05 else "")
+    seconds, sampling = total("time/step"), total("time/rollout", "time/reward_wait")
+    if not seconds:
+        return ""
+    told = f"Sampling and updates took turns. Sampling is {sampling / seconds:.0%} of a step: side by side, with "
+    most = max(min(sampling, seconds - sampling), 0.0) / seconds
+    return told + f"rollout.max_staleness=1 and a device of its own, it could save {most:.0%} at most."
 
 
 def lanes(steps: Sequence[tuple[int, Sequence[Span]]], idle: float = 10.0) -> dict[str, list[list[float]]]:

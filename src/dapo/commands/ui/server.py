@@ -41,6 +41,7 @@ _LAST = (
 )
 """Metrics of the list of runs."""
 _SPEEDS = (*(f"tokens_per_second/{of}" for of in ("rollout", "update", "total")), "samples_per_second")
+_IDLE = ("overlap/seconds", "idle/learner", "idle/engine")
 _FINAL = ("eval/accuracy", "accuracy", "reward/mean", "response_length/mean", "entropy", "time/elapsed")
 
 router = APIRouter(prefix="/api")
@@ -204,6 +205,9 @@ def seconds(run: RunAsked, points: Points = 240, step: int | None = None) -> dic
     metrics = run.view.metrics
     return {
         "phases": curves.phases(metrics, points),
+        "ages": curves.ages(metrics, points),
+        "overlap": curves.overlap_told(metrics),
+        "idle": curves.curves(metrics, _IDLE, points),
         "lanes": curves.lanes(read_spans(run.folder.spans, step)),
         "speeds": curves.curves(metrics, _SPEEDS, points),
         "memory": curves.curve(metrics, "memory/rss", points),

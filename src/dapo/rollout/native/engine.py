@@ -128,13 +128,15 @@ class NativeEngine:
             "decode": decode,
         }
         self._decoder: AnyDecoder
-        if next(model.parameters()).device.type == "cpu":
+        self._device = next(model.parameters()).device
+        if self._device.type == "cpu":
             self._decoder = Decoder(model, stop_token_ids, **options)
         else:
             from dapo.rollout.native.paged.build import paged_decoder  # needs Triton
 
             options |= {"cache_bytes": cache_bytes, "spare_bytes": spare_bytes}
-            self._decoder = paged_decoder(model, stop_token_ids, **options)
+            with torch.cuda.device(self._device):
+                self._decoder = paged_decoder(model, stop_token_ids, **options)
         self._parameters = changing_parameters(model)
         self._threads = threads
         self._keys = itertools.count()
@@ -318,6 +320,8 @@ class NativeEngine:
     def _serve(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread: kernels and graphs go to the current one
         while True:
             with self._changed:
                 while not (self._commands or self._closing or (self._decoder.busy and not self._held)):

@@ -284,8 +284,9 @@ export class StackChart extends Frame {
 // rows: [{name, colour, spans: [[step, begin, end]]}] one below the other, over seconds
 export function lanes(title, rows) {
   const width = 560, left = 68, thick = 17, height = 34 + thick * rows.length, all = rows.flatMap((row) => row.spans), last = Math.max(...all.map(([, , end]) => end), 1e-9);
-  const X = (x) => left + (x / last) * (width - left - 12), begins = new Map([...all].sort((a, b) => b[1] - a[1]));
-  const bar = (row, place) => ([step, begin, end]) => h("rect", { class: `stack ${row.colour}`, x: X(begin), width: Math.max(X(end) - X(begin), 0.7), y: 17 + thick * place, height: thick - 4 }, h("title", {}, `${row.name}, step ${step}: ${seconds(end - begin)}`));
+  const X = (x) => left + (x / last) * (width - left - 12), loop = rows.filter(({ name }) => !["sampling", "scoring"].includes(name));  // those may begin during the step before
+  const begins = new Map(loop.flatMap((row) => row.spans).sort((a, b) => b[1] - a[1]));
+  const bar = (row, place) => ([step, begin, end]) => h("rect", { class: `stack ${row.colour}`, opacity: step % 2 ? 1 : 0.65, x: X(begin), width: Math.max(X(end) - X(begin), 0.7), y: 17 + thick * place, height: thick - 4 }, h("title", {}, `${row.name}, step ${step}: ${seconds(end - begin)}`));
   return figure(title, null, h("svg", { class: "bars", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title },
     [...begins].map(([step, x]) => [h("line", { class: "grid", x1: X(x), x2: X(x), y1: 2, y2: height - 16 }), h("text", { x: X(x) + 3, y: 10 }, `step ${step}`)]).flat(),
     rows.map((row, place) => [h("text", { x: left - 5, y: 27 + thick * place, "text-anchor": "end" }, row.name), row.spans.map(bar(row, place))]).flat(2),

@@ -8,6 +8,7 @@ step runs as it is, which is what the tests compare with Transformers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from dapo.rollout.native.paged.rows import IDLE, Rows
 PREFILL_MULTIPLE = 64  # tokens of a prefill pass are filled up to a multiple of it: aligned rows for matrix products
 
 FIRST_TOKENS = 67
+
+_CAPTURING = threading.Lock()
+"""Beginning a capture waits for the whole device, which breaks one that another engine has begun on it."""
 
 
 class DeviceRunner:
@@ -175,7 +179,8 @@ class _CudaSteps:
     def replay(self, rows: int, variant: Variant) -> None:
         key = (rows, variant)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(rows, variant)
+            with _CAPTURING:
+                self._graphs[key] = self._capture(rows, variant)
         self._graphs[key].replay()
 
     def forget(self) -> None:

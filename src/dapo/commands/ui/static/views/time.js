@@ -9,17 +9,24 @@ const USES = [["cpu", "CPU", "cores", number], ["rss", "Memory", "", bytes], ["g
 export async function mount(element, api) {
   const phases = new StackChart({ title: "Seconds of each step", height: 220, format: seconds });
   const speed = new LineChart({ title: "Tokens per second", height: 140 });
-  speed.named = true;
+  const ages = new StackChart({ title: "Groups trained on, by age in versions", height: 140, format: number });
+  const idle = new LineChart({ title: "Seconds side by side, and idle", height: 140, format: seconds });
+  const ahead = h("div", { class: "columns" }, panel(null, ages.element), panel(null, idle.element)), told = note();
+  speed.named = idle.named = true;
   const step = h("input", { type: "number", min: 1, max: 2 ** 31 - 1, value: api.params.step ?? "", placeholder: "last", onchange: () => { if (step.reportValidity()) { api.keep({ step: step.value }); load(); } } });
-  const drawn = h("div"), roles = panel(null, h("div", { class: "bar" }, labelled("step and its neighbours", step)), drawn);
+  const drawn = h("div"), roles = panel(null, h("div", { class: "bar" }, labelled("step and its neighbours", step)), drawn, told);
   const totals = h("div"), used = h("div", { class: "grid" });
   const charts = new Map();
-  fill(element, panel(null, phases.element), roles, h("div", { class: "columns" }, panel("All steps together", totals), panel(null, speed.element)), h("div", { class: "panel" }, h("h2", {}, "Resources"), used));
+  fill(element, panel(null, phases.element), roles, ahead, h("div", { class: "columns" }, panel("All steps together", totals), panel(null, speed.element)), h("div", { class: "panel" }, h("h2", {}, "Resources"), used));
 
   async function load() {
     const found = await api.get("time", { run: api.run, step: step.value }), at = Object.keys(COLOUR).filter((name) => found.lanes[name]);
     roles.hidden = !at.length && !step.value;  // older runs have none
     fill(drawn, at.length ? lanes("Roles side by side", at.map((name) => ({ name, colour: COLOUR[name], spans: found.lanes[name] }))) : note("Nothing was recorded of this step."));
+    fill(told, found.overlap);
+    ahead.style.display = found.ages.rows.length ? "" : "none";  // nothing is sampled ahead
+    ages.set(found.ages.names.map((name, place) => ({ name, colour: `s${place % 8}` })), found.ages.rows);
+    idle.set([["overlap/seconds", "sampling beside the learner's work", "s7"], ["idle/learner", "learner waits", "s0"], ["idle/engine", "engine has nothing to sample", "s1"]].map(([name, text, colour]) => ({ name: text, colour, points: found.idle[name] })));
     const { names, rows, totals: sums } = found.phases;
     phases.set(names.map((name) => ({ name: name.replaceAll("_", " "), colour: COLOUR[name] })), rows);
     const all = Object.values(sums).reduce((a, b) => a + b, 0) || 1;
