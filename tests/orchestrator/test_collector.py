@@ -682,6 +682,14 @@ def test_what_is_no_sample_of_the_model_is_refused(columns, message):
         fill(collector)
 
 
+def test_columns_of_different_lengths_are_the_engines_fault():
+    def cut(engine, sample):
+        return [replace(sample, logprobs=sample.logprobs[:2])]
+
+    with pytest.raises(SampleError, match=r"rollout.engine own.py:One: ValueError: sample \d of request \d+: .*length"):
+        fill(make(every_second, changes={"rollout.engine": "own.py:One"}, spoil=cut))
+
+
 def test_streams_are_closed_after_the_last_sample():
     """A stream that stays open when all has come is not waited for, and closed."""
 

@@ -218,15 +218,9 @@ class Collector:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
-        self._position = _Position(
-            state["draws"],
-            rate,
-            state["carried"],
-            state["under_way"],
-            state["rounds"],
-            state.get("steps", 0),
-            Counter(state.get("counts", {"produced": len(state["carried"]) + len(state["under_way"])})),
-        )
+        groups = state["carried"], state["under_way"]
+        counts = Counter(state.get("counts", {"produced": sum(map(len, groups))}))
+        self._position = _Position(state["draws"], rate, *groups, state["rounds"], state.get("steps", 0), counts)
         if "source" not in state:
             raise DataError(
                 "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "

@@ -14,9 +14,10 @@ from dapo.orchestrator.in_flight import InFlight
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
 from dapo.reward.contract import Scorer
-from dapo.rollout.engine import Engine, EngineError, Request, Sampling
+from dapo.rollout.engine import Engine, EngineError, Request, SampleError, Sampling
 from dapo.rollout.seeds import sample_seed
 from dapo.util.spans import Spans
+from dapo.util.user_code import describe
 
 
 class GroupSampler:
@@ -127,6 +128,10 @@ class GroupSampler:
             if task is not None and task.cancelling():
                 raise
             raise EngineError("the engine's stream was cancelled, and not by the run") from None
+        except ValueError as error:  # such as arrays that no sample can have
+            if (named := self._config.rollout.engine) == "native":
+                raise
+            raise SampleError(f"rollout.engine {named}: {describe(error)}") from error
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
