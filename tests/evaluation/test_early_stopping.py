@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from dapo.config import EvaluationConfig
-from dapo.errors import ConfigError
 from dapo.evaluation.early_stopping import EarlyStopping
 
 
@@ -42,14 +39,11 @@ def test_better_is_more_than_the_improvement_asked_for_and_the_first_one_needs_n
     assert not best.observe(6, {"eval/accuracy": 0.0}) and best.converged and best.evaluations_since == 3
 
 
-def test_a_metric_of_the_users_decides_where_it_is_named() -> None:
-    best = EarlyStopping(EvaluationConfig(best="distinct"))
-    seen = [
-        best.observe(k, {"eval/accuracy": 0.1 * k, "eval/metric/distinct": v}) for k, v in enumerate((0.5, 0.4, 0.6))
-    ]
-    assert seen == [True, False, True] and (best.metric, best.value) == ("eval/metric/distinct", 0.6)
-    with pytest.raises(ConfigError, match="there is no eval/other; an evaluation has eval/accuracy"):
-        EarlyStopping(EvaluationConfig(best="other")).observe(0, {"eval/accuracy": 0.1})
+def test_a_metric_of_the_users_that_is_called_best_decides_while_it_is_there() -> None:
+    best, own = EarlyStopping(EvaluationConfig()), "eval/metric/best"
+    seen = [best.observe(step, {"eval/accuracy": 0.1 * step, own: value}) for step, value in enumerate((0.5, 0.4, 0.6))]
+    assert seen == [True, False, True] and (best.metric, best.value) == (own, 0.6)
+    assert best.observe(3, {"eval/accuracy": 0.1}) and (best.metric, best.value) == ("eval/accuracy", 0.1)
 
 
 def test_without_an_improvement_asked_for_the_same_again_is_none() -> None:

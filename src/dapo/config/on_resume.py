@@ -13,7 +13,7 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
 MAY_CHANGE = (
     *_keys("training", "steps minutes max_skipped_updates mismatch_alarm offload_optimizer"),
     *_keys("algorithm.filter_groups", "max_num_gen_batches on_starved"),
-    *_keys("evaluation", "rows every patience min_improvement best samples_per_prompt max_response_length stop"),
+    *_keys("evaluation", "rows every patience min_improvement samples_per_prompt max_response_length stop"),
     *_keys("evaluation", "temperature top_p top_k min_p metrics while_sampling"),
     *_keys("reward", "workers max_error_rate responses_per_call concurrency retries give_up_after_s hedge_after_s"),
     *_keys("reward", "url token_env api_key_env cache"),

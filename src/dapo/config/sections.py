@@ -270,11 +270,9 @@ class EvaluationConfig(Section):
     """Stop training when so many evaluations in a row brought no improvement. null: never."""
     min_improvement: float = Field(0.0, ge=0)
     """What the held-out metric has to rise by to count as an improvement."""
-    best: str | None = None
-    """The metric of an evaluation that the best step and patience go by, the higher the better: NAME of `eval/NAME` or
-    `eval/metric/NAME`. null: accuracy, or reward where nothing says what is right."""
     metrics: dict[str, Named] = Field(default_factory=dict)
-    """Functions of yours by name, each a number over the evaluated groups: the metric `eval/metric/NAME`."""
+    """Functions of yours by name, each a number over the evaluated groups: the metric `eval/metric/NAME`. One that is
+    called `best` decides which evaluation is the best, in place of accuracy: the higher the better."""
 
     @field_validator("temperature")
     @classmethod

@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dapo.config import EvaluationConfig
-from dapo.errors import ConfigError
 from dapo.util.terminal import counted
+
+_OWN = "eval/metric/best"
 
 
 @dataclass(slots=True)
 class EarlyStopping:
-    """Follows ``evaluation.best``, or ``eval/accuracy``, or ``eval/reward`` where no right and wrong is known."""
+    """Follows a metric of the user's called ``best``, or accuracy, or reward where nothing says what is right."""
 
     config: EvaluationConfig
     metric: str = ""
@@ -24,17 +25,15 @@ class EarlyStopping:
     """Steps at the last evaluation. One that is made again, since a run was stopped after it, counts once."""
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Take in an evaluation; whether it is the best one so far, by more than ``evaluation.min_improvement``.
-        Raises ConfigError: there is no metric ``evaluation.best``."""
+        """Take in an evaluation; whether it is the best one so far, by more than ``evaluation.min_improvement``."""
         if step <= self.observed:
             return step == self.step
+        if (_OWN in metrics) != (self.metric == _OWN):  # it came or went: the values so far are another metric's
+            self.forget()
         self.observed = step
-        wanted = (
-            [self.config.best, f"metric/{self.config.best}"] if self.config.best else ["accuracy", "reward", "rows"]
+        self.metric = self.metric or next(
+            m for m in (_OWN, "eval/accuracy", "eval/reward", "eval/rows") if m in metrics
         )
-        self.metric = self.metric or next((f"eval/{name}" for name in wanted if f"eval/{name}" in metrics), "")
-        if not self.metric:
-            raise ConfigError(f"evaluation.best: there is no eval/{wanted[0]}; an evaluation has {', '.join(metrics)}")
         value = metrics.get(self.metric)
         if value is not None and value > self.value + (self.config.min_improvement if self.step >= 0 else 0):
             self.value, self.step, self.evaluations_since = float(value), step, 0

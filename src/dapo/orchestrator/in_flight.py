@@ -28,9 +28,7 @@ class InFlight:
         interrupted: whether the engine was told to end its streams early.
     """
 
-    def __init__(
-        self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None) -> None:
         """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows.
         Raises ConfigError: the engine cannot do what ``rollout.in_flight`` says."""
         self._engine, self._go_on, self._vocabulary = engine, go_on, vocabulary or 2**31
