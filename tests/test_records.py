@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dapo.errors import UserError
-from dapo.orchestrator.encoded_state import STATE, read_state, write_state
+from dapo.orchestrator.encoded_state import STATE, EncodedState, read_state
 from dapo.records import LONGEST_TEXT, Reward, Sample
 
 
@@ -33,7 +33,7 @@ def test_a_checkpoint_brings_likeliest_tokens_back_and_an_older_one_has_none(tmp
         "top_ids": np.array([[4, 1], [2, 0]], np.int32),
         "top_logprobs": np.array([[-0.5, -1], [-2, -3]], np.float32),
     }
-    write_state(tmp_path, {"samples": [a_sample(2, **top), a_sample()]})
+    EncodedState({"samples": [a_sample(2, **top), a_sample()]}).write(tmp_path)
     told, plain = read_state(tmp_path)["samples"]
     for name, values in top.items():
         assert getattr(told, name).tolist() == values.tolist() and getattr(told, name).dtype == values.dtype
@@ -48,7 +48,7 @@ def test_a_checkpoint_brings_likeliest_tokens_back_and_an_older_one_has_none(tmp
 def test_a_step_under_way_of_an_older_version_is_read(tmp_path: Path) -> None:
     names = ("loss", "grad_norm", "learning_rate", "seconds_forward", "seconds_backward", "seconds_optimizer")
     counts = ("tokens", "response_tokens", "loss_tokens", "micro_batches")
-    write_state(tmp_path, {"reports": []})
+    EncodedState({"reports": []}).write(tmp_path)
     report = {"$record": "UpdateReport", **dict.fromkeys(names, 0.5), **dict.fromkeys(counts, 3), "skipped": None}
     mismatch = {"$record": "Mismatch", "tokens": 0, "absolute_sum": 0.0, "maximum": 0.0, "k3_sum": 0.0}
     (tmp_path / STATE).write_text(json.dumps({"reports": [{**report, "statistics": {}, "mismatch": mismatch}]}))
@@ -56,7 +56,7 @@ def test_a_step_under_way_of_an_older_version_is_read(tmp_path: Path) -> None:
 
 
 def test_a_batch_of_an_older_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    write_state(tmp_path, {"step": None})
+    EncodedState({"step": None}).write(tmp_path)
     (tmp_path / STATE).write_text(json.dumps({"step": {"batch": {"$record": "PackedBatch", "lengths": []}}}))
     with pytest.raises(UserError, match="holds a PackedBatch, as another version of dapo wrote it inside of a step"):
         read_state(tmp_path)

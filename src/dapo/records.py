@@ -100,7 +100,8 @@ class Sample:
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
         if len(lengths) != 1:
-            raise ValueError(f"token_ids, logprobs and versions differ in length: {sorted(lengths)}")
+            of = f"sample {self.index} of request {self.request_id}"
+            raise ValueError(f"{of}: token_ids, logprobs and versions differ in length: {sorted(lengths)}")
         ids, logprobs = (None if top is None else top.shape for top in (self.top_ids, self.top_logprobs))
         if ids != logprobs or (ids is not None and ids[0] != len(self.token_ids)):
             raise ValueError(f"top_ids and top_logprobs must both be [T, k], got {ids} and {logprobs}")

@@ -54,7 +54,8 @@ def make_run(root: Path, steps: int = 3, planned: int = 3, **run: Any) -> RunFol
         for step in range(1, steps + 1):
             last = {"eval/accuracy": 0.75, "eval/rows": 40} if step == planned else {}
             metrics = {"accuracy": step / 10, "reward/mean": -1.0 + step, "groups/kept": 4, "time/elapsed": 60.0 * step}
-            log.append(step, metrics | {"clip/low": 0.001, "clip/high": 0.002, "grad_norm": float("nan")} | last)
+            metrics |= {"clip/low": 0.001, "clip/high": 0.002, "objective/own": 7.5}
+            log.append(step, metrics | {"grad_norm": float("nan")} | last)
     for step in range(1, steps + 1):
         path = samples_path(folder.samples, step)
         path.write_text("".join(json.dumps(s) + "\n" for s in SAMPLES), encoding="utf-8")
@@ -97,6 +98,7 @@ def test_the_overview_says_what_the_run_is_and_how_far_it_came(run: RunFolder) -
     assert lines["step"][1:] == ["1", "2", "3", "course"]
     assert lines["accuracy"][1:4] == ["10.0%", "20.0%", "30.0%"]
     assert lines["reward/mean"][1:4] == ["0", "1", "2"]
+    assert lines["objective/own"][1:4] == ["7.5"] * 3
     assert "before training" in text and "after step 3" in text and "25.0%" in text
     assert "warning: a number was not finite: in 3 of 3 steps, last in step 3" in text
 

@@ -69,6 +69,13 @@ def test_lengths_are_those_of_the_template(files):
     assert longer.too_long == 0
 
 
+def test_letters_that_the_tokenizer_lacks_are_told(tmp_path):
+    file = write(tmp_path, *rows("caf\u00e9", "one", "\u00e9t\u00e9"))
+    found = check_data(items(file), [], DataConfig(), Measure(lambda: PLAIN, "letters")).train[0]
+    lost = (2, [f"{file}:1: '\u00e9'", f"{file}:3: '\u00e9'"])
+    assert found.doubts == {"hold letters that the tokenizer has no token for": lost}
+
+
 def test_a_second_check_reads_no_row(files, monkeypatch):
     def check(*named, held=files[2], **options):
         return check_data(items(*named), items(held), DataConfig(**options), Measure())

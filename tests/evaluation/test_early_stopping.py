@@ -39,6 +39,13 @@ def test_better_is_more_than_the_improvement_asked_for_and_the_first_one_needs_n
     assert not best.observe(6, {"eval/accuracy": 0.0}) and best.converged and best.evaluations_since == 3
 
 
+def test_a_metric_of_the_users_that_is_called_best_decides_while_it_is_there() -> None:
+    best, own = EarlyStopping(EvaluationConfig()), "eval/metric/best"
+    seen = [best.observe(step, {"eval/accuracy": 0.1 * step, own: value}) for step, value in enumerate((0.5, 0.4, 0.6))]
+    assert seen == [True, False, True] and (best.metric, best.value) == (own, 0.6)
+    assert best.observe(3, {"eval/accuracy": 0.1}) and (best.metric, best.value) == ("eval/accuracy", 0.1)
+
+
 def test_without_an_improvement_asked_for_the_same_again_is_none() -> None:
     best = EarlyStopping(EvaluationConfig())
     assert best.observe(0, {"eval/accuracy": 0.0}) and not best.observe(1, {"eval/accuracy": 0.0})

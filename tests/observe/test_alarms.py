@@ -21,7 +21,7 @@ from dapo.observe import alarms
 from dapo.observe.alarms import FIRST, REPEAT, RULES, SPIKE_HISTORY, Alarms
 from dapo.observe.changes import Change
 from dapo.observe.metrics import describe
-from dapo.orchestrator.encoded_state import read_state, write_state
+from dapo.orchestrator.encoded_state import EncodedState, read_state
 from run_cases import Recorder, run, steps_of
 
 Metrics = dict[str, float | None]
@@ -380,7 +380,7 @@ def test_a_resumed_run_says_what_the_whole_one_says(
             if interrupted:
                 watch.observe(step, metrics)  # and never settled
             folder = tmp_path_factory.mktemp("state")
-            write_state(folder, {"alarms": watch.state()})
+            EncodedState({"alarms": watch.state()}).write(folder)
             watch = Alarms(CONFIG)
             watch.load_state(read_state(folder)["alarms"])
         _, said = watch.observe(step, metrics)

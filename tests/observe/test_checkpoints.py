@@ -34,7 +34,7 @@ from dapo.observe.run_view import RunView
 from dapo.orchestrator import checkpointer as keeping
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.checkpointer import Checkpointer
-from dapo.orchestrator.encoded_state import read_state, write_state
+from dapo.orchestrator.encoded_state import EncodedState, read_state
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
 from dapo.orchestrator.model_writer import ModelWriter
@@ -470,7 +470,7 @@ def test_arrays_of_one_type_and_numbers_that_are_none_come_back_from_their_place
         "last": np.array([7]),
         "numbers": [math.inf, -math.inf, math.nan, 0.1],
     }
-    write_state(tmp_path, state)
+    EncodedState(state).write(tmp_path)
     found = read_state(tmp_path)
     assert all(np.array_equal(found[name], state[name]) for name in ("one", "other", "last"))
     assert found["numbers"][:2] == [math.inf, -math.inf] and math.isnan(found["numbers"][2])

@@ -239,7 +239,7 @@ class Asynchronous(World):
         super().__init__(fixed | dict(changes), Source(), SlowEngine(**engine))
         self.learner = SlowLearner(update_s)
         self.collector._scorer = Half(share)
-        self.collector._decode = str
+        self.collector._tokens = str, None
         self.colocated = colocated
         self.batches: list[Any] = []
 

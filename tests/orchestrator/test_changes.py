@@ -35,10 +35,11 @@ from dapo.orchestrator.batch_builder import BatchBuilder
 from dapo.orchestrator.collector import Collector
 from dapo.orchestrator.inputs import RunOverrides
 from dapo.orchestrator.launch import run_experiment
-from dapo.orchestrator.resume import resume_config
+from dapo.orchestrator.resume import changes_at, resume_config
 from dapo.training.checkpoint import load_tensors
 from dapo.training.learner import LocalLearner
 from dapo.training.trainer import Trainer
+from dapo.util.differences import Difference
 from run_cases import (
     PROMPTS,
     TOKENIZER,
@@ -296,6 +297,27 @@ def test_a_step_under_way_is_finished_with_the_settings_it_began_with(
     assert "changed from step 2: training.max_skipped_updates 3 -> 9" in listener.phases  # a limit holds at once
 
 
+@pytest.mark.parametrize(
+    ("override", "name", "steps"),
+    [
+        (
+            "run.save_every=1",
+            "step-00001-update-00001",
+            [2, 3],
+        ),  # edited: the objective is loaded anew, advantages are there
+        ("run.save_every=1", "step-00001-rollout", [2, 2]),
+        ("algorithm.objective=own.py:one", "step-00001-rollout", [3, 2]),  # the step is finished with the other file
+    ],
+)
+def test_the_code_of_a_file_is_another_one_from_the_step_that_first_runs_it(
+    two: Path, override: str, name: str, steps: list[int]
+) -> None:
+    edited = [Difference(f"{part}.file", "a", "b") for part in ("objective", "advantage")]
+    config = resume_config(two, None, ["training.steps=3", override])
+    changes = {change.key: change.step for change in changes_at(RunFolder(two), config, Path(name), edited)}
+    assert [changes["fingerprint.objective.file"], changes["fingerprint.advantage.file"]] == steps
+
+
 def test_what_a_step_is_sampled_by_is_refused_inside_of_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     stopped_at(folder, Trainer, "update", 4)
@@ -399,6 +421,21 @@ def test_a_dry_run_inspect_report_and_page_tell_of_it(two: Path) -> None:
     assert x == 3 and SAID in text.splitlines()
     elapsed = view.metrics[-1]["time/elapsed"]
     assert [place for place, _ in marks(view.metrics, view.changes, "time/elapsed")] == [elapsed]
+
+
+def test_relative_paths_are_looked_for_where_the_run_was_at_work(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (work := two.parent / "work").mkdir()
+    for name in ("rows.jsonl", "own.py"):
+        (work / name).touch()
+    environment = json.loads(RunFolder(two).environment.read_text())
+    RunFolder(two).environment.write_text(json.dumps(environment | {"folder": str(work)}))
+    named = ["data.train=rows.jsonl", "algorithm.objective=own.py:one"]
+    with pytest.raises(ConfigError) as caught:
+        resume_config(two, None, named)
+    assert f"not found in {Path.cwd()}" in str(caught.value) and f"They are in {work}" in str(caught.value)
+    assert "data.train: rows.jsonl, algorithm.objective: own.py." in str(caught.value)
+    monkeypatch.chdir(work)
+    resume_config(two, None, named)
 
 
 def test_a_damaged_record_is_named(two: Path) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -18,11 +18,11 @@ from dapo.algorithm.shaping import shape_rewards
 from dapo.config import build_config
 from dapo.errors import DataError, RewardError, StarvedError, UserError
 from dapo.orchestrator.collector import Collector
-from dapo.orchestrator.dynamic_sampling import DynamicSampling
-from dapo.orchestrator.encoded_state import lost, read_state, write_state
+from dapo.orchestrator.dynamic_sampling import DynamicSampling, starved_message
+from dapo.orchestrator.encoded_state import EncodedState, lost, read_state
 from dapo.orchestrator.rollout_batch import RolloutStats
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.rollout.engine import Engine, EngineError
+from dapo.rollout.engine import Engine, EngineError, SampleError
 from dapo.rollout.seeds import sample_seed
 
 N, G = 4, 3
@@ -194,7 +194,7 @@ def fill(collector, step=0, version=None):
 
 
 def through_a_file(folder, state):
-    write_state(folder, state)
+    EncodedState(state).write(folder)
     return read_state(folder)
 
 
@@ -634,6 +634,15 @@ def test_exceptions_come_through_at_once():
         assert all(sampled[draw] == G for draw in (1, 3, 5, 7))  # what had come was not sampled again
 
 
+def test_a_starved_step_tells_how_many_groups_were_too_old():
+    config = build_config({"model": {"path": "none"}, "rollout": {"max_staleness": 1}})
+    batch = fill(make(every_second))
+    batch = replace(batch, stats=replace(batch.stats, all_wrong=4, mixed=5, all_right=0, stale=3))
+    assert "4 all wrong, 5 mixed (3 of them too old: rollout.max_staleness=1), 0 all right" in starved_message(
+        batch, config
+    )
+
+
 def test_engine_must_return_each_sample_once():
     def lose(engine, sample):
         return [] if (sample.request_id, sample.index) == (1, 1) else [sample]
@@ -647,6 +656,38 @@ def test_engine_must_return_each_sample_once():
     for spoil, message in [(lose, "1 of 12 samples"), (repeat, "came twice"), (stranger, "not asked for")]:
         with pytest.raises(EngineError, match=message):
             fill(make(every_second, spoil=spoil))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"token_ids": np.array([1, -1, 2])}, "token ids from -1 to 2"),
+        (
+            {"token_ids": np.array([1, 10**6, 2])},
+            "token ids from 1 to 1000000, and the model knows those from 0 to 999",
+        ),
+        ({"token_ids": np.ones(3)}, "token_ids must be a NumPy array .* not float64"),
+        ({"token_ids": [1, 2, 3]}, "token_ids must be a NumPy array .* not list"),
+        ({"logprobs": np.full((3, 1), -0.1, np.float32)}, "logprobs must be a NumPy array of one dimension"),
+        ({"logprobs": np.full(3, 0.5, np.float32)}, "log-probs must be finite and at most 0, not 0.5"),
+        ({"logprobs": np.array([-1, -np.inf, -1], np.float32)}, "log-probs must be finite"),
+        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "log-probs must be finite"),
+        ({"versions": np.array([1, 0, 0])}, "tokens of the versions 1 to 0"),
+    ],
+)
+def test_what_is_no_sample_of_the_model_is_refused(columns, message):
+    collector = make(every_second, spoil=lambda engine, sample: [replace(sample, **columns)])
+    collector._tokens = decode, 1000
+    with pytest.raises(SampleError, match=rf"rollout.engine FakeEngine: sample \d of request \d+: {message}"):
+        fill(collector)
+
+
+def test_columns_of_different_lengths_are_the_engines_fault():
+    def cut(engine, sample):
+        return [replace(sample, logprobs=sample.logprobs[:2])]
+
+    with pytest.raises(SampleError, match=r"rollout.engine own.py:One: ValueError: sample \d of request \d+: .*length"):
+        fill(make(every_second, changes={"rollout.engine": "own.py:One"}, spoil=cut))
 
 
 def test_streams_are_closed_after_the_last_sample():
@@ -868,7 +909,7 @@ def test_state_keeps_every_field_of_a_carried_group(tmp_path):
 
 def test_a_checkpoint_with_the_earlier_name_of_a_record_is_read(tmp_path):
     stats = fill(make(every_second)).stats
-    write_state(tmp_path, {"stats": stats})
+    EncodedState({"stats": stats}).write(tmp_path)
     path = tmp_path / "state.json"
     path.write_text(path.read_text().replace("RolloutStats", "FillStats"))
     assert read_state(tmp_path) == {"stats": stats}

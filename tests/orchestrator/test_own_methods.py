@@ -97,6 +97,15 @@ def test_another_content_of_the_file_is_said_when_a_run_goes_on(tmp_path: Path, 
         )
 
 
+def test_a_run_goes_on_between_steps_with_a_file_that_has_moved(tmp_path: Path, file: Path) -> None:
+    named = GSPO | {"algorithm.objective": f"{file}:Gspo", "algorithm.advantage.kind": f"{file}:centred"}
+    run(tmp_path / "run", named | {"training.steps": 1})
+    moved = file.rename(tmp_path / "moved.py")
+    named |= {"algorithm.objective": f"{moved}:Gspo", "algorithm.advantage.kind": f"{moved}:centred"}
+    run(tmp_path / "run", named, resume=RunFolder(tmp_path / "run"))
+    assert len(steps_of(tmp_path / "run")) == 2
+
+
 def test_an_advantage_of_a_file_or_from_python_is_that_of_the_samples(tmp_path: Path, file: Path) -> None:
     run(tmp_path / "named", {"algorithm.advantage.kind": f"{file}:centred"})
     run(tmp_path / "given", advantage=own_methods.centred)
@@ -258,7 +267,7 @@ def test_given_methods(tmp_path: Path) -> None:
     settings["run.dir"] = str(tmp_path / "run")
     given: dict[str, Any] = {"objective": objective, "advantage": own_methods.centred}
     dapo.train(tiny_model(), PROMPTS, text_sum, settings, tokenizer=TOKENIZER, listener=Recorder(), **given)
-    assert seen and int(seen[0].max()) > 0
+    assert int(seen[0].max()) > 0 and [ids.tolist() for ids in seen].count(seen[0].tolist()) == 1  # the trial's, once
 
 
 def test_what_does_not_go_with_an_objective_from_python_is_refused_too(tmp_path: Path) -> None:

@@ -196,12 +196,13 @@ def test_a_window_that_is_widened_when_a_run_goes_on_leaves_the_first_steps_as_t
     assert [audit["reward"] for audit in state["last"]] == [2.0, 3.0, 4.0] and state["steps"] == 5
 
 
-def test_without_a_check_lengths_are_still_watched():
+def test_without_a_check_lengths_are_still_watched_but_not_called_hacking():
     async def run():
         monitor = Monitor(MonitorConfig(window=1), None)
-        return await look(monitor, [group(0, sample(0, 1.0, 6), sample(1, -1.0, 2))])
+        return [await look(monitor, [group(0, sample(0, 1.0, 6 * k), sample(1, -1.0, 2 * k))]) for k in (1, 2)]
 
-    metrics, _ = asyncio.run(run())
+    (metrics, _), (_, (said,)) = asyncio.run(run())
+    assert said.startswith("reward and length go together") and "hacking" not in said and "monitor.check" in said
     off = dict.fromkeys([f"monitor/alarms{sign}" for sign in ("", "/false_right", "/divergence", "/length")], 0.0)
     assert metrics == off | {"monitor/length_correlation": pytest.approx(1.0)}
 

@@ -15,7 +15,7 @@ from dapo.config import build_config, nested
 from dapo.evaluation.early_stopping import EarlyStopping
 from dapo.orchestrator.budget import Budget
 from dapo.orchestrator.collector import Collector
-from dapo.orchestrator.encoded_state import read_state, write_state
+from dapo.orchestrator.encoded_state import EncodedState, read_state
 from dapo.orchestrator.loop import train
 from dapo.orchestrator.run_state import Plan, RunState
 from dapo.records import Prompt, Reward, Sample, TokenBatch
@@ -206,7 +206,7 @@ class World:
 
     def save(self, folder: Path) -> None:
         roles = {"collector": self.collector.state(), "best": self.early_stopping.state()}
-        write_state(folder, {"run": self.state.state(), "learner": vars(self.learner), **roles})
+        EncodedState({"run": self.state.state(), "learner": vars(self.learner), **roles}).write(folder)
 
     def load(self, folder: Path, written: Mapping[int, Any]) -> None:
         state = read_state(folder)

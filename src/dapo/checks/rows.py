@@ -207,7 +207,7 @@ def _odd_prompts(context: CheckContext, prompts: Sequence[Prompt]) -> Iterator[F
         told += f"{blank[0].text[-30:]!r}; most tokenizers put the space in"
         told += " front of the next word, so the model has not seen such an end"
         yield answers.data_warning("prompt-end", told, "take the space off the end of the rows")
-    lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer))]
+    lost = [(p, letters) for p in prompts if (letters := lost_letters(p, tokenizer.decode))]
     if lost:
         prompt, letters = lost[0]
         told = f"{len(lost)} of {len(prompts)} rows hold letters that the tokenizer has no token for, such as "

@@ -64,6 +64,9 @@ def explain(item: Any, source: str, where: Mapping[str, str]) -> Iterator[str]:
         return
     place = _place(key, source, where)
     if item["type"] == "extra_forbidden":
+        if key not in where:  # a section that only overrides name: the key that one gives
+            named = next((one for one in where if one.startswith(f"{key}.")), key)
+            place, key = _place(named, source, where), key if kind else named
         refused = None if kind else _refusal(path)
         if refused:
             yield f"{place}: {key}: {refused}"

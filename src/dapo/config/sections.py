@@ -294,7 +294,8 @@ class EvaluationConfig(Section):
     min_improvement: float = Field(0.0, ge=0)
     """What the held-out metric has to rise by to count as an improvement."""
     metrics: dict[str, Named] = Field(default_factory=dict)
-    """Functions of yours by name, each a number over the evaluated groups: the metric `eval/metric/NAME`."""
+    """Functions of yours by name, each a number over the evaluated groups: the metric `eval/metric/NAME`. One that is
+    called `best` decides which evaluation is the best, in place of accuracy: the higher the better."""
 
     @field_validator("temperature")
     @classmethod

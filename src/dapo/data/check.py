@@ -23,10 +23,11 @@ from dapo.data.cache import cached, key_of
 from dapo.data.overlap import METHOD, Hit, exact_key, find_overlap, words_of
 from dapo.data.parts import Part, Rows, encode, keys_of, open_table
 from dapo.data.rows import SHOWN_FAULTS, BadRow, Keys
-from dapo.data.template import PromptTemplate
+from dapo.data.template import PromptTemplate, lost_letters
 from dapo.errors import DataError
+from dapo.records import Prompt
 
-_VERSION = 3
+_VERSION = 4
 _ROWS = "rows.bin"
 _EXAMPLES = 5
 
@@ -245,16 +246,18 @@ def _read_all(
                 progress(f"{rows.parts[0].table.name}: {number:,} of {len(rows):,} rows")
             try:
                 row = rows[number]
-                length = len(encode(row, template)) if template else len(words_of(row.text))
+                ids = encode(row, template) if template else ()
             except BadRow as fault:
                 bad += 1
                 if len(faults) < SHOWN_FAULTS:
                     faults.append((number, str(fault)))
                 continue
-            for what, said in row.doubts(rows.parts[0].keys):
+            lost = lost_letters(Prompt(number, row.text, ids), template.text) if template else ()
+            unknown = [("hold letters that the tokenizer has no token for", repr("".join(lost)))] if lost else []
+            for what, said in (*row.doubts(rows.parts[0].keys), *unknown):
                 count, first = doubts.get(what, (0, []))
                 doubts[what] = (count + 1, [*first, (number, said)][:_EXAMPLES])
-            lengths.counts[length] += 1
+            lengths.counts[len(ids) if template else len(words_of(row.text))] += 1
             missing += row.answer is None or not row.answer.strip()
             answer = blake2b((row.answer or "").strip().encode(), digest_size=8).digest()
             found.write(number.to_bytes(8, "little") + exact_key(row.text).to_bytes(8, "little") + answer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, datetime, time
 from functools import cached_property
@@ -285,10 +285,10 @@ class PromptTemplate:
         return list(ids)
 
 
-def lost_letters(prompt: Prompt, tokenizer: Any) -> list[str]:
+def lost_letters(prompt: Prompt, decode: Callable[[list[int]], str]) -> list[str]:
     """Letters of a prompt that its tokens do not hold, case and compatible forms apart."""
     said = re.sub(r"^(system|user|assistant): ", "", prompt.text, flags=re.MULTILINE)
-    seen = tokenizer.decode(list(prompt.token_ids))
+    seen = decode(list(prompt.token_ids))
     there, here = (set(unicodedata.normalize("NFKC", text).casefold()) for text in (said, seen))
     return sorted(letter for letter in there - here if letter.isprintable() and not letter.isspace())[:20]
 

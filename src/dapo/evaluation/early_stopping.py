@@ -9,10 +9,12 @@ from typing import Any
 from dapo.config import EvaluationConfig
 from dapo.util.terminal import counted
 
+_OWN = "eval/metric/best"
+
 
 @dataclass(slots=True)
 class EarlyStopping:
-    """Follows the held-out metric: ``eval/accuracy``, or ``eval/reward`` where the reward knows no right and wrong."""
+    """Follows a metric of the user's called ``best``, or accuracy, or reward where nothing says what is right."""
 
     config: EvaluationConfig
     metric: str = ""
@@ -26,8 +28,12 @@ class EarlyStopping:
         """Take in an evaluation; whether it is the best one so far, by more than ``evaluation.min_improvement``."""
         if step <= self.observed:
             return step == self.step
+        if (_OWN in metrics) != (self.metric == _OWN):  # it came or went: the values so far are another metric's
+            self.forget()
         self.observed = step
-        self.metric = self.metric or next(m for m in ("eval/accuracy", "eval/reward", "eval/rows") if m in metrics)
+        self.metric = self.metric or next(
+            m for m in (_OWN, "eval/accuracy", "eval/reward", "eval/rows") if m in metrics
+        )
         value = metrics.get(self.metric)
         if value is not None and value > self.value + (self.config.min_improvement if self.step >= 0 else 0):
             self.value, self.step, self.evaluations_since = float(value), step, 0

@@ -247,7 +247,7 @@ def doubts(prompting: Prompting, prompts: Mapping[str, Sequence[Prompt]]) -> Ite
         yield "at temperature 0 all samples of a prompt are alike; use a temperature of 1"
     for name, several in prompts.items():
         some = spread(several, LOOKED_AT)
-        lost = [(p, letters) for p in some if (letters := lost_letters(p, prompting.tokenizer))]
+        lost = [(p, letters) for p in some if (letters := lost_letters(p, prompting.tokenizer.decode))]
         if lost:
             prompt, letters = lost[0]
             which = f", {len(lost)} of {len(some)} looked at" if len(several) > 1 else ""

@@ -13,7 +13,7 @@ from itertools import islice
 
 import torch
 
-from dapo.algorithm.advantage import Estimator, advantages, with_advantages
+from dapo.algorithm.advantage import Estimator, with_advantages
 from dapo.algorithm.kl import AdaptiveKL, sample_kl
 from dapo.algorithm.shaping import shape_rewards, subtract_kl
 from dapo.config import Config
@@ -28,7 +28,7 @@ from dapo.util.user_code import call_own
 
 def own_advantage(config: Config, given: Estimator | None = None) -> Estimator | None:
     """The user's advantage: ``given``, or the function that the recipe names; None: it is one of ours.
-    Raises ConfigError: there is no function of this name, or it fails on four rewards."""
+    Raises ConfigError: there is no function of this name; when it is called, that it fails."""
     key = "algorithm.advantage.kind"
     own = own_part(config, key, given)
     if own is None:
@@ -40,7 +40,6 @@ def own_advantage(config: Config, given: Estimator | None = None) -> Estimator |
             raise ConfigError(f"{key}: {len(rewards)} rewards must get as many finite numbers, got {found.tolist()}")
         return found  # type: ignore[no-any-return]
 
-    advantages([1.0, -1.0, -1.0, 0.5], kind=estimate)
     return estimate
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dapo.algorithm.advantage import advantages
 from dapo.checks.checklist import brief
 from dapo.checks.start import (
     check_lengths,
@@ -96,7 +97,8 @@ class Setup:
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
         _check_objective(config, overrides)
-        own_advantage(config, overrides.advantage)  # loaded here only to be refused before the weights load
+        if (own := own_advantage(config, overrides.advantage)) is not None:  # tried before the weights load
+            advantages([1.0, -1.0, -1.0, 0.5], kind=own)
         if overrides.folder is None and overrides.resume is None:
             RunFolder.require_free(config)
         return cls(config, overrides, device, tokenizer, template, source, heldout)
@@ -115,7 +117,7 @@ class Setup:
 
 def _check_objective(config: Config, overrides: RunOverrides) -> None:
     """Raises ConfigError: there is no such objective, or it does not go with the recipe."""
-    objective = own_objective(config, overrides.objective)
+    objective = own_objective(config, overrides.objective, trial=True)
     if objective is None:
         return
     if config.algorithm.kl.mode == "loss":
@@ -236,7 +238,8 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     copy = config.evaluation.while_sampling == "copy" and config.rollout.max_staleness > 0 and bool(setup.heldout)
     second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
-    collector = Collector(drawn, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
+    progress = partial(listener.working, "rollout")
+    collector = Collector(drawn, engine, scorer, template.decode, config, progress, embedding_rows(model))
     return Roles(learner, builder, engine, second, collector, source, stop_ids, found, limits)
 
 

@@ -77,11 +77,13 @@ class Collector:
         decode: Callable[[Sequence[int]], str],
         config: Config,
         progress: Progress = lambda done, total, note: None,
+        vocabulary: int | None = None,
     ) -> None:
+        """``vocabulary``: how many tokens the model knows; None: it is not known."""
         self.engine = engine
         self._source = source
         self._scorer = scorer
-        self._decode = decode
+        self._tokens = decode, vocabulary
         self._config = config
         self._progress = progress
         self._position = _Position()
@@ -216,15 +218,9 @@ class Collector:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
-        self._position = _Position(
-            state["draws"],
-            rate,
-            state["carried"],
-            state["under_way"],
-            state["rounds"],
-            state.get("steps", 0),
-            Counter(state.get("counts", {"produced": len(state["carried"]) + len(state["under_way"])})),
-        )
+        groups = state["carried"], state["under_way"]
+        counts = Counter(state.get("counts", {"produced": sum(map(len, groups))}))
+        self._position = _Position(state["draws"], rate, *groups, state["rounds"], state.get("steps", 0), counts)
         if "source" not in state:
             raise DataError(
                 "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "
@@ -255,7 +251,7 @@ class Collector:
         """One batch after the other, as they are asked for; whoever waits hears why there are no more."""
         try:
             async with task_group() as tasks:
-                work = (self.engine, self._scorer, self._decode, self._config)
+                work = (self.engine, self._scorer, *self._tokens, self._config)
                 self._sampler = GroupSampler(*work, tasks, self._heard.set)
                 while True:
                     self._ready.put(await self._next_batch(self._sampler))

@@ -278,7 +278,8 @@ def starved_message(batch: RolloutBatch, config: Config) -> str:
     """That a step found too few groups, and what may help."""
     stats, wanted, filters = batch.stats, config.rollout.prompts_per_step, config.algorithm.filter_groups
     others = {"without spread in the reward": stats.flat, "with fewer than two scores": stats.too_few_scored}
-    counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
+    old = f" ({stats.stale} of them too old: rollout.max_staleness={config.rollout.max_staleness})" * (stats.stale > 0)
+    counts = {"all wrong": stats.all_wrong, f"mixed{old}": stats.mixed, "all right": stats.all_right}
     counts |= {name: count for name, count in others.items() if count}
     failed = f"{stats.failed_scores} of {stats.scores} scores failed. " if stats.failed_scores else ""
     kept, run = float(config.run.save_samples), config.run.dir or "runs/run"

@@ -53,11 +53,6 @@ class EncodedState:
         write_atomic(folder / STATE, self._text)
 
 
-def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state``, as :class:`EncodedState` describes it, into ``folder``, which exists."""
-    EncodedState(state).write(folder)
-
-
 def require_lasting(what: str, state: Mapping[str, Any]) -> None:
     """Raises UserError: ``state``, of ``what``, would come back from :func:`read_state` as another one."""
     if found := lost(state):
@@ -84,7 +79,7 @@ def lost(value: Any, place: str = "state()") -> str | None:
 
 
 def read_state(folder: Path, expected: Sequence[str] = ()) -> dict[str, Any]:
-    """What :func:`write_state` wrote, with all the ``expected`` names.
+    """What :class:`EncodedState` wrote, with all the ``expected`` names.
     Raises UserError: missing or damaged, or written by another version of the program."""
     try:
         arrays = load_file(folder / ARRAYS)

@@ -18,6 +18,7 @@ from typing import Any
 from dapo.checks.memory import shortage_explained
 from dapo.config import Config
 from dapo.config.plan import plan_of
+from dapo.config.reading import with_values
 from dapo.config.secrets import redact
 from dapo.config.user_parts import own_metrics
 from dapo.errors import StarvedError, UserError
@@ -228,7 +229,10 @@ class Experiment:
     async def _go_on(self, checkpoint: Path, changes: list[Change]) -> None:
         """Go on from a checkpoint. Up to the next step it has the settings that it was taken under."""
         place = CheckpointId.parse(checkpoint.name) or CheckpointId(0)
-        self.roles.use(config_of_step(self.config, changes, place.begun))
+        then, now = config_of_step(self.config, changes, place.begun), self.config.algorithm
+        if place.between_steps:  # where files of the user's lay that no step needs any more does not matter
+            then = with_values(then, {"algorithm.objective": now.objective, "algorithm.advantage": now.advantage})
+        self.roles.use(then)
         await self.checkpointer.load(checkpoint)
         for change in changes:
             if change.step > place.steps:

@@ -14,9 +14,10 @@ from dapo.orchestrator.in_flight import InFlight
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
 from dapo.reward.contract import Scorer
-from dapo.rollout.engine import Engine, EngineError, Request, Sampling
+from dapo.rollout.engine import Engine, EngineError, Request, SampleError, Sampling
 from dapo.rollout.seeds import sample_seed
 from dapo.util.spans import Spans
+from dapo.util.user_code import describe
 
 
 class GroupSampler:
@@ -27,6 +28,7 @@ class GroupSampler:
         engine: Engine,
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
+        vocabulary: int | None,
         config: Config,
         tasks: asyncio.TaskGroup,
         heard: Callable[[], object],
@@ -39,7 +41,7 @@ class GroupSampler:
         self._tasks = tasks
         self._heard = heard
         self._running: set[asyncio.Task[None]] = set()
-        self.in_flight = InFlight(engine, config, heard)
+        self.in_flight = InFlight(engine, config, heard, vocabulary)
         self.ledger: DynamicSampling
         """Of the draws that are in flight now."""
         self.spans = Spans()
@@ -126,6 +128,10 @@ class GroupSampler:
             if task is not None and task.cancelling():
                 raise
             raise EngineError("the engine's stream was cancelled, and not by the run") from None
+        except ValueError as error:  # such as arrays that no sample can have
+            if (named := self._config.rollout.engine) == "native":
+                raise
+            raise SampleError(f"rollout.engine {named}: {describe(error)}") from error
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
@@ -137,7 +143,7 @@ class GroupSampler:
         known = draw is not None and 0 <= sample.index < len(draw.asked)
         if draw is None or not known or draw.asked[sample.index] in draw.received:
             raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
-        self.in_flight.check_versions(sample)
+        self.in_flight.check(sample)
         sample = replace(sample, index=draw.asked[sample.index])  # the engine numbers them as they were asked for
         draw.received[sample.index] = sample
         draw.drafts.pop(sample.index, None)

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from dapo.config import Config
 from dapo.errors import ConfigError
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
-from dapo.rollout.engine import Engine, EngineError, InterruptibleEngine
+from dapo.rollout.engine import Engine, InterruptibleEngine, SampleError
 
 
 class InFlight:
@@ -26,10 +28,10 @@ class InFlight:
         interrupted: whether the engine was told to end its streams early.
     """
 
-    def __init__(self, engine: Engine, config: Config, go_on: Callable[[], object]) -> None:
-        """``go_on``: called when the engine may be asked again.
-        Raises ConfigError: it cannot do what ``rollout.in_flight`` says."""
-        self._engine, self._go_on = engine, go_on
+    def __init__(self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None) -> None:
+        """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows.
+        Raises ConfigError: the engine cannot do what ``rollout.in_flight`` says."""
+        self._engine, self._go_on, self._vocabulary = engine, go_on, vocabulary or 2**31
         self.policy: Literal["keep", "drain", "restart"] = (
             config.rollout.in_flight
             if config.rollout.in_flight != "auto"
@@ -106,14 +108,31 @@ class InFlight:
                 index = draw.asked[draft.index]
                 draw.drafts[index] = replace(draft, index=index)
 
-    def check_versions(self, sample: Sample) -> None:
-        """Raises EngineError: they are not what the tokens of one sample can have."""
+    def check(self, sample: Sample) -> None:
+        """Raises SampleError: ids, log-probs or versions are not what the tokens of one sample can have."""
+        if wrong := self._fault(sample):
+            name = f"rollout.engine {type(self._engine).__name__}"
+            raise SampleError(f"{name}: sample {sample.index} of request {sample.request_id}: {wrong}")
+
+    def _fault(self, sample: Sample) -> str | None:
+        for name, kind in (("token_ids", np.integer), ("logprobs", np.floating), ("versions", np.integer)):
+            values = getattr(sample, name)
+            if not isinstance(values, np.ndarray) or values.ndim != 1 or not issubclass(values.dtype.type, kind):
+                found = getattr(values, "dtype", type(values).__name__)
+                return f"{name} must be a NumPy array of one dimension with np.{kind.__name__}, not {found}"
+        if not sample.length:
+            return None
+        ids, known = sample.token_ids, self._vocabulary
+        if ids.min() < 0 or ids.max() >= known:
+            return f"token ids from {ids.min()} to {ids.max()}, and the model knows those from 0 to {known - 1}"
+        if not (np.isfinite(sample.logprobs) & (sample.logprobs <= _ROUNDING)).all():
+            return f"log-probs must be finite and at most 0, not {sample.logprobs.min()} to {sample.logprobs.max()}"
         versions, newest = sample.versions, self._engine.version
-        if not len(versions):
-            return
         first, last = int(versions[0]), int(versions[-1])
         if (versions[1:] < versions[:-1]).any() or last > newest or (self.policy != "keep" and first != last):
-            raise EngineError(
-                f"sample {sample.index} of request {sample.request_id}: tokens of the versions {first} to {last}, "
-                f"with weights of version {newest} and rollout.in_flight={self.policy}"
-            )
+            wrong = f"tokens of the versions {first} to {last}"
+            return f"{wrong}, with weights of version {newest} and rollout.in_flight={self.policy}"
+        return None
+
+
+_ROUNDING = 1e-3  # by which the log of a probability of 1 may be above 0

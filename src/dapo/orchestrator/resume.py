@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dapo.config import Config, build_config, load_config, load_yaml
+from dapo.config import Config, build_config, flat, load_config, load_yaml
 from dapo.config.on_resume import (
     BETWEEN_STEPS,
     BY_CONTENT,
@@ -21,6 +23,7 @@ from dapo.config.on_resume import (
     may_change,
 )
 from dapo.config.secrets import redact, require_secrets
+from dapo.config.user_parts import own_parts
 from dapo.errors import ConfigError
 from dapo.observe.changes import Change, read_changes
 from dapo.observe.checkpoints import CheckpointId, Checkpoints
@@ -44,6 +47,7 @@ def resume_config(run: Path, recipe: Path | None = None, overrides: Sequence[str
     config = load_config(recipe or folder.config, [*overrides, f"run.dir={run}"])
     remedy = "as section.key=value or by naming the recipe: dapo train RECIPE --resume RUN"
     require_secrets(config.model_dump(mode="json"), f"--resume {run}", remedy)
+    _require_paths(folder, config)
     check_resumable(folder, config)
     return config
 
@@ -67,6 +71,25 @@ def require_nothing_in_memory(run: Path) -> None:
         raise ConfigError(
             f"--resume {run}: was begun in Python, and its folder does not hold what was passed there as "
             f"{', '.join(named)}; go on in Python: {how_to_resume(run, named)}"
+        )
+
+
+def _require_paths(folder: RunFolder, config: Config) -> None:
+    """Raises ConfigError: files that the recipe names are not here but in the folder that the run was at work in."""
+    try:
+        environment = read_json(folder.environment)
+        begun = Path(environment.get("resumed", [environment])[-1]["folder"])
+    except (OSError, ValueError, AttributeError, LookupError, TypeError):  # damaged, or of an earlier version
+        return
+    named = [(key, value) for key, value in flat(config.model_dump(mode="json")) if is_one_of(key, BY_CONTENT)]
+    named += own_parts(config).items()
+    items = [(key, one) for key, value in named for one in (value if isinstance(value, list) else [value]) if one]
+    files = [(key, one["path"] if isinstance(one, dict) else re.sub(r"(\.py):\w+$", r"\1", one)) for key, one in items]
+    lost = [f"{key}: {f}" for key, f in files if not os.path.exists(f) and os.path.exists(begun / f)]  # noqa: PTH110
+    if lost:
+        raise ConfigError(
+            f"--resume {folder.root}: not found in {Path.cwd()}, where relative paths start: {', '.join(lost)}.\n"
+            f"They are in {begun}, where the run was at work: go on from there, or give their paths as key=value"
         )
 
 
@@ -100,7 +123,8 @@ def changes_at(
     if checkpoint is None:
         return []
     place = CheckpointId.parse(checkpoint.name) or CheckpointId(0)
-    begun, later = place.begun, (*FROM_THE_NEXT_STEP, *BETWEEN_STEPS)  # begun: the last step that has its settings
+    begun, later = place.begun, [*FROM_THE_NEXT_STEP, *BETWEEN_STEPS]  # begun: the last step that has its settings
+    later += ["fingerprint.advantage"] * (place.updates > 0)  # the step under way has its advantages
     if config.training.steps < place.steps:
         raise ConfigError(
             f"training.steps={config.training.steps}: {place.steps} steps of {folder.root} are done already"
@@ -118,6 +142,8 @@ def changes_at(
     for one in [*(Difference(c.key, c.old, c.new) for c in recorded if c not in earlier), *new]:
         merged[one.key] = one._replace(was=merged.get(one.key, one).was)
     found = [one for one in merged.values() if one.was != one.now]
+    methods = [one.key for one in found if is_one_of(one.key, ("algorithm.objective", "algorithm.advantage.kind"))]
+    later += [f"fingerprint.{key.split('.')[1]}" for key in methods]  # another file: from the same step on
     inside = [] if place.between_steps else [str(one) for one in found if is_one_of(one.key, BETWEEN_STEPS)]
     if inside:
         raise ConfigError(

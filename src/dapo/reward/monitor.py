@@ -3,7 +3,8 @@ that is never trained on. Three alarms, each over several steps:
 
 - *false right*: the check calls wrong what the reward calls right;
 - *divergence*: the reward has risen and the check has not (each in its own standard deviations);
-- *length*: within groups reward and length of the response correlate, and lengths have changed accordingly.
+- *length*: within groups reward and length of the response correlate, and lengths have changed accordingly. It needs
+  no check, and so does not say that this is hacking.
 """
 
 from __future__ import annotations
@@ -187,11 +188,12 @@ class Monitor:
         if correlation is None or not before or not now or abs(correlation) <= config.max_length_correlation:
             return
         if now > before * _LENGTH_MOVED if correlation > 0 else now < before / _LENGTH_MOVED:
+            unchecked = "; monitor.check, a second reward, would tell whether they get better" * (self._check is None)
             yield (
                 "length",
-                f"reward hacking? Reward and length go together within groups (correlation {correlation:+.2f}; "
+                f"reward and length go together within groups (correlation {correlation:+.2f}; "
                 f"monitor.max_length_correlation={config.max_length_correlation:g}), and responses went from "
-                f"{before:.0f} to {now:.0f} tokens; does the reward pay for length?",
+                f"{before:.0f} to {now:.0f} tokens; does the reward pay for length?{unchecked}",
             )
 
 

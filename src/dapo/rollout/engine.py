@@ -178,5 +178,9 @@ class NoMemoryError(EngineError, UserError):
     """The device's memory does not suffice; the message says which setting to lower."""
 
 
+class SampleError(EngineError, UserError):
+    """What an engine gave back is no sample of the model's; the message says which and why."""
+
+
 class NotFiniteError(EngineError, NumericalError):
     """The model's logits were not finite: its weights are damaged, or went astray in training."""

@@ -193,9 +193,9 @@ class LocalLearner:
         return replace(found, proximal_share=share, correction=algorithm.correction.model_dump())
 
 
-def own_objective(config: Config, given: Objective | None = None) -> Objective | None:
+def own_objective(config: Config, given: Objective | None = None, trial: bool = False) -> Objective | None:
     """The user's objective: ``given``, or the one that the recipe names; None: it is dapo. A class is called for one.
-    Raises ConfigError: there is none of this name, its unit is unknown, or it fails on a few tokens."""
+    Raises ConfigError: there is none of this name, its unit is unknown, or it fails on a few tokens (``trial``)."""
     own: Any = own_part(config, "algorithm.objective", given)
     if own is None:
         return None
@@ -205,7 +205,8 @@ def own_objective(config: Config, given: Objective | None = None) -> Objective |
         unit_of(own)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what}: {error}") from None
-    _try(own, what, config)
+    if trial:
+        _try(own, what, config)
     return own  # type: ignore[no-any-return]
 
 

@@ -100,7 +100,7 @@ def test_a_shortened_demo_from_start_to_end(tmp_path: Path, monkeypatch: pytest.
     assert len(world["heldout"]) == 40
     assert not set(world["train"]) & set(world["heldout"])
     shown = console.export_text()
-    for expected in ("before", "after", "right answers", "runs/cpu-demo", "the control,", *world["heldout"][:3]):
+    for expected in ("before", "after", "right answers", "runs/cpu-demo-world", "the control,", *world["heldout"][:3]):
         assert expected in shown
     assert shown.rstrip().endswith("dapo ui runs/cpu-demo")
     assert states == {"running"}

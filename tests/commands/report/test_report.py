@@ -96,6 +96,13 @@ def test_a_point_that_was_not_gained_has_no_cost(tmp_path: Path) -> None:
     assert accuracy.cost(100.0) is None
 
 
+def test_what_stands_under_one_name_twice_is_told_apart(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "r", [{}])
+    run.folder.environment.write_text(json.dumps({"packages": {"torch": "2.13.0"}, "threads": {"torch": 2}}))
+    said = words_of(RunView.read(run.folder.root))
+    assert "| torch | 2.13.0 |" in said and "| threads.torch | 2 |" in said
+
+
 def test_gpu_seconds_count_the_gpus_that_were_watched_on_every_host(tmp_path: Path) -> None:
     run = a_run(tmp_path / "r", [{}, {"time/step": 10.0}])
     for torch, gpus in (("2.13.0+cpu", 0), ("2.13.0", None)):

@@ -177,7 +177,8 @@ def test_a_sign_of_reward_hacking_is_named(tmp_path: Path) -> None:
         log.append(2, {"monitor/alarms": 1.0, "monitor/alarms/length": 1.0, "monitor/alarms/divergence": 0.0})
     with served(tmp_path) as address:
         on = {alarm["name"]: alarm["steps"] for alarm in get(f"{address}/api/alarms?run=r")[1]["alarms"]}
-    assert on["reward hacking: length"] == [2] and on["reward hacking: divergence"] == []
+    assert on["reward and length"] == [2]
+    assert "reward hacking: divergence" not in on and "clipping" not in on  # nothing there to watch is not calm
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def run_demo(
         said = (
             f"warm-up {summary['seconds_sft']:.0f} s, reinforcement learning {summary['seconds_rl']:.0f} s; the reward "
         )
-        lines = (f"{said}saw the final answer only.", _control(config.data.shuffle_answers))
+        world = f"made for it (data, tokenizer, warmed-up model): {_world(config)}"
+        lines = (f"{said}saw the final answer only.", world, _control(config.data.shuffle_answers))
         groups = (before.groups, after.groups)
         print_change(console, summary, "expressions", (("right answers", "greedy"),), groups, _expression, lines)
     return summary
@@ -204,7 +205,8 @@ def run_word_problems(
     if console is not None:
         groups = (before.groups, after.groups)
         said = f"{summary['seconds_total']:.0f} s in all. No pair of numbers is in both training and held-out problems."
-        print_change(console, summary, "problems", _SHOWN_SHARES, groups, _question, (said,))
+        lines = (said, f"made for it (data): {_data_folder(config)}")
+        print_change(console, summary, "problems", _SHOWN_SHARES, groups, _question, lines)
     return summary
 
 

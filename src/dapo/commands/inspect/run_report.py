@@ -18,9 +18,9 @@ from dapo.util.terminal import counted, visible
 
 WATCHED = (
     *("accuracy", "reward/mean", "response_length/mean", "response_length/truncated", "entropy"),
-    *("clip/low", "clip/high", "groups/kept", "groups/drawn", "grad_norm", "mismatch/mean", "time/step"),
+    *("clip/low", "clip/high", "groups/kept", "groups/drawn", "grad_norm", "mismatch/mean", "time/step", "objective/*"),
 )
-"""The metrics that are shown unless others are asked for."""
+"""The metrics that are shown unless others are asked for, and patterns of their names."""
 WATCHED_AHEAD = ("staleness/mean", "staleness/max", "groups/stale", "overlap/won", "idle/learner", "idle/engine")
 """Those that are shown, too, where ``rollout.max_staleness`` is 1 or more."""
 
@@ -35,7 +35,8 @@ def report(run: RunView, steps: Steps, width: int | None, ascii_only: bool) -> I
         yield f"{name:<12} {visible(value)}"
     entries = [e for e in in_range(run.metrics, steps) if e["step"]]
     watched = WATCHED + (WATCHED_AHEAD if _get(run.config, "rollout", "max_staleness") not in ("", "0") else ())
-    names = [name for name in watched if any(e.get(name) is not None for e in entries)]
+    known = {name: value for e in entries for name, value in e.items() if value is not None}
+    names = [name for pattern in watched for name in _present([known], pattern)]
     if entries:
         yield ""
         yield from _course(entries, names, width, ASCII if ascii_only else BLOCKS)

@@ -204,7 +204,7 @@ def _alarms(run: RunView) -> list[Block]:
     said = [*run.warnings(), *_alarms_again(run)]
     for sign, steps in run.hacking.items():
         seen = HACKING.get(sign, "; or ".join(HACKING.values()))
-        said.append(f"reward hacking? In {counted(len(steps), 'step')}, last in step {steps[-1]}: {seen}")
+        said.append(f"monitor: in {counted(len(steps), 'step')}, last in step {steps[-1]}: {seen}")
     return [Rows(["what was seen"], [[text] for text in said]) if said else Text("None.")]
 
 
@@ -279,7 +279,8 @@ def _machine(run: RunView) -> list[Block]:
     for section in ("packages", "threads", "git"):
         found = environment.get(section)
         found = flat(found) if isinstance(found, Mapping) else ()
-        rows += [[key, _text(value)] for key, value in found if value is not None]
+        of = "" if section == "packages" else f"{section}."  # torch is a package, and has threads
+        rows += [[f"{of}{key}", _text(value)] for key, value in found if value is not None]
     again = environment.get("resumed")
     rows += [["resumed", str(each.get("started"))] for each in again or [] if isinstance(each, Mapping)]
     return [Rows(["", ""], rows) if rows else Text("The run did not record its machine.")]

@@ -187,11 +187,12 @@ def final(entries: Sequence[Entry], name: str, over: int = 10) -> float | None:
 def alarm_history(
     config: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], changes: Sequence[Change] = ()
 ) -> list[dict[str, Any]]:
-    """Every rule, those that were raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
+    """Rules whose metrics there are, raised last first: ``name``, ``advice``, ``steps`` it was on in, ``seen`` last."""
     recipe = readable_recipe(config)
     found: dict[str, dict[str, Any]] = {
         rule.name: {"name": rule.name, "advice": rule.advice, "reads": list(rule.reads), "steps": [], "seen": None}
         for rule in RULES
+        if any(entry.get(name) is not None for entry in entries for name in rule.reads)
     }
     alarms = None if recipe is None else Alarms(recipe, changes)
     for entry in entries if alarms is not None else ():
@@ -204,18 +205,21 @@ def alarm_history(
     return sorted(found.values(), key=lambda alarm: -(alarm["steps"] or [0])[-1])
 
 
-def hacking_history(steps: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
-    """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them."""
+def hacking_history(steps: Mapping[str, Sequence[int]], checked: bool) -> list[dict[str, Any]]:
+    """The signs of reward hacking, told in the same way; ``steps`` as ``RunView.hacking`` has them. Without a held-out
+    check (``checked``) lengths alone are watched."""
     signs = HACKING | {"": "; or ".join(HACKING.values())} if "" in steps else HACKING
+    names = {"": "reward hacking", "length": "reward and length"}
     return [
         {
-            "name": f"reward hacking: {sign.replace('_', ' ')}" if sign else "reward hacking",
-            "advice": "see reward against length in the view Hacking, and read samples that the check disputes",
+            "name": names.get(sign, f"reward hacking: {sign.replace('_', ' ')}"),
+            "advice": "see reward against length in the view Hacking, and read samples",
             "reads": [f"monitor/alarms/{sign}" if sign else "monitor/alarms"],
             "steps": list(steps.get(sign, ())),
             "seen": seen,
         }
         for sign, seen in signs.items()
+        if checked or sign == "length" or sign in steps
     ]
 
 

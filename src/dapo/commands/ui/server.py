@@ -226,9 +226,10 @@ def _resources(path: Path) -> list[dict[str, Any]]:
 def alarms(run: RunAsked) -> dict[str, Any]:
     view = run.view
     raised = curves.alarm_history(view.config, view.metrics, view.changes)
+    checked = any(entry.get("monitor/check") is not None for entry in view.metrics)
     return {
         "readable": curves.readable_recipe(view.config) is not None,
-        "alarms": [*curves.hacking_history(view.hacking), *raised],
+        "alarms": [*curves.hacking_history(view.hacking, checked), *raised],
         "warnings": view.warnings(),
         "steps": view.steps_done,
     }
