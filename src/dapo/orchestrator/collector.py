@@ -330,9 +330,9 @@ class Collector:
     def _found(self, ledger: DynamicSampling) -> bool:
         """Whether the step that waits can have its groups. Raises DataError: there will never be enough."""
         complete = ledger.admission().complete
-        if ledger.pending:
+        if not ledger.decided or (ledger.pending and self._config.runtime.deterministic):
             return complete and not self._config.runtime.deterministic
-        if ledger.exhausted and not complete:
+        if ledger.exhausted and not complete and not ledger.pending:
             raise DataError(f"the prompt source has no more prompts after {self._position.draws} draws")
         return True
 

@@ -62,13 +62,13 @@ class DynamicSampling:
         self.reward_wait_s, self.decode_steps = 0.0, 0
         self._draws = [PendingGroup.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
         filters = config.algorithm.filter_groups
-        most = wanted * (filters.max_num_gen_batches + config.ahead)
-        self._budget = most if filters.enable or self._lasting else self._missing
+        bounded = filters.enable or self._lasting
+        self._most = wanted * filters.max_num_gen_batches if bounded else self._missing
+        """Draws for one step, without those that are too old for it."""
         self._rate_known = filters.enable and bool(rounds or going_on)
-        for draw in going_on:
-            self.add(draw)
-        self.resumed = [self.add(PendingGroup.resume(g)) for g in resumed]
+        self.resumed = [PendingGroup.resume(g) for g in resumed]
         """The draws of an interrupted round."""
+        self._draws += [*going_on, *self.resumed]
 
     def begin(self, step: int, wanted: int, version: int) -> None:
         """A step waits for these groups."""
@@ -83,8 +83,7 @@ class DynamicSampling:
     # -- drawing -------------------------------------------------------------------------------------------------------
 
     def add(self, draw: PendingGroup) -> PendingGroup:
-        """Another draw of this step."""
-        self._budget -= 1
+        """Another draw."""
         self._draws.append(draw)
         return draw
 
@@ -100,7 +99,8 @@ class DynamicSampling:
         wanted = self._missing + self.wanted * (batches - 1)
         if self._lasting and wanted > 0:  # less the standard deviation of how many will be kept
             wanted = max(self._missing if waits else 0, wanted - round((wanted * (1 - keep_rate)) ** 0.5))
-        count = refill_size(wanted=wanted, in_flight=in_flight, keep_rate=keep_rate, budget_left=self._budget)
+        budget = self._most * batches - sum(not (d.carried or self._too_old(d)) for d in self._draws)
+        count = refill_size(wanted=wanted, in_flight=in_flight, keep_rate=keep_rate, budget_left=budget)
         count = max(min(count, self._slots(len(new), batches) - in_flight) if streaming else count, 0)
         self.rounds += bool(count)
         self._rate_known |= bool(count) and self._config.algorithm.filter_groups.enable
@@ -121,6 +121,11 @@ class DynamicSampling:
         return sum(d.verdict is None for d in self._draws)
 
     @property
+    def decided(self) -> bool:
+        """Whether no draw that this step may choose from is still to come, unless there is room for more of them."""
+        return all(d.verdict is not None for d in self.usable)
+
+    @property
     def _missing(self) -> int:
         return self.wanted - sum(outcome is True for outcome in self._outcomes())
 
@@ -135,11 +140,20 @@ class DynamicSampling:
         return [d for d in self._draws if not d.carried]
 
     @property
+    def usable(self) -> list[PendingGroup]:
+        """The draws that this step may choose from: as many as ``max_num_gen_batches`` allows, in order."""
+        left = self._most
+        for place, draw in enumerate(self._draws):
+            left -= not (draw.carried or self._too_old(draw))
+            if left < 0:
+                return self._draws[:place]
+        return self._draws
+
+    @property
     def settled(self) -> list[PendingGroup]:
         """The draws whose fate this step decides."""
         admission = self.admission()
-        until = admission.admitted[-1] + 1 if self._lasting and admission.complete else len(self._draws)
-        return self._draws[:until]
+        return self.usable[: admission.admitted[-1] + 1] if self._lasting and admission.complete else self.usable
 
     @property
     def going_on(self) -> list[PendingGroup]:
@@ -177,7 +191,7 @@ class DynamicSampling:
 
     def admission(self) -> Admission:
         """Which draws are trained on, as far as that is settled."""
-        return admit(self._outcomes(), self.wanted)
+        return admit(self._outcomes()[: len(self.usable)], self.wanted)
 
     @property
     def starved(self) -> bool:
@@ -186,11 +200,11 @@ class DynamicSampling:
 
     def _outcomes(self) -> list[bool | None]:
         """For each draw, in order: good, not good, or None while pending."""
-        horizon = self.version - self._config.rollout.max_staleness
-        return [
-            None if d.verdict is None else self._good(d) and (d.oldest is None or d.oldest >= horizon)
-            for d in self._draws
-        ]
+        return [None if d.verdict is None else self._good(d) and not self._too_old(d) for d in self._draws]
+
+    def _too_old(self, draw: PendingGroup) -> bool:
+        """Whether a finished draw is too old for the version that will be trained."""
+        return draw.oldest is not None and draw.oldest < self.version - self._config.rollout.max_staleness
 
     def _good(self, draw: PendingGroup) -> bool:
         if self._config.algorithm.filter_groups.enable:
@@ -202,7 +216,7 @@ class DynamicSampling:
     def settled_draws(self) -> tuple[int, int]:
         """(kept, all) of this step's draws up to the last admitted one: free of the bias to what finishes early."""
         admission = self.admission()
-        until = admission.admitted[-1] + 1 if admission.complete else len(self._draws)
+        until = admission.admitted[-1] + 1 if admission.complete else len(self.usable)
         draws = [d for d in self._draws[:until] if not d.carried]
         return _mixed(draws), len(draws)
 
