@@ -13,18 +13,17 @@ import torch
 from dapo.checks.checklist import brief
 from dapo.checks.start import (
     check_lengths,
+    check_own_parts,
     check_vocabulary,
+    in_flight_policy,
     longest_sequence,
     notice_generation_config,
     try_check,
     try_reward,
 )
 from dapo.config import Config, warnings_for
-from dapo.config.tree import kl_in_loss_of_another
-from dapo.config.user_parts import check_own_parts
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError
 from dapo.model.loading import embedding_rows, load_tokenizer, stop_token_ids
 from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.fingerprint import fingerprint
@@ -51,9 +50,8 @@ from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
 from dapo.rollout.engine import Engine
-from dapo.training.learner import LocalLearner, own_objective
+from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
-from dapo.training.objective_protocol import unit_of
 from dapo.training.trainer import Trainer
 from dapo.util.terminal import visible
 
@@ -76,7 +74,7 @@ class Setup:
         Raises UserError: what is wrong, where, and what would work."""
         config = on_its_day(config, overrides.resume) if overrides.resume else config
         check_trackers(config)
-        check_own_parts(config)
+        check_own_parts(config, overrides.objective, overrides.engine)
         for warning in warnings_for(config, overrides.heldout):
             listener.warning(warning)
         device = device_of(config)
@@ -95,7 +93,6 @@ class Setup:
         listener.phase(f"a prompt as the model sees it: {template.show(source.prompts[0])}")
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
-        _check_objective(config, overrides)
         own_advantage(config, overrides.advantage)  # loaded here only to be refused before the weights load
         if overrides.folder is None and overrides.resume is None:
             RunFolder.require_free(config)
@@ -111,30 +108,6 @@ class Setup:
             await engine.start(self.source.prompts[0].token_ids, longest_sequence(self.config, self.heldout))
         finally:
             await engine.close()
-
-
-def _check_objective(config: Config, overrides: RunOverrides) -> None:
-    """Raises ConfigError: there is no such objective, or it does not go with the recipe."""
-    objective = own_objective(config, overrides.objective)
-    if objective is None:
-        return
-    if config.algorithm.kl.mode == "loss":
-        raise ConfigError(kl_in_loss_of_another("one from Python"))
-    staleness, uncorrected = config.rollout.max_staleness, config.algorithm.correction.kind == "none"
-    if staleness and uncorrected and not getattr(objective, "off_policy", False):
-        raise ConfigError(
-            f"rollout.max_staleness: is {staleness}, but the objective does not say that it bears samples of older "
-            "weights; use max_staleness=0 or algorithm.correction.kind=truncate, or, if it clips or weighs the ratio "
-            "itself, give it the attribute off_policy = True"
-        )
-    budget, prompt = config.training.tokens_per_micro_batch, config.data.max_prompt_length
-    each, response = config.rollout.samples_per_prompt, config.rollout.max_response_length
-    longest = prompt + each * response
-    if unit_of(objective) == "pair" and budget < longest:
-        raise ConfigError(
-            f"training.tokens_per_micro_batch: is {budget}, but the objective has to see a group as a whole, which may "
-            f"have {prompt} (prompt) + {each} x {response} (responses) = {longest} tokens; use at least that"
-        )
 
 
 class Rewards:
@@ -236,6 +209,7 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     copy = config.evaluation.while_sampling == "copy" and config.rollout.max_staleness > 0 and bool(setup.heldout)
     second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
+    in_flight_policy(config, engine)  # refused before the first evaluation
     collector = Collector(drawn, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
     return Roles(learner, builder, engine, second, collector, source, stop_ids, found, limits)
 

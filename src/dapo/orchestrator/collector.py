@@ -216,15 +216,10 @@ class Collector:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`. Raises DataError: it was taken over other data, or without the source's state."""
         rate = AcceptanceRate(state["keep_rate_kept"], state["keep_rate_finished"])
-        self._position = _Position(
-            state["draws"],
-            rate,
-            state["carried"],
-            state["under_way"],
-            state["rounds"],
-            state.get("steps", 0),
-            Counter(state.get("counts", {"produced": len(state["carried"]) + len(state["under_way"])})),
-        )
+        carried, under_way = state["carried"], state["under_way"]
+        counts = Counter(state.get("counts", {"produced": len(carried) + len(under_way)}))
+        place = state["rounds"], state.get("steps", 0), counts
+        self._position = _Position(state["draws"], rate, carried, under_way, *place)
         if "source" not in state:
             raise DataError(
                 "data.source: this checkpoint lacks the source's state, which could not be kept. What would work: mend "
@@ -269,11 +264,9 @@ class Collector:
         """For whoever goes on later. In deterministic mode, that the round had never begun."""
         at, ledger, before = self._position, self._ledger, self._before
         self._ledger = self._before = None
-        if ledger is None:
-            return
-        if before is not None and self._config.runtime.deterministic:
+        if ledger is not None and before is not None and self._config.runtime.deterministic:
             self.load_state(before)
-        else:
+        elif ledger is not None:
             at.carried, at.under_way, at.rounds = ledger.waiting(), ledger.under_way(), ledger.rounds
 
     async def _next_batch(self, sampler: GroupSampler) -> RolloutBatch:
@@ -353,7 +346,9 @@ class Collector:
         batch = ledger.batch(at.rate.value(), sampler.spans.cut()[1])
         at.starved = ledger.starved and self._config.algorithm.filter_groups.on_starved == "stop"
         at.carried = batch.groups if at.starved else ()
-        batch = replace(batch, stats=replace(batch.stats, totals=self._count(batch, ledger)))
+        totals = self._count(batch, ledger)
+        batch = replace(batch, stats=replace(batch.stats, totals=totals, window_tokens=sampler.tokens))
+        sampler.restart()
         self._ledger = self._before = None
         at.under_way, at.rounds, self._wanted = (), 0, None
         if at.starved:  # a later step trains on its groups, but does not count them as its own
@@ -367,9 +362,8 @@ class Collector:
     def _go_on(self, ledger: DynamicSampling, sampler: GroupSampler) -> None:
         """With the draws that are not settled, in the ledger of the next step."""
         at = self._position
-        going_on = ledger.going_on
         place = (self._config, at.steps, ledger.wanted, self.engine.version, at.rate)
-        self._ledger = sampler.ledger = DynamicSampling(*place, going_on=going_on)
+        self._ledger = sampler.ledger = DynamicSampling(*place, going_on=ledger.going_on)
         self._ledger.exhausted, self._ledger.decode_steps = ledger.exhausted, self._decode_steps
 
     def _count(self, batch: RolloutBatch, ledger: DynamicSampling) -> dict[str, int]:

@@ -61,10 +61,8 @@ class DynamicSampling:
         self.scores = Scores(config.reward, config.algorithm.filter_groups.metric, step)
         self.reward_wait_s, self.decode_steps = 0.0, 0
         self._draws = [PendingGroup.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
-        filters = config.algorithm.filter_groups
-        most = wanted * (filters.max_num_gen_batches + config.ahead)
-        self._budget = most if filters.enable or self._lasting else self._missing
-        self._rate_known = filters.enable and bool(rounds or going_on)
+        self._budget = wanted * config.max_draw_rounds
+        self._rate_known = config.algorithm.filter_groups.enable and bool(rounds or going_on)
         for draw in going_on:
             self.add(draw)
         self.resumed = [self.add(PendingGroup.resume(g)) for g in resumed]
@@ -74,11 +72,6 @@ class DynamicSampling:
         """A step waits for these groups."""
         self._step = self.scores.step = step
         self.wanted, self.version = wanted, version
-
-    @property
-    def _lasting(self) -> bool:
-        """Whether draws go on from step to step."""
-        return self._config.rollout.max_staleness > 0
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -98,7 +91,7 @@ class DynamicSampling:
         # the first round is N prompts; what comes of them sizes the others
         keep_rate = self._rate.value(_mixed(new), len(new)) if self._rate_known else 1.0
         wanted = self._missing + self.wanted * (batches - 1)
-        if self._lasting and wanted > 0:  # less the standard deviation of how many will be kept
+        if self._config.rollout.max_staleness and wanted > 0:  # less the standard deviation of how many will be kept
             wanted = max(self._missing if waits else 0, wanted - round((wanted * (1 - keep_rate)) ** 0.5))
         count = refill_size(wanted=wanted, in_flight=in_flight, keep_rate=keep_rate, budget_left=self._budget)
         count = max(min(count, self._slots(len(new), batches) - in_flight) if streaming else count, 0)
@@ -138,7 +131,11 @@ class DynamicSampling:
     def settled(self) -> list[PendingGroup]:
         """The draws whose fate this step decides."""
         admission = self.admission()
-        until = admission.admitted[-1] + 1 if self._lasting and admission.complete else len(self._draws)
+        until = (
+            admission.admitted[-1] + 1
+            if self._config.rollout.max_staleness and admission.complete
+            else len(self._draws)
+        )
         return self._draws[:until]
 
     @property
@@ -281,12 +278,14 @@ def starved_message(batch: RolloutBatch, config: Config) -> str:
     counts = {"all wrong": stats.all_wrong, "mixed": stats.mixed, "all right": stats.all_right}
     counts |= {name: count for name, count in others.items() if count}
     failed = f"{stats.failed_scores} of {stats.scores} scores failed. " if stats.failed_scores else ""
+    limit = f"algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches}"
+    limit = f"({limit} + rollout.ahead={config.ahead})" if config.ahead else limit
     kept, run = float(config.run.save_samples), config.run.dir or "runs/run"
     shown = f"\nWhat was drawn: dapo inspect {run} --samples" if kept else ""
     prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
     return (
         f"step {batch.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
-        f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
+        f"draws ({limit} x {wanted}) there were "
         f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
         f"{failed}What may help: {prompts}; a larger rollout.samples_per_prompt (now "
         f"{config.rollout.samples_per_prompt}); a larger "

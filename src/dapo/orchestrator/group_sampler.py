@@ -47,8 +47,8 @@ class GroupSampler:
         self.restart()
 
     def restart(self) -> None:
-        """Count tokens a second from now on."""
-        self._tokens, self._began = 0, time.perf_counter()
+        """Count tokens from now on."""
+        self.tokens, self._began = 0, time.perf_counter()
         self._last_sample = self._began
 
     def resume(self, draws: Sequence[PendingGroup]) -> None:
@@ -76,7 +76,7 @@ class GroupSampler:
 
     @property
     def tokens_per_second(self) -> float:
-        return self._tokens / max(time.perf_counter() - self._began, 1e-9)
+        return self.tokens / max(time.perf_counter() - self._began, 1e-9)
 
     @property
     def seconds_since_last(self) -> float:
@@ -141,7 +141,7 @@ class GroupSampler:
         sample = replace(sample, index=draw.asked[sample.index])  # the engine numbers them as they were asked for
         draw.received[sample.index] = sample
         draw.drafts.pop(sample.index, None)
-        self._tokens += sample.length
+        self.tokens += sample.length
         self._last_sample = time.perf_counter()
         self._spawn(self._score(draw, sample))
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from dapo.checks.start import in_flight_policy
 from dapo.config import Config
-from dapo.errors import ConfigError
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
 from dapo.rollout.engine import Engine, EngineError, InterruptibleEngine
@@ -27,19 +27,9 @@ class InFlight:
     """
 
     def __init__(self, engine: Engine, config: Config, go_on: Callable[[], object]) -> None:
-        """``go_on``: called when the engine may be asked again.
-        Raises ConfigError: it cannot do what ``rollout.in_flight`` says."""
+        """``go_on``: called when the engine may be asked again."""
         self._engine, self._go_on = engine, go_on
-        self.policy: Literal["keep", "drain", "restart"] = (
-            config.rollout.in_flight
-            if config.rollout.in_flight != "auto"
-            else ("keep" if isinstance(engine, InterruptibleEngine) else "drain")
-        )
-        if self.policy == "restart" and not isinstance(engine, InterruptibleEngine):
-            raise ConfigError(
-                "rollout.in_flight: restart needs an engine whose requests can be cancelled (InterruptibleEngine in "
-                "dapo.rollout.engine), and this one has no such methods; use drain or keep"
-            )
+        self.policy = in_flight_policy(config, engine)
         self._draws: dict[int, PendingGroup] = {}
         self._fewer, self._gate = asyncio.Event(), asyncio.Event()
         self._gate.set()
