@@ -17,6 +17,7 @@ import torch
 from doctor_cases import MISTAKES, make_good, rows, write_recipe, write_rows
 from typer.testing import CliRunner
 
+import own_methods
 from dapo.checks import memory, model, rewards, sampling, settings
 from dapo.checks import rows as prompt_rows
 from dapo.checks.checklist import Entry, brief, entries, run_check, run_checks
@@ -26,12 +27,15 @@ from dapo.commands.demo.task import make_tokenizer
 from dapo.config import build_config, load_config
 from dapo.data.source import load_prompts
 from dapo.data.template import PromptTemplate
+from dapo.errors import ConfigError
 from dapo.model import placement
 from dapo.model.loading import load_model, load_tokenizer
 from dapo.records import Group, Prompt, Reward, Sample
 from dapo.reward.build import make_scorer
 from dapo.reward.check import running
 from dapo.reward.contract import Doubt
+from dapo.rollout.engine import in_flight_policy
+from dapo.rollout.native.engine import NativeEngine
 from dapo.training.lora import trainable_shape
 from dapo.training.micro_batch import micro_batch
 from dapo.training.packing import pack_demonstrations
@@ -470,29 +474,85 @@ def _context() -> CheckContext:
     return CheckContext(build_config({"model": {"path": "m"}}))
 
 
+OWN = f"{own_methods.__file__}:PlainEngine"
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"rollout": {"engine": OWN, "in_flight": "restart"}}, "restart needs an engine"),
+        (
+            {"algorithm": {"objective": f"{own_methods.__file__}:Gspo"}},
+            "multiply each token's loss by inputs.importance",
+        ),
+    ],
+)
+def test_an_own_part_that_older_samples_do_not_go_with_is_refused_before_the_weights_load(
+    keys: dict[str, Any], refused: str
+) -> None:
+    def found(staleness: int) -> str:
+        rollout = {"max_staleness": staleness} | keys.get("rollout", {})
+        config = build_config({"model": {"path": "m"}} | keys | {"rollout": rollout})
+        return " ".join(one.found for one in settings.check_settings(CheckContext(config)) if one.status == "fail")
+
+    assert found(0) == "" and refused in found(1)
+
+
+def test_samples_in_flight_go_by_what_the_engine_can_do() -> None:
+    def policy(asked: str, engine: Any) -> str:
+        rollout = {"in_flight": asked, "max_staleness": 1}
+        return in_flight_policy(build_config({"model": {"path": "m"}, "rollout": rollout}), engine)
+
+    plain, whole = own_methods.PlainEngine, NativeEngine
+    made = plain(None, None, [0], None)  # type: ignore[arg-type]
+    assert [policy("auto", one) for one in (None, whole, plain, made)] == ["keep", "keep", "drain", "drain"]
+    assert policy("restart", whole) == policy("restart", lambda config: made) == "restart"
+    for engine in (plain, made):
+        with pytest.raises(ConfigError, match="use drain or keep"):
+            policy("restart", engine)
+
+
 @pytest.mark.parametrize(
     ("recipe", "devices", "wanted"),
     [
-        ({"max_staleness": 0}, ("cuda", "cuda:1"), {}),
-        ({"max_staleness": 2}, ("cuda", "cuda:1"), {"ahead": ("pass", "on cuda:1 goes on beside updates on cuda;")}),
-        ({"max_staleness": 2}, ("cpu", "cpu"), {"ahead": ("warn", "share the CPU")}),
-        ({"max_staleness": 2, "ahead": 0}, ("cpu", "cpu"), {"ahead": ("pass", "take turns (rollout.ahead=0)")}),
+        ({"max_staleness": 0, "engine": OWN}, ("cuda", "cuda:1"), {}),
+        (
+            {"max_staleness": 2},
+            ("cuda", "cuda:1"),
+            {"ahead": ("pass", "beside updates on cuda; the engine is on cuda:1")},
+        ),
+        (
+            {"max_staleness": 2},
+            ("cpu", "cpu"),
+            {"ahead": ("warn", "up to 2 steps ahead (rollout.in_flight=keep), on the CPU")},
+        ),
+        (
+            {"max_staleness": 2, "ahead": 0},
+            ("cpu", "cpu"),
+            {"ahead": ("pass", "late samples go on beside the updates")},
+        ),
         ({"max_staleness": 2}, ("cuda", "cuda"), {"ahead": ("warn", "take turns on cuda: only")}),
+        (
+            {"max_staleness": 2, "engine": OWN},
+            ("cuda", "cuda"),
+            {"ahead": ("pass", "in_flight=drain), beside updates")},
+        ),
+        ({"max_staleness": 2, "engine": OWN}, ("cpu", "cpu"), {"ahead": ("pass", "your engine samples is not known")}),
     ],
 )
 def test_what_is_sampled_ahead_is_told_by_device(
-    monkeypatch: pytest.MonkeyPatch, recipe: dict[str, int], devices: tuple[str, str], wanted: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any], devices: tuple[str, str], wanted: dict[str, Any]
 ) -> None:
     learner, engine = map(torch.device, devices)
-    monkeypatch.setattr(placement, "device_of", lambda config: learner)
     for module in (settings, placement):
+        monkeypatch.setattr(module, "device_of", lambda config: learner)
         monkeypatch.setattr(module, "engine_device", lambda config: engine)
     corrected = {"correction": {"kind": "truncate"}}
     for algorithm in (corrected, {"proximal": "engine"}, {}):
         config = build_config({"model": {"path": "m"}, "rollout": recipe, "algorithm": algorithm})
         found = {one.name: one for one in settings.check_ahead(CheckContext(config, device=learner))}
         assert found.keys() - {"correction"} == wanted.keys()
-        assert ("correction" in found) == (not algorithm and bool(wanted))
+        assert ("correction" in found) == (bool(wanted) and config.proximal != "engine" and algorithm != corrected)
         assert all(
             found[name].status == status and text in found[name].found for name, (status, text) in wanted.items()
         )

@@ -530,6 +530,13 @@ def test_an_engine_of_its_own_for_evaluation_is_for_what_is_sampled_ahead(load: 
     assert not [text for text in warnings_for(load(RECIPE, copy, stale)) if "while_sampling" in text]
 
 
+def test_what_older_samples_need_is_warned_of_where_there_are_none(load: Load) -> None:
+    for override, key in (("rollout.in_flight=drain", "in_flight"), ("rollout.max_staleness=9", "max_staleness=9")):
+        short = ("training.steps=8", "rollout.max_staleness=8")
+        assert [text for text in warnings_for(load(RECIPE, "training.steps=8", override)) if key in text]
+        assert not [text for text in warnings_for(load(RECIPE, override, *short)) if key in text]
+
+
 def test_warnings() -> None:
     config = build_config(
         {

@@ -184,7 +184,7 @@ PLANTED: dict[str, tuple[str, int, str, Plant]] = {
         lambda n: {"staleness/mean": 1.95},
     ),
     "many grow too old": ("stale groups", 1, "16 good groups", lambda n: {"groups/stale": 16.0}),
-    "draws near the limit": ("starvation", 2, "of 160 allowed", lambda n: {"groups/drawn": 150.0}),
+    "draws near the limit": ("starvation", 2, "of 176 allowed", lambda n: {"groups/drawn": 150.0}),
     "draws grow by a half": ("starvation", 5, "to keep 16 of 16", lambda n: {"groups/drawn": 24 * 1.5**n}),
     "half of the batch": ("starvation", 2, "keep 11 of 16 groups, 10% of them", lambda n: {"groups/kept": 8.0}),
     "learning rate 0": ("zero learning", 3, "learning rate is 0", lambda n: {"lr": 0.0}),
@@ -228,7 +228,7 @@ def test_a_spike_needs_a_history_and_one_that_clipping_does_not_touch_is_none() 
 def test_starvation_depends_on_what_happens_at_the_limit() -> None:
     """A single round has nothing to come near to; one that trains on what there is may use all its rounds."""
     full = [HEALTHY | {"groups/drawn": 48.0}] * 10
-    few: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 3}
+    few: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 2}  # and one ahead
     assert raised(full, config_with(**few)) != []
     assert raised(full, config_with(**few, algorithm__filter_groups__on_starved="train")) == []
     assert raised(full, config_with(**few, algorithm__filter_groups__enable=False)) == []
@@ -260,7 +260,7 @@ def test_what_ahead_says_of_staleness_at_its_bound() -> None:
 
 
 TRAINS: dict[str, Any] = {"algorithm__filter_groups__on_starved": "train"}
-FIVE: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 5}  # of 16: 80 draws a step are allowed
+FIVE: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 4}  # and one ahead, of 16: 80 draws a step
 BORDERS: dict[str, tuple[dict[str, Any], dict[str, Sequence[float]], dict[str, Sequence[float]]]] = {
     "20 times the usual gradient": ({}, {"grad_norm/max": [8.0]}, {"grad_norm/max": [8.01]}),
     "a twentieth of the entropy": ({}, {"entropy": [0.025] * 3}, {"entropy": [0.0249] * 3}),

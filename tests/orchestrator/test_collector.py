@@ -490,6 +490,7 @@ def test_counts_of_a_fill_with_surplus_stale_and_cancelled_draws(at_once):
         staleness_mean=0.0,
         staleness_max=0,
         reward_wait_s=result.stats.reward_wait_s,
+        window_tokens=result.stats.tokens,
         ages=(4,),
         totals={"produced": 11, "trained": 4, "filtered": 1, "stale": 1, "surplus": 1, "cancelled": 4}
         | {"carried": 0, "unfinished": 0},

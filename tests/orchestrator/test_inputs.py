@@ -62,13 +62,6 @@ def test_missing_files_and_names_of_the_hub(tmp_path: Path) -> None:
         assert str(plan_of(config_for(tmp_path, {"evaluation.data": files}))["evaluation"]).startswith(rows)
 
 
-def test_the_plan_says_what_is_sampled_ahead_and_that_it_may_win_nothing(tmp_path: Path) -> None:
-    ahead = {"rollout.max_staleness": 2, "runtime.deterministic": False}
-    assert "up to 2 steps; wins nothing where" in str(plan_of(config_for(tmp_path, ahead))["sampled ahead"])
-    for changes in ({}, ahead | {"rollout.ahead": 0}):
-        assert "sampled ahead" not in plan_of(config_for(tmp_path, changes))
-
-
 def test_items_are_looked_up_beside_the_recipe(tmp_path: Path) -> None:
     for name in ("rows.jsonl", "chat.jinja"):
         (tmp_path / name).write_text("")

@@ -187,7 +187,7 @@ def test_what_is_given_in_python_is_used(tmp_path: Path) -> None:
         ("data.source", "own_methods:Curiculum", r"has no 'Curiculum'; did you mean Curriculum"),
         ("data.source", "own_methods:constant", r"'constant' is a int, not a function"),
         ("data.source", "own_methods:distinct", r"data.source: .*Error"),
-        ("rollout.engine", "vllm", r"rollout.engine: is 'vllm', but can be native, file.py:name"),
+        ("rollout.engine", "vllm", r"rollout.engine: is 'vllm', but can be native, openai, file.py:name"),
         ("rollout.engine", "own_methods:PlainEngin", r"rollout.engine .*did you mean PlainEngine"),
         ("rollout.engine", "own_methods:engineless", r"rollout.engine: a dict has no version, generate, begin"),
         ("run.trackers", ["tensorbord"], r"run.trackers.0: is 'tensorbord', but can be tensorboard, wandb"),
@@ -200,6 +200,15 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, key: str, value: Any, s
     with pytest.raises(ConfigError, match=said):
         run(tmp_path / "run", {key: value})
     assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_cannot_restart_samples_is_refused_before_the_first_evaluation(tmp_path: Path) -> None:
+    """A function says what its engine can do only once it has made it."""
+    stale = {"rollout.max_staleness": 1, "rollout.in_flight": "restart", "runtime.deterministic": False}
+    for engine in (own_methods.PlainEngine, lambda *given: own_methods.PlainEngine(*given)):
+        with pytest.raises(ConfigError, match=r"rollout.in_flight: restart needs an engine"):
+            run(tmp_path / "run", stale, engine=engine)
+        assert not (tmp_path / "run").exists()
 
 
 def test_files_are_looked_for_beside_the_recipe(tmp_path: Path, file: Path) -> None:

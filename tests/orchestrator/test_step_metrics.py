@@ -23,7 +23,7 @@ from dapo.util.spans import Span, covered
 STATS = RolloutStats(
     drawn=4, rounds=2, samples=8, tokens=100, all_right=1, mixed=1, all_wrong=2, flat=0, too_few_scored=0, kept=1,
     surplus=0, carried=0, stale=0, cancelled=0, wasted_tokens=0, scores=8, failed_scores=1, keep_rate=0.25,
-    staleness_mean=0.5, staleness_max=1, reward_wait_s=0.25,
+    staleness_mean=0.5, staleness_max=1, reward_wait_s=0.25, window_tokens=90,
 )  # fmt: skip
 TIMES = {"rollout": 2.0, "prepare": 0.5, "update": 1.0, "sync": 0.5}
 
@@ -164,7 +164,7 @@ def test_every_count_of_the_fill_is_under_its_own_name() -> None:
     stats = RolloutStats(
         drawn=47, rounds=2, samples=160, tokens=1000, all_right=3, mixed=23, all_wrong=7, flat=5, too_few_scored=8,
         kept=16, surplus=11, carried=13, stale=17, cancelled=1, wasted_tokens=190, scores=150, failed_scores=30,
-        keep_rate=0.625, staleness_mean=0.75, staleness_max=4, reward_wait_s=0.25,
+        keep_rate=0.625, staleness_mean=0.75, staleness_max=4, reward_wait_s=0.25, window_tokens=700,
     )  # fmt: skip
     kept, old = make_group(9, [(10, True), (30, False)]), make_group(2, [(5, True), (5, False)])
     late = make_group(10, [(7, True), (8, False), (9, False)])
@@ -178,7 +178,7 @@ def test_every_count_of_the_fill_is_under_its_own_name() -> None:
     }  # fmt: skip
     assert (found["tokens/generated"], found["tokens/wasted"], found["tokens/filtered"]) == (1000, 190, 0)
     assert found["reward/errors"] == 0.2
-    assert found["tokens_per_second/rollout"] == 1000 / 1.75 and found["tokens_per_second/total"] == 250
+    assert found["tokens_per_second/rollout"] == 700 / 1.75 and found["tokens_per_second/total"] == 250
     assert found["samples_per_second"] == 1.0  # the four trained on, in 4 s; not the surplus ones
 
 
@@ -235,7 +235,7 @@ def test_mismatch_is_of_all_tokens_compared() -> None:
 def test_speeds_are_tokens_over_seconds() -> None:
     found = metrics([make_group(0, [(1, True), (1, False)])], reports=[make_report(30), make_report(20)])
     assert found["time/step"] == 4.0 and found["time/reward_wait"] == 0.25
-    assert found["tokens_per_second/rollout"] == pytest.approx(100 / 1.75)  # the wait for rewards is not its
+    assert found["tokens_per_second/rollout"] == pytest.approx(90 / 1.75)  # the wait for rewards is not its
     assert found["tokens_per_second/update"] == 100  # prompts and responses: 2 x 50
     assert found["tokens_per_second/total"] == 25
     assert found["samples_per_second"] == 0.5
@@ -350,4 +350,4 @@ def test_the_rate_of_sampling_ahead_is_over_the_time_of_sampling() -> None:
     """The learner waited 2 s for a batch (1.75 without the wait for rewards) that took 10 s to sample."""
     batch = RolloutBatch(0, 0, (), (), STATS, (("sampling", 0, 6), ("sampling", 5, 10), ("scoring", 0, 50)))
     found = step_metrics(batch, (), (), Mismatch(), TIMES, make_config())
-    assert found["tokens_per_second/rollout"] == 10 and metrics()["tokens_per_second/rollout"] == 100 / 1.75
+    assert found["tokens_per_second/rollout"] == 9 and metrics()["tokens_per_second/rollout"] == 90 / 1.75

@@ -179,7 +179,7 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
     """What sampled and scored groups say of a run.
 
     With a share p of mixed groups, 1 / p generation rounds fill a batch on average. A step is expected to starve when
-    that is more than ``algorithm.filter_groups.max_num_gen_batches``; it may, when the lower end of p's interval
+    that is more than the recipe allows (``Config.max_draw_rounds``); it may, when the lower end of p's interval
     (Wilson, 95%) says so."""
     filters, samples = config.algorithm.filter_groups, config.rollout.samples_per_prompt
     metric = filters.metric if filters.enable or not _is_open(groups) else "score"  # as training judges
@@ -193,14 +193,15 @@ def judged(config: Config, groups: Sequence[Group]) -> Iterator[Finding]:
         status: Any = "pass" if mixed else "warn"
         yield Finding("data", "probe", status, f"{text}; dynamic sampling is off", "" if mixed else _advice(counts))
         return
-    limit = filters.max_num_gen_batches
+    limit = config.max_draw_rounds
     low = estimate_share(mixed, total).low or 0.0
     rounds = f"{total / mixed:.1f} generation rounds" if mixed else "no number of rounds"
     text += f"; {rounds} fill a batch of {config.rollout.prompts_per_step}, {limit} are allowed"
     if mixed and 1 / low <= limit:
         yield Finding("data", "probe", "pass", text)
     elif mixed and total / mixed <= limit:
-        advice = f"--probe {4 * total} to be surer, or algorithm.filter_groups.max_num_gen_batches={2 * limit}"
+        more = f"algorithm.filter_groups.max_num_gen_batches={2 * filters.max_num_gen_batches}"
+        advice = f"--probe {4 * total} to be surer, or {more}"
         yield Finding("data", "probe", "warn", f"{text}; with bad luck steps starve", advice)
     else:
         starved: Any = "fail" if filters.on_starved == "stop" else "warn"

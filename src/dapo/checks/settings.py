@@ -9,13 +9,16 @@ from pathlib import Path
 
 from dapo.checks.context import CheckContext, Finding
 from dapo.checks.memory import GIB, checkpoint_bytes, gib, trained_of
-from dapo.config import CodeReward, Config, ExactReward, RewardConfig, warnings_for
+from dapo.checks.start import check_own_parts
+from dapo.config import CodeReward, Config, ExactReward, warnings_for
 from dapo.config.composed_reward import plain_rewards
 from dapo.config.plan import missing_files, plan_line, plan_of
-from dapo.config.user_parts import check_own_parts
+from dapo.config.user_parts import own_part
 from dapo.errors import UserError
-from dapo.model.placement import engine_device, take_turns
+from dapo.model.placement import device_of, engine_device, take_turns
 from dapo.observe.trackers import check_trackers
+from dapo.rollout.engine import in_flight_policy
+from dapo.util.terminal import counted
 
 _BYTES_PER_TOKEN = 22
 """Of text 4, of token id, version, log-probs and entropy 18; the rest of a sample's line is small."""
@@ -62,14 +65,10 @@ def _doubtful_schedule(config: Config) -> Iterator[tuple[str, str]]:
     if not training.steps:
         yield "training.steps=0: nothing is trained", "training.steps=100"
         return
-    if training.learning_rate > 1e-3:
-        text = f"training.learning_rate={training.learning_rate:g} is far above what is usual (1e-6 for a large model, "
-        text += "1e-4 for a tiny one)"
-        yield text, "training.learning_rate=1.0e-6"
-    if training.learning_rate <= 1e-8:
-        text = f"training.learning_rate={training.learning_rate:g} is far below what is usual (1e-6 for a large model, "
-        text += "1e-4 for a tiny one): an update is no more than the rounding of a weight"
-        yield text, "training.learning_rate=1.0e-6"
+    rate, usual = training.learning_rate, "what is usual (1e-6 for a large model, 1e-4 for a tiny one)"
+    if rate > 1e-3 or rate <= 1e-8:
+        side = f"above {usual}" if rate > 1e-3 else f"below {usual}: an update is no more than the rounding of a weight"
+        yield f"training.learning_rate={rate:g} is far {side}", "training.learning_rate=1.0e-6"
     if evaluation.every > training.steps and evaluation.data:
         yield (
             f"evaluation.every={evaluation.every} is more than training.steps={training.steps}: there is no evaluation "
@@ -110,9 +109,10 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
             "rollout.samples_per_prompt=8, or the paper's 16",
         )
     buffer = algorithm.overlong_buffer
-    if buffer.enable and buffer.penalty_factor > _LARGEST_PENALTY[_is_plus_minus_one(config.reward)]:
+    plus_minus_one = config.reward.kind in ("math", "exact", "code")
+    if buffer.enable and buffer.penalty_factor > _LARGEST_PENALTY[plus_minus_one]:
         why = "it outweighs rewards of ordinary size"
-        if _is_plus_minus_one(config.reward):
+        if plus_minus_one:
             why = "with rewards from -1 to +1 a long response that is right gets less than a short one that is wrong"
         text = f"algorithm.overlong_buffer.penalty_factor={buffer.penalty_factor:g}: {why}"
         yield text, "algorithm.overlong_buffer.penalty_factor=1.0"
@@ -135,10 +135,6 @@ def _doubtful_sampling(config: Config) -> Iterator[tuple[str, str]]:
             f"{1 + algorithm.clip_ratio_high:g} times as likely before it is clipped, which is no limit (0.28 are 28%)",
             "algorithm.clip_ratio_high=0.28",
         )
-
-
-def _is_plus_minus_one(reward: RewardConfig) -> bool:
-    return reward.kind in ("math", "exact", "code")
 
 
 def _doubtful_reward(config: Config) -> Iterator[tuple[str, str]]:
@@ -179,28 +175,36 @@ def check_files(context: CheckContext) -> Iterator[Finding]:
 
 def check_ahead(context: CheckContext) -> Iterator[Finding]:
     """With ``max_staleness``: whether sampling and updates will run side by side, and what corrects older samples."""
-    config = context.config
-    bound = config.rollout.max_staleness
+    config, bound = context.config, context.config.rollout.max_staleness
     if not bound:
         return
-    learner, engine = context.need(context.device, "device"), engine_device(config)
-    turns = f"rollout.max_staleness={bound}, but sampling and updates take turns"
-    gain = "at most the shorter of sampling and updates is saved: time/rollout and time/update of a run without it tell"
-    if not config.ahead:
-        yield Finding("recipe", "ahead", "pass", f"{turns} (rollout.ahead=0); groups left over are carried on")
-    elif take_turns(config):
-        fix = "rollout.device=cuda:1 if there is another GPU, or rollout.max_staleness=0"
-        yield Finding("recipe", "ahead", "warn", f"{turns} on {learner}: only the wait for late samples is saved", fix)
-    elif learner == engine:
-        text = (
-            "sampling and updates share the CPU: side by side each is slower, and a step may take longer than by turns"
-        )
-        yield Finding("recipe", "ahead", "warn", text, "compare time/step with that of rollout.max_staleness=0")
-    else:
-        yield Finding("recipe", "ahead", "pass", f"sampling on {engine} goes on beside updates on {learner}; {gain}")
+    context.need(context.device, "device")
+    text, fix = ahead_told(config)
+    yield Finding("recipe", "ahead", "warn" if fix else "pass", text, fix)
     if config.algorithm.correction.kind == "none" and config.proximal != "engine":
-        text = f"tokens up to {bound} versions old count as if the proximal policy had sampled them"
+        text = f"tokens up to {counted(bound, 'version')} old count as if the proximal policy had sampled them"
         yield Finding("recipe", "correction", "warn", text, "algorithm.correction.kind=truncate (docs/async.md)")
+
+
+def ahead_told(config: Config) -> tuple[str, str]:
+    """How sampling goes on during updates and what that may save, and what would do better (empty: nothing).
+    Raises ConfigError: a device is not here."""
+    learner, engine, kind = device_of(config), engine_device(config), config.rollout.engine
+    in_flight = f"in_flight={in_flight_policy(config, own_part(config, 'rollout.engine'))}"
+    depth = f"up to {counted(config.ahead, 'step')} ahead (rollout.{in_flight})"
+    if not config.ahead:
+        late = "late samples go on beside the updates, or after them on one GPU; groups left over are carried on"
+        return f"no prompt is drawn for later steps (rollout.ahead=0, {in_flight}); {late}", ""
+    if take_turns(config):
+        text = f"{depth}, but sampling and updates take turns on {learner}: only the wait for late samples is saved"
+        return text, "rollout.device=cuda:1 if there is another GPU, or rollout.max_staleness=0"
+    if kind == "native" and learner == engine:
+        each = "side by side each is slower, and a step may take longer than by turns"
+        return f"{depth}, on the CPU that the updates use: {each}", "compare time/step with rollout.max_staleness=0"
+    known = {"native": f"the engine is on {engine}", "openai": "the servers of rollout.url sample"}
+    gain = "at most the shorter of sampling and updates is saved: time/rollout and time/update of a run without it tell"
+    where = known.get(kind, "where your engine samples is not known")
+    return f"{depth}, beside updates on {learner}; {where}; {gain}", ""
 
 
 # --- the run folder -----------------------------------------------------------------------------------------------

@@ -9,14 +9,52 @@ import numpy as np
 
 from dapo.config import Config
 from dapo.config.messages import GENERATION_CONFIG
+from dapo.config.tree import kl_in_loss_of_another
+from dapo.config.user_parts import own_part, own_parts
 from dapo.data.source import PromptSource
 from dapo.errors import ConfigError, DataError, ModelError, RewardError
 from dapo.model.loading import POSITIONS_STATED, context_limit, named_stop_ids
 from dapo.observe.progress import Listener
 from dapo.records import Prompt
 from dapo.reward.contract import Scorer
+from dapo.rollout.engine import in_flight_policy
+from dapo.training.learner import own_objective
+from dapo.training.objective_protocol import unit_of
+from dapo.util.user_code import load_named
 
 _SHOWN_DOUBTS = 3
+
+
+def check_own_parts(config: Config, objective: Any = None, engine: Any = None) -> None:
+    """``objective``, ``engine``: from Python, in place of those that the recipe names.
+    Raises ConfigError: a part of the user's cannot be loaded, or does not go with the recipe."""
+    for key, name in own_parts(config).items():
+        load_named(name, key)
+    _check_objective(config, own_objective(config, objective, trial=True))
+    in_flight_policy(config, own_part(config, "rollout.engine", engine))
+
+
+def _check_objective(config: Config, objective: Any) -> None:
+    """Raises ConfigError: an objective of the user's does not go with the recipe."""
+    if objective is None:
+        return
+    if config.algorithm.kl.mode == "loss":
+        raise ConfigError(kl_in_loss_of_another("one from Python"))
+    staleness, uncorrected = config.rollout.max_staleness, config.algorithm.correction.kind == "none"
+    if staleness and uncorrected and not getattr(objective, "off_policy", False):
+        raise ConfigError(
+            f"rollout.max_staleness: is {staleness}, but the objective does not say that it bears samples of older "
+            "weights; use max_staleness=0; or algorithm.correction.kind=truncate, and multiply each token's loss by "
+            "inputs.importance; or, if it clips or weighs the ratio itself, give it the attribute off_policy = True"
+        )
+    budget, prompt = config.training.tokens_per_micro_batch, config.data.max_prompt_length
+    each, response = config.rollout.samples_per_prompt, config.rollout.max_response_length
+    longest = prompt + each * response
+    if unit_of(objective) == "pair" and budget < longest:
+        raise ConfigError(
+            f"training.tokens_per_micro_batch: is {budget}, but the objective has to see a group as a whole, which may "
+            f"have {prompt} (prompt) + {each} x {response} (responses) = {longest} tokens; use at least that"
+        )
 
 
 async def try_reward(

@@ -160,18 +160,31 @@ def next_commands(run_dir: str | None, longer: str | None = None, secrets: Seque
 
 
 def _dry_run(config: Config, recipe: Path, resume: Path | None) -> None:
+    from dapo.checks.context import config_at_hand
     from dapo.config import warnings_for
     from dapo.config.plan import plan_of, require_files
-    from dapo.config.user_parts import check_own_parts, own_parts
+    from dapo.config.user_parts import own_parts
     from dapo.observe.run_folder import config_yaml
 
     console = Terminal()
     plan = {name: f"{value:,}" if isinstance(value, int) else value for name, value in plan_of(config).items()}
-    plan["memory"] = _predicted_memory(config)
+    plan["memory"] = "not predicted, as the model is not on this machine"
+    if config_at_hand(config.model.path):  # otherwise torch is not loaded for it
+        from dapo.checks.memory import predicted_from
+
+        plan["memory"] = predicted_from(config)
     if resume is not None:
         plan |= _where_it_goes_on(resume, config)
-    check_own_parts(config)
-    plan |= own_parts(config)
+    if config.rollout.max_staleness or own_parts(config):  # what is said of these needs torch
+        from dapo.checks.settings import ahead_told
+        from dapo.checks.start import check_own_parts
+
+        check_own_parts(config)
+        plan |= own_parts(config)
+        try:
+            plan["sampled ahead"] = ahead_told(config)[0] if config.rollout.max_staleness else "nothing"
+        except ConfigError as error:  # a device that the machine of the run will have
+            plan["sampled ahead"] = f"not known here: {error}"
     plan["not looked into here"] = "weights, reward function, rows of the data (dapo doctor)"
     if console.is_terminal:
         from rich.syntax import Syntax
@@ -216,16 +229,6 @@ def _where_it_goes_on(run: Path, config: Config) -> dict[str, str]:
     changes, place = changes_at(RunFolder(run), config, intact), intact and CheckpointId.parse(intact.name)
     new = "; ".join(str(change) for change in changes if place and change.step > place.steps)
     return {"goes on from": "; ".join([where, *told]), **({"changes": new} if new else {})}
-
-
-def _predicted_memory(config: Config) -> str:
-    from dapo.checks.context import config_at_hand
-
-    if not config_at_hand(config.model.path):  # for which torch is not loaded
-        return "not predicted, as the model is not on this machine"
-    from dapo.checks.memory import predicted_from
-
-    return predicted_from(config)
 
 
 def _require_data(config: Config, recipe: Path) -> None:

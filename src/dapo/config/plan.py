@@ -18,17 +18,16 @@ MINUTES = "minutes of steps, at most"
 
 
 def plan_of(config: Config) -> dict[str, int | str]:
-    rollout, training, filters = config.rollout, config.training, config.algorithm.filter_groups
+    rollout, training = config.rollout, config.training
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = config.data.max_prompt_length + rollout.max_response_length
-    rounds = filters.max_num_gen_batches if filters.enable else 1
     most = "" if training.minutes is None else ", at most"  # the minutes may be over first
     plan: dict[str, int | str] = {
         "steps": training.steps,
         "prompts per step": rollout.prompts_per_step,
         "samples per prompt": rollout.samples_per_prompt,
         "samples per step": samples,
-        "prompts drawn per step, at most": rollout.prompts_per_step * rounds,
+        "prompts drawn per step, at most": rollout.prompts_per_step * config.max_draw_rounds,
         "updates per step": config.updates_per_step,
         "groups per update": training.groups_per_update,
         "samples per update": training.groups_per_update * rollout.samples_per_prompt,
@@ -42,8 +41,6 @@ def plan_of(config: Config) -> dict[str, int | str]:
     }
     if training.minutes is not None:
         plan[MINUTES] = f"{training.minutes:g}"
-    if config.ahead:
-        plan["sampled ahead"] = f"up to {counted(config.ahead, 'step')}; wins nothing where sampling is most of a step"
     evaluation = config.evaluation
     if evaluation.data:
         rows = _rows(evaluation.data, evaluation.rows)

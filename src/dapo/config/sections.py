@@ -113,8 +113,8 @@ class RolloutConfig(Section):
     """S: how many versions old a group may be when it is trained on. 0 is on-policy: sampling and updates take turns,
     and surplus groups are discarded. With 1 or more, sampling goes on during updates."""
     ahead: int | None = Field(None, ge=0)
-    """Batches that may be sampled before they are wanted, at most S. null: S. 0: sampling and updates take turns, and
-    surplus groups are carried over to the next step."""
+    """Batches that may be sampled before they are wanted, at most S. null: S. 0: none is drawn early. Samples that are
+    late go on beside the updates all the same, and surplus groups are carried over to the next step."""
     in_flight: Literal["auto", "keep", "drain", "restart"] = "auto"
     """Samples that are being written when new weights come (S >= 1): they are continued under the new weights, waited
     for, or begun again. `auto`: `keep` with an engine that can continue samples, else `drain`."""
@@ -138,7 +138,7 @@ class FilterGroupsConfig(Section):
     tolerance: float = Field(1e-6, ge=0)
     """Smallest spread of the raw reward that counts (metric `score`)."""
     max_num_gen_batches: int = Field(10, ge=1)
-    """Draw at most this many times N prompts in one step."""
+    """Draw at most this many times N prompts in one step, and rollout.ahead times more."""
     on_starved: Literal["stop", "train"] = "stop"
     """When that many did not give N groups: stop with a checkpoint, or train on the groups there are."""
 

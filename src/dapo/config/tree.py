@@ -58,6 +58,12 @@ class Config(Section):
         return self.rollout.max_staleness if self.rollout.ahead is None else self.rollout.ahead
 
     @property
+    def max_draw_rounds(self) -> int:
+        """A step has at most so many times N prompts to choose its groups from."""
+        staleness, filters = self.rollout.max_staleness, self.algorithm.filter_groups
+        return filters.max_num_gen_batches if filters.enable or staleness else 1
+
+    @property
     def cache_stays(self) -> bool:
         """Whether a GPU that engine and learner share keeps the engine's cache during updates: samples in flight, which
         sampling ahead leaves, need not be read in again then. A cache of unnamed size takes what is free."""
@@ -246,6 +252,11 @@ def warnings_for(config: Config, heldout: Sized | None = None) -> list[str]:
         found.append("evaluation.patience: has no effect without evaluation.data and evaluation.every")
     if config.evaluation.while_sampling == "copy" and not config.ahead:
         found.append("evaluation.while_sampling=copy: has no effect where nothing is sampled ahead (rollout.ahead)")
+    staleness, steps = config.rollout.max_staleness, config.training.steps
+    if config.rollout.in_flight != "auto" and not staleness:
+        found.append("rollout.in_flight: has no effect with rollout.max_staleness=0: nothing is in flight at a push")
+    if 0 < steps < staleness:
+        found.append(f"rollout.max_staleness={staleness} is more than training.steps={steps}: nothing gets so old")
     if config.data.system is not None and config.data.template == "plain":
         found.append("data.system: has no effect with data.template=plain, which has no system message")
     training = config.training

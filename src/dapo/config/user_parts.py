@@ -28,12 +28,6 @@ def own_part(config: Config, key: str, given: Any = None) -> Any:
     return load_named(name, key) if given is None and name else given
 
 
-def check_own_parts(config: Config) -> None:
-    """Raises ConfigError: one cannot be loaded."""
-    for key, name in own_parts(config).items():
-        load_named(name, key)
-
-
 def own_metrics(config: Config, given: Any = None) -> dict[str, Any]:
     """The functions of ``evaluation.metrics`` by name, and those of ``given`` from Python."""
     return {name: own_part(config, f"evaluation.metrics.{name}") for name in config.evaluation.metrics} | (given or {})

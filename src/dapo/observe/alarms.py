@@ -171,7 +171,7 @@ def _mismatch_tail(history: History) -> str | None:
 @_rule(
     "overlap wins nothing",
     "there is nothing to win where sampling is most of a step, or the updates are: rollout.max_staleness=0 is then as "
-    "fast, and on-policy. More GPUs for the longer part, or fewer tokens to sample, change it",
+    "fast, and on-policy. A faster device for the longer part, or fewer tokens to sample, change it",
     *("overlap/won", "overlap/wall", "idle/learner", "idle/engine"),
 )
 def _no_overlap(history: History) -> str | None:
@@ -222,7 +222,7 @@ def _starvation(history: History) -> str | None:
     drawn, kept = history.newest("groups/drawn"), history.newest("groups/kept")
     if not filters.enable or not drawn or not kept:
         return None
-    most = filters.max_num_gen_batches * wanted
+    most = history.config.max_draw_rounds * wanted
     near = filters.on_starved == "stop" and filters.max_num_gen_batches > 1 and fmean(drawn) >= NEAR_LIMIT * most
     if not (near or fmean(kept) < UNFILLED * wanted or sum(drawn) >= WASTE * sum(kept)):
         return None

@@ -90,10 +90,10 @@ groups/surplus             | groups       | good groups beyond N, discarded
 groups/carried             | groups       | finished groups that wait for the next step
 groups/cancelled           | groups       | draws stopped because N groups had been found
 groups/stale               | groups       | good groups that became too old and were dropped
-groups/unfinished          | groups       | draws that went on when the batch was handed out
-samples/continued          | samples      | of the draws finished in the step, with tokens of more than one version
-samples/restarted          | samples      | begun again under newer weights
-draws/{}                   | groups       | since the run began: produced, and what became of them, which adds up to it
+groups/unfinished          | groups       | if S >= 1: draws that went on when the batch was handed out
+samples/continued          | samples      | if S >= 1: of draws finished in the step, with tokens of several versions
+samples/restarted          | samples      | if S >= 1: begun again under newer weights
+draws/{}                   | groups       | if S >= 1: since the run began, produced and what became of them (its sum)
 groups/share_all_right     | share        | groups/all_right over the groups that were scored (Fig. 3b)
 groups/share_all_wrong     | share        | groups/all_wrong over the groups that were scored
 groups/keep_rate           | share        | running estimate: groups with something to learn from, of those drawn
@@ -101,8 +101,8 @@ groups/draws_per_kept      | ratio        | groups drawn over groups kept
 groups/rounds              | count        | rounds of drawing that it took to fill the batch
 staleness/mean             | versions     | mean age of the oldest token of each trained group
 staleness/max              | versions     | largest such age
-staleness/groups/{}        | groups       | trained groups whose oldest token is so many versions old
-mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, samples wholly of the current version
+staleness/groups/{}        | groups       | if S >= 1: trained groups whose oldest token is so many versions old
+mismatch/mean              | nats         | mean |log pi_engine - log pi_trainer|, samples all of this version, if any
 mismatch/max               | nats         | largest such difference
 mismatch/k3                | nats         | k3 estimate of KL(engine || trainer) on the same tokens
 mismatch/tail              | share        | of the same tokens, those with pi_trainer / pi_engine outside [0.9, 1.1]
@@ -124,12 +124,12 @@ time/update                | seconds      | the updates: forward, backward, opti
 time/step                  | seconds      | time/wall less evaluation and writing: what training.minutes counts
 time/training              | seconds      | of all rollout steps so far, without evaluation and writing files
 time/elapsed               | seconds      | since the run started
-overlap/wall               | seconds      | since the batch before was handed out, evaluation left out
+overlap/wall               | seconds      | if S >= 1, as the next four: since the batch before, evaluation left out
 overlap/seconds            | seconds      | of these, sampling beside the learner's work: what taking turns would add
-overlap/won                | share        | overlap/seconds over both together, if engine and learner share no device
+overlap/won                | share        | overlap/seconds over both together, if the engine has a device of its own
 idle/engine                | seconds      | of overlap/wall, nothing to sample, and not parked for the learner
 idle/learner               | seconds      | of overlap/wall, waiting for a batch
-tokens_per_second/rollout  | tokens/s     | response tokens generated over the seconds of sampling
+tokens_per_second/rollout  | tokens/s     | response tokens that came since the batch before, per second of sampling
 tokens_per_second/update   | tokens/s     | tokens of prompts and responses trained on, over time/update
 tokens_per_second/total    | tokens/s     | response tokens generated over time/step
 samples_per_second         | samples/s    | samples trained on over time/step

@@ -14,6 +14,7 @@ from dapo.algorithm.advantage import advantages
 from dapo.checks.checklist import brief
 from dapo.checks.start import (
     check_lengths,
+    check_own_parts,
     check_vocabulary,
     longest_sequence,
     notice_generation_config,
@@ -21,11 +22,8 @@ from dapo.checks.start import (
     try_reward,
 )
 from dapo.config import Config, warnings_for
-from dapo.config.tree import kl_in_loss_of_another
-from dapo.config.user_parts import check_own_parts
 from dapo.data.source import PromptSource
 from dapo.data.template import PromptTemplate
-from dapo.errors import ConfigError
 from dapo.model.loading import embedding_rows, load_tokenizer, stop_token_ids
 from dapo.model.placement import device_of, engine_device, set_threads
 from dapo.observe.fingerprint import fingerprint
@@ -51,10 +49,9 @@ from dapo.records import Prompt
 from dapo.reward.build import make_scorer
 from dapo.reward.contract import Scorer
 from dapo.reward.monitor import Monitor
-from dapo.rollout.engine import Engine
-from dapo.training.learner import LocalLearner, own_objective
+from dapo.rollout.engine import Engine, in_flight_policy
+from dapo.training.learner import LocalLearner
 from dapo.training.lora import begin_adapter, load_trainable
-from dapo.training.objective_protocol import unit_of
 from dapo.training.trainer import Trainer
 from dapo.util.terminal import visible
 
@@ -77,7 +74,7 @@ class Setup:
         Raises UserError: what is wrong, where, and what would work."""
         config = on_its_day(config, overrides.resume) if overrides.resume else config
         check_trackers(config)
-        check_own_parts(config)
+        check_own_parts(config, overrides.objective, overrides.engine)
         for warning in warnings_for(config, overrides.heldout):
             listener.warning(warning)
         device = device_of(config)
@@ -96,7 +93,6 @@ class Setup:
         listener.phase(f"a prompt as the model sees it: {template.show(source.prompts[0])}")
         check_lengths(config, described.config, heldout)
         check_vocabulary(described, tokenizer, config, listener, rows)
-        _check_objective(config, overrides)
         if (own := own_advantage(config, overrides.advantage)) is not None:  # tried before the weights load
             advantages([1.0, -1.0, -1.0, 0.5], kind=own)
         if overrides.folder is None and overrides.resume is None:
@@ -113,30 +109,6 @@ class Setup:
             await engine.start(self.source.prompts[0].token_ids, longest_sequence(self.config, self.heldout))
         finally:
             await engine.close()
-
-
-def _check_objective(config: Config, overrides: RunOverrides) -> None:
-    """Raises ConfigError: there is no such objective, or it does not go with the recipe."""
-    objective = own_objective(config, overrides.objective, trial=True)
-    if objective is None:
-        return
-    if config.algorithm.kl.mode == "loss":
-        raise ConfigError(kl_in_loss_of_another("one from Python"))
-    staleness, uncorrected = config.rollout.max_staleness, config.algorithm.correction.kind == "none"
-    if staleness and uncorrected and not getattr(objective, "off_policy", False):
-        raise ConfigError(
-            f"rollout.max_staleness: is {staleness}, but the objective does not say that it bears samples of older "
-            "weights; use max_staleness=0 or algorithm.correction.kind=truncate, or, if it clips or weighs the ratio "
-            "itself, give it the attribute off_policy = True"
-        )
-    budget, prompt = config.training.tokens_per_micro_batch, config.data.max_prompt_length
-    each, response = config.rollout.samples_per_prompt, config.rollout.max_response_length
-    longest = prompt + each * response
-    if unit_of(objective) == "pair" and budget < longest:
-        raise ConfigError(
-            f"training.tokens_per_micro_batch: is {budget}, but the objective has to see a group as a whole, which may "
-            f"have {prompt} (prompt) + {each} x {response} (responses) = {longest} tokens; use at least that"
-        )
 
 
 class Rewards:
@@ -238,6 +210,7 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     copy = config.evaluation.while_sampling == "copy" and config.rollout.max_staleness > 0 and bool(setup.heldout)
     second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
+    in_flight_policy(config, engine)  # refused before the first evaluation
     progress = partial(listener.working, "rollout")
     collector = Collector(drawn, engine, scorer, template.decode, config, progress, embedding_rows(model))
     return Roles(learner, builder, engine, second, collector, source, stop_ids, found, limits)

@@ -32,6 +32,7 @@ from dapo.errors import DataError, StarvedError
 from dapo.orchestrator.dynamic_sampling import DynamicSampling, starved_message
 from dapo.orchestrator.encoded_state import lost, require_lasting
 from dapo.orchestrator.group_sampler import GroupSampler
+from dapo.orchestrator.in_flight import InFlight
 from dapo.orchestrator.pending_group import AcceptanceRate, PendingGroup
 from dapo.orchestrator.protocols import PromptSource
 from dapo.orchestrator.rollout_batch import RolloutBatch
@@ -89,7 +90,7 @@ class Collector:
         self._position = _Position()
         self._before: dict[str, Any] | None = None
         self._ledger: DynamicSampling | None = None
-        self._sampler: GroupSampler | None = None
+        self._in_flight: InFlight | None = None
         self._wanted: tuple[int, int, int] | None = None
         """Step, groups and version that are waited for."""
         self._untaken: RolloutBatch | None = None
@@ -100,7 +101,8 @@ class Collector:
         """Inside, batches are produced. Nothing of it is left behind, however it ends."""
         self._ready: Channel[RolloutBatch] = Channel()
         self._heard = asyncio.Event()
-        producer = asyncio.create_task(self._produce(), name="dapo-collector")
+        self._in_flight = InFlight(self.engine, self._config, self._heard.set, self._tokens[1])
+        producer = asyncio.create_task(self._produce(self._in_flight), name="dapo-collector")
         try:
             yield
         finally:
@@ -108,7 +110,7 @@ class Collector:
             try:
                 await until_done(producer)
             finally:
-                self._sampler, self._wanted = None, None
+                self._in_flight, self._wanted = None, None
                 for batch in self._ready.drain():
                     self._untaken = batch
 
@@ -170,20 +172,28 @@ class Collector:
     async def changing_weights(self) -> AsyncIterator[None]:
         """Inside, new weights are handed to the engine; ``rollout.in_flight`` says what becomes of samples meanwhile.
         From then on there is room for another step's groups."""
+        self._ready.check()  # the reason rather than what follows from it
         async with self._held("weights"):
-            yield
+            try:
+                yield
+            except Exception:
+                self._ready.check()
+                raise
             self._position.learning, self._position.ready = False, True
             if self._ledger is not None:
                 self._ledger.version = self.engine.version
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Inside, no more prompts are drawn: an evaluation has the engine, but for samples that are in flight."""
+        """Inside, no prompts are drawn: an evaluation has the engine, but for samples that are in flight."""
         async with self._held("evaluation"):
+            before = self._decode_steps
             yield
+            if self._ledger is not None:
+                self._ledger.decode_steps += self._decode_steps - before
 
     def _held(self, before: Literal["evaluation", "weights", "sleep"]) -> AbstractAsyncContextManager[None]:
-        return self._sampler.in_flight.holding(before) if self._sampler else contextlib.nullcontext()
+        return self._in_flight.holding(before) if self._in_flight else contextlib.nullcontext()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -247,14 +257,14 @@ class Collector:
 
     # -- the producer --------------------------------------------------------------------------------------------------
 
-    async def _produce(self) -> None:
+    async def _produce(self, in_flight: InFlight) -> None:
         """One batch after the other, as they are asked for; whoever waits hears why there are no more."""
         try:
             async with task_group() as tasks:
-                work = (self.engine, self._scorer, *self._tokens, self._config)
-                self._sampler = GroupSampler(*work, tasks, self._heard.set)
+                work = (self.engine, self._scorer, self._tokens[0], self._config)
+                sampler = GroupSampler(*work, in_flight, tasks, self._heard.set)
                 while True:
-                    self._ready.put(await self._next_batch(self._sampler))
+                    self._ready.put(await self._next_batch(sampler))
         except BaseException as error:
             self._keep_what_there_is()
             self._ready.close(error)
@@ -265,11 +275,9 @@ class Collector:
         """For whoever goes on later. In deterministic mode, that the round had never begun."""
         at, ledger, before = self._position, self._ledger, self._before
         self._ledger = self._before = None
-        if ledger is None:
-            return
-        if before is not None and self._config.runtime.deterministic:
+        if ledger is not None and before is not None and self._config.runtime.deterministic:
             self.load_state(before)
-        else:
+        elif ledger is not None:
             at.carried, at.under_way, at.rounds = ledger.waiting(), ledger.under_way(), ledger.rounds
 
     async def _next_batch(self, sampler: GroupSampler) -> RolloutBatch:
@@ -330,9 +338,9 @@ class Collector:
     def _found(self, ledger: DynamicSampling) -> bool:
         """Whether the step that waits can have its groups. Raises DataError: there will never be enough."""
         complete = ledger.admission().complete
-        if not ledger.decided or (ledger.pending and self._config.runtime.deterministic):
+        if not ledger.decided:
             return complete and not self._config.runtime.deterministic
-        if ledger.exhausted and not complete and not ledger.pending:
+        if ledger.exhausted and not complete and not ledger.going_on:
             raise DataError(f"the prompt source has no more prompts after {self._position.draws} draws")
         return True
 
@@ -348,24 +356,22 @@ class Collector:
         batch = ledger.batch(at.rate.value(), sampler.spans.cut()[1])
         at.starved = ledger.starved and self._config.algorithm.filter_groups.on_starved == "stop"
         at.carried = batch.groups if at.starved else ()
-        batch = replace(batch, stats=replace(batch.stats, totals=self._count(batch)))
+        totals = self._count(batch)
+        batch = replace(batch, stats=replace(batch.stats, totals=totals, window_tokens=sampler.tokens))
+        sampler.restart()
         self._ledger = self._before = None
-        at.under_way, at.rounds, self._wanted = (), 0, None
+        going_on = ledger.going_on
+        at.under_way, at.rounds, self._wanted = tuple(draw.under_way() for draw in going_on), 0, None
         if at.starved:  # a later step trains on its groups, but does not count them as its own
             self._feed_back(batch)
             raise StarvedError(starved_message(batch, self._config), batch)
-        at.steps, at.learning, at.ready = batch.step + 1, True, True
+        at.under_way, at.steps, at.learning, at.ready = (), batch.step + 1, True, True
         if lasting:
-            self._go_on(ledger, sampler)
+            place = (self._config, at.steps, ledger.wanted, self.engine.version, at.rate)
+            self._ledger = sampler.ledger = DynamicSampling(*place, going_on=going_on)
+            self._ledger.scores.before, self._ledger.decode_steps = ledger.scores, self._decode_steps
+            ledger.scores.before = None
         return batch
-
-    def _go_on(self, ledger: DynamicSampling, sampler: GroupSampler) -> None:
-        """With the draws that are not settled, in the ledger of the next step."""
-        at = self._position
-        going_on = ledger.going_on
-        place = (self._config, at.steps, ledger.wanted, self.engine.version, at.rate)
-        self._ledger = sampler.ledger = DynamicSampling(*place, going_on=going_on)
-        self._ledger.exhausted, self._ledger.decode_steps = ledger.exhausted, self._decode_steps
 
     def _count(self, batch: RolloutBatch) -> dict[str, int]:
         """What became of all draws, with those of this batch."""

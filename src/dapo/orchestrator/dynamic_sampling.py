@@ -61,11 +61,9 @@ class DynamicSampling:
         self.scores = Scores(config.reward, config.algorithm.filter_groups.metric, step)
         self.reward_wait_s, self.decode_steps = 0.0, 0
         self._draws = [PendingGroup.carry(g) for g in sorted(carried, key=lambda g: g.draw)]
-        filters = config.algorithm.filter_groups
-        bounded = filters.enable or self._lasting
-        self._most = wanted * filters.max_num_gen_batches if bounded else self._missing
-        """Draws for one step, without those that are too old for it."""
-        self._rate_known = filters.enable and bool(rounds or going_on)
+        self._most = wanted * config.max_draw_rounds
+        """Draws that one step may choose from, without those that are too old for it."""
+        self._rate_known = config.algorithm.filter_groups.enable and bool(rounds or going_on)
         self.resumed = [PendingGroup.resume(g) for g in resumed]
         """The draws of an interrupted round."""
         self._draws += [*going_on, *self.resumed]
@@ -74,11 +72,6 @@ class DynamicSampling:
         """A step waits for these groups."""
         self._step = self.scores.step = step
         self.wanted, self.version = wanted, version
-
-    @property
-    def _lasting(self) -> bool:
-        """Whether draws go on from step to step."""
-        return self._config.rollout.max_staleness > 0
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +90,7 @@ class DynamicSampling:
         # the first round is N prompts; what comes of them sizes the others
         keep_rate = self._rate.value(_mixed(new), len(new)) if self._rate_known else 1.0
         wanted = self._missing + self.wanted * (batches - 1)
-        if self._lasting and wanted > 0:  # less the standard deviation of how many will be kept
+        if self._config.rollout.max_staleness and wanted > 0:  # less the standard deviation of how many will be kept
             wanted = max(self._missing if waits else 0, wanted - round((wanted * (1 - keep_rate)) ** 0.5))
         budget = self._most * batches - sum(not (d.carried or self._too_old(d)) for d in self._draws)
         count = refill_size(wanted=wanted, in_flight=in_flight, keep_rate=keep_rate, budget_left=budget)
@@ -153,7 +146,11 @@ class DynamicSampling:
     def settled(self) -> list[PendingGroup]:
         """The draws whose fate this step decides."""
         admission = self.admission()
-        return self.usable[: admission.admitted[-1] + 1] if self._lasting and admission.complete else self.usable
+        return (
+            self.usable[: admission.admitted[-1] + 1]
+            if self._config.rollout.max_staleness and admission.complete
+            else self.usable
+        )
 
     @property
     def going_on(self) -> list[PendingGroup]:
@@ -299,9 +296,12 @@ def starved_message(batch: RolloutBatch, config: Config) -> str:
     kept, run = float(config.run.save_samples), config.run.dir or "runs/run"
     shown = f"\nWhat was drawn: dapo inspect {run} --samples" if kept else ""
     prompts = "harder prompts" if stats.all_right > stats.all_wrong else "easier prompts"
+    if stats.stale > stats.kept:
+        prompts = "a larger rollout.max_staleness, as most good groups were too old"
     return (
         f"step {batch.step + 1}: dynamic sampling kept {stats.kept} of the {wanted} groups wanted; in {stats.drawn} "
-        f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}) there were "
+        f"draws (algorithm.filter_groups.max_num_gen_batches={filters.max_num_gen_batches} x {wanted}"
+        f"{', and those that are too old' * (stats.stale > 0)}) there were "
         f"{', '.join(f'{count} {name}' for name, count in counts.items())}.\n"
         f"{failed}What may help: {prompts}; a larger rollout.samples_per_prompt (now "
         f"{config.rollout.samples_per_prompt}); a larger "

@@ -28,8 +28,8 @@ class GroupSampler:
         engine: Engine,
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
-        vocabulary: int | None,
         config: Config,
+        in_flight: InFlight,
         tasks: asyncio.TaskGroup,
         heard: Callable[[], object],
     ) -> None:
@@ -41,7 +41,7 @@ class GroupSampler:
         self._tasks = tasks
         self._heard = heard
         self._running: set[asyncio.Task[None]] = set()
-        self.in_flight = InFlight(engine, config, heard, vocabulary)
+        self.in_flight = in_flight
         self.ledger: DynamicSampling
         """Of the draws that are in flight now."""
         self.spans = Spans()
@@ -49,8 +49,8 @@ class GroupSampler:
         self.restart()
 
     def restart(self) -> None:
-        """Count tokens a second from now on."""
-        self._tokens, self._began = 0, time.perf_counter()
+        """Count tokens from now on."""
+        self.tokens, self._began = 0, time.perf_counter()
         self._last_sample = self._began
 
     def resume(self, draws: Sequence[PendingGroup]) -> None:
@@ -78,7 +78,7 @@ class GroupSampler:
 
     @property
     def tokens_per_second(self) -> float:
-        return self._tokens / max(time.perf_counter() - self._began, 1e-9)
+        return self.tokens / max(time.perf_counter() - self._began, 1e-9)
 
     @property
     def seconds_since_last(self) -> float:
@@ -143,11 +143,11 @@ class GroupSampler:
         known = draw is not None and 0 <= sample.index < len(draw.asked)
         if draw is None or not known or draw.asked[sample.index] in draw.received:
             raise EngineError(f"sample {sample.index} of request {sample.request_id} was not asked for, or came twice")
-        self.in_flight.check(sample)
+        self.in_flight.check(sample, draw.since)
         sample = replace(sample, index=draw.asked[sample.index])  # the engine numbers them as they were asked for
         draw.received[sample.index] = sample
         draw.drafts.pop(sample.index, None)
-        self._tokens += sample.length
+        self.tokens += sample.length
         self._last_sample = time.perf_counter()
         self._spawn(self._score(draw, sample))
 

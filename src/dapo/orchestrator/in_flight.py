@@ -15,10 +15,9 @@ from typing import Literal
 import numpy as np
 
 from dapo.config import Config
-from dapo.errors import ConfigError
 from dapo.orchestrator.pending_group import PendingGroup
 from dapo.records import Sample
-from dapo.rollout.engine import Engine, InterruptibleEngine, SampleError
+from dapo.rollout.engine import Engine, EngineError, InterruptibleEngine, SampleError, in_flight_policy
 
 
 class InFlight:
@@ -29,19 +28,9 @@ class InFlight:
     """
 
     def __init__(self, engine: Engine, config: Config, go_on: Callable[[], object], vocabulary: int | None) -> None:
-        """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows.
-        Raises ConfigError: the engine cannot do what ``rollout.in_flight`` says."""
+        """``go_on``: called when the engine may be asked again. ``vocabulary``: tokens that the model knows."""
         self._engine, self._go_on, self._vocabulary = engine, go_on, vocabulary or 2**31
-        self.policy: Literal["keep", "drain", "restart"] = (
-            config.rollout.in_flight
-            if config.rollout.in_flight != "auto"
-            else ("keep" if isinstance(engine, InterruptibleEngine) else "drain")
-        )
-        if self.policy == "restart" and not isinstance(engine, InterruptibleEngine):
-            raise ConfigError(
-                "rollout.in_flight: restart needs an engine whose requests can be cancelled (InterruptibleEngine in "
-                "dapo.rollout.engine), and this one has no such methods; use drain or keep"
-            )
+        self.policy = in_flight_policy(config, engine)
         self._draws: dict[int, PendingGroup] = {}
         self._fewer, self._gate = asyncio.Event(), asyncio.Event()
         self._gate.set()
@@ -59,6 +48,8 @@ class InFlight:
         while not self._gate.is_set():
             await self._gate.wait()
         self._draws |= {draw.number: draw for draw in draws}
+        for draw in draws:
+            draw.since = self._engine.version if draw.since is None else draw.since
         try:
             yield
         finally:
@@ -99,22 +90,27 @@ class InFlight:
         assert isinstance(self._engine, InterruptibleEngine)
         drafts = await self._engine.cancel(list(draws))
         await self._until_empty()
-        for draft in drafts:
-            draw = draws[draft.request_id]
-            if self.policy == "restart":
-                draw.restarted += 1
-                draw.dropped_tokens += len(draft.token_ids)
-            else:
+        try:
+            for draft in drafts:
+                draw = draws[draft.request_id]
                 index = draw.asked[draft.index]
-                draw.drafts[index] = replace(draft, index=index)
+                if self.policy == "restart":
+                    draw.restarted += 1
+                    draw.dropped_tokens += len(draft.token_ids)
+                else:
+                    draw.drafts[index] = replace(draft, index=index)
+        except (TypeError, AttributeError, LookupError) as error:
+            what = f"cancel() returned {drafts!r:.200}, and not a Draft for each unfinished sample that was asked for"
+            raise EngineError(f"rollout.engine {type(self._engine).__name__}: {what}") from error
 
-    def check(self, sample: Sample) -> None:
-        """Raises SampleError: ids, log-probs or versions are not what the tokens of one sample can have."""
-        if wrong := self._fault(sample):
+    def check(self, sample: Sample, since: int | None = None) -> None:
+        """``since``: version of the engine's weights when it was first asked for.
+        Raises SampleError: ids, log-probs or versions are not what the tokens of one sample can have."""
+        if wrong := self._fault(sample, since):
             name = f"rollout.engine {type(self._engine).__name__}"
             raise SampleError(f"{name}: sample {sample.index} of request {sample.request_id}: {wrong}")
 
-    def _fault(self, sample: Sample) -> str | None:
+    def _fault(self, sample: Sample, since: int | None) -> str | None:
         for name, kind in (("token_ids", np.integer), ("logprobs", np.floating), ("versions", np.integer)):
             values = getattr(sample, name)
             if not isinstance(values, np.ndarray) or values.ndim != 1 or not issubclass(values.dtype.type, kind):
@@ -129,9 +125,10 @@ class InFlight:
             return f"log-probs must be finite and at most 0, not {sample.logprobs.min()} to {sample.logprobs.max()}"
         versions, newest = sample.versions, self._engine.version
         first, last = int(versions[0]), int(versions[-1])
-        if (versions[1:] < versions[:-1]).any() or last > newest or (self.policy != "keep" and first != last):
-            wrong = f"tokens of the versions {first} to {last}"
-            return f"{wrong}, with weights of version {newest} and rollout.in_flight={self.policy}"
+        outside = last > newest or (since is not None and first < since)
+        if outside or (versions[1:] < versions[:-1]).any() or (self.policy != "keep" and first != last):
+            wrong = f"tokens of the versions {first} to {last}, with weights of the versions {since} to {newest}"
+            return f"{wrong} since it was asked for, and rollout.in_flight={self.policy}"
         return None
 
 

@@ -51,6 +51,8 @@ class PendingGroup:
     """Those of them that have been scored."""
     asked: tuple[int, ...] = ()
     """Which samples the engine was asked for."""
+    since: int | None = None
+    """Version of the engine's weights when it was first asked."""
     group: Group | None = None
     verdict: GroupVerdict | None = None
     oldest: int | None = None
@@ -101,6 +103,8 @@ class Scores:
         self.step = step
         self.made = 0
         self.failed = 0
+        self.before: Scores | None = None
+        """Those of the step before, which has samples that count in this one."""
         self._errors: Counter[str] = Counter()
 
     def take(self, reward: Reward) -> Reward:
@@ -115,10 +119,12 @@ class Scores:
 
     def check(self, final: bool = False) -> None:
         """Raises RewardError: the share of failed scores is above ``reward.max_error_rate``."""
-        limit = self._config.max_error_rate
-        if self.failed > limit * self.made and (final or self.made >= ENOUGH_SCORES):
-            common = "; ".join(f"{text} ({count} x)" for text, count in self._errors.most_common(3))
+        limit, both = self._config.max_error_rate, [self, *([self.before] if self.before else [])]
+        made, failed = sum(one.made for one in both), sum(one.failed for one in both)
+        if failed > limit * made and (final or made >= ENOUGH_SCORES):
+            errors = sum((one._errors for one in both), Counter[str]())
+            common = "; ".join(f"{text} ({count} x)" for text, count in errors.most_common(3))
             raise RewardError(
-                f"step {self.step + 1}: {self.failed} of {self.made} scores failed "
-                f"({self.failed / self.made:.0%}; reward.max_error_rate allows {limit:.0%}): {common}"
+                f"step {self.step + 1}: {failed} of {made} scores failed "
+                f"({failed / made:.0%}; reward.max_error_rate allows {limit:.0%}): {common}"
             )

@@ -58,6 +58,8 @@ class RolloutStats:
     """Samples of the draws finished in this step whose tokens are of more than one version."""
     restarted: int = 0
     """Samples that were begun again under newer weights; their earlier tokens count as wasted."""
+    window_tokens: int = 0
+    """Tokens of all samples that came since the batch before, whichever step their draws are settled in."""
     totals: Mapping[str, int] = field(default_factory=dict)
     """Draws since the run began: ``produced``, and what became of them, which adds up to it: ``trained, filtered,
     stale, surplus, cancelled, carried, unfinished``."""

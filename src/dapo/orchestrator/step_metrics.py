@@ -297,7 +297,7 @@ def _speed(rollout: RolloutBatch, reports: Sequence[UpdateReport], times: Mappin
     found = {f"time/{phase}": seconds for phase, seconds in phases(rollout, reports, times).items()}
     found |= {"time/wall": sum(found.values()), "time/update": times.get("update", 0.0), "time/step": total}
     if sampling := max(found.get("time/rollout", 0.0), rollout.seconds_sampling):
-        found["tokens_per_second/rollout"] = rollout.stats.tokens / sampling
+        found["tokens_per_second/rollout"] = rollout.stats.window_tokens / sampling
     if times.get("update"):
         found["tokens_per_second/update"] = sum(r.tokens for r in reports) / times["update"]
     if total:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from dapo.errors import NumericalError, UserError
+from dapo.config import Config
+from dapo.errors import ConfigError, NumericalError, UserError
 from dapo.records import Sample
 
 if TYPE_CHECKING:
@@ -145,6 +146,21 @@ class InterruptibleEngine(Engine, Protocol):
     async def resume(self) -> None:
         """Go on; a no-op when not paused."""
         ...
+
+
+def in_flight_policy(config: Config, engine: Any) -> str:
+    """``rollout.in_flight`` with `auto` resolved. ``engine``: one, a class, or None: that of the package; of what a
+    function will make, nothing is known. Raises ConfigError: it cannot do what is asked."""
+    asked, methods = config.rollout.in_flight, [name for name in vars(InterruptibleEngine) if name[0] != "_"]
+    if callable(engine) and not isinstance(engine, type):
+        return asked
+    able = engine is None or all(hasattr(engine, name) for name in methods)
+    if asked == "restart" and not able and config.rollout.max_staleness:
+        raise ConfigError(
+            "rollout.in_flight: restart needs an engine whose requests can be cancelled (InterruptibleEngine in "
+            "dapo.rollout.engine), and this one lacks such methods; use drain or keep"
+        )
+    return asked if asked != "auto" else "keep" if able else "drain"
 
 
 def some_elements(tensor: torch.Tensor) -> torch.Tensor:

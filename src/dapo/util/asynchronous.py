@@ -32,6 +32,11 @@ class Channel(Generic[T]):
         self._end = reason
         self._changed.set()
 
+    def check(self) -> None:
+        """Raises the reason, if it is closed with one."""
+        if self._end is not None:
+            raise self._end
+
     def drain(self) -> list[T]:
         """The items that nobody has taken."""
         items = list(self._items)

@@ -298,6 +298,15 @@ def test_what_is_wrong_is_said_without_a_traceback(tmp_path: Path, monkeypatch: 
     assert done.exit_code == 1 and "pip install 'dapo-rl[report]'" in done.output
 
 
+def test_of_a_run_that_samples_ahead_the_rollout_is_the_wait_for_a_batch() -> None:
+    assert figures.phase_name("rollout", [{"step": 1}]) == "rollout"
+    ahead = [{"step": 1, "overlap/wall": 2.0}]
+    assert [figures.phase_name(phase, ahead) for phase in ("rollout", "reward_wait")] == [
+        "wait for a batch",
+        "reward wait",
+    ]
+
+
 def test_what_was_sampled_ahead_has_panels_of_its_own() -> None:
     turns = {"groups/drawn": 4, "groups/share_all_right": 0.5, "groups/share_all_wrong": 0.0, "accuracy": 1.0}
     ahead = {f"staleness/groups/{age}": count for age, count in {10: 1, 9: 2, 0: 1}.items()}

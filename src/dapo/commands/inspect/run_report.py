@@ -21,7 +21,7 @@ WATCHED = (
     *("clip/low", "clip/high", "groups/kept", "groups/drawn", "grad_norm", "mismatch/mean", "time/step", "objective/*"),
 )
 """The metrics that are shown unless others are asked for, and patterns of their names."""
-WATCHED_AHEAD = ("staleness/mean", "staleness/max", "groups/stale", "overlap/won", "idle/learner", "idle/engine")
+WATCHED_AHEAD = ("staleness/mean", "groups/stale", "overlap/seconds", "overlap/won", "idle/learner", "idle/engine")
 """Those that are shown, too, where ``rollout.max_staleness`` is 1 or more."""
 
 _MOST_STEPS, _CURVE = 8, 16

@@ -192,7 +192,7 @@ def _time(steps: Sequence[Entry]) -> list[Block]:
     whole = sum(spent.values())
     if not whole:
         return [Text("No times are known yet.")]
-    rows = [[phase.replace("_", " "), f"{s:,.1f}", f"{s / whole:.1%}"] for phase, s in spent.items() if s]
+    rows = [[figures.phase_name(phase, steps), f"{s:,.1f}", f"{s / whole:.1%}"] for phase, s in spent.items() if s]
     plot = _plot("time", "seconds of each step by phase, and tokens per second", figures.time(steps))
     return [Rows(["phase", "seconds", "share"], rows), *plot]
 

@@ -80,11 +80,17 @@ def time(entries: Sequence[Entry]) -> Figure | None:
         return None
     figure, (seconds, speed) = _grid(2)
     columns = [_column(entries, steps, name) for name in names]
-    seconds.stackplot(steps, *columns, labels=[name.removeprefix("time/") for name in names], colors=_COLOURS)
+    labels = [phase_name(name.removeprefix("time/"), entries) for name in names]
+    seconds.stackplot(steps, *columns, labels=labels, colors=_COLOURS)
     _finish(seconds, "seconds of a step", legend=True)
     _draw_all(speed, entries, [f"tokens_per_second/{of}" for of in ("rollout", "update", "total")])
     _finish(speed, "tokens per second", legend=True)
     return figure
+
+
+def phase_name(phase: str, entries: Sequence[Entry]) -> str:
+    """What a phase is called; of a run that samples ahead, the rollout is no more than the wait for it."""
+    return "wait for a batch" if phase == "rollout" and _has(entries, "overlap/wall") else phase.replace("_", " ")
 
 
 def _grid(count: int) -> tuple[Figure, list[Axes]]:
@@ -133,7 +139,7 @@ def _finish(place: Axes, title: str, legend: bool) -> None:
     place.grid(color=_GREY, alpha=0.25, linewidth=0.5)
     place.spines[["top", "right"]].set_visible(False)
     if legend and place.get_legend_handles_labels()[0]:
-        place.legend(fontsize=7, frameon=False, loc="best")
+        place.legend(fontsize=7, loc="best", framealpha=0.9)  # framed: over areas of the same colours
 
 
 def _has(entries: Sequence[Entry], name: str) -> bool:

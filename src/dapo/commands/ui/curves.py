@@ -125,15 +125,16 @@ def overlap_told(entries: Sequence[Entry]) -> str:
         return sum(float(e.get(name) or 0.0) for name in names for e in entries if e.get("step"))
 
     wall, both, waited, idle = map(total, ("overlap/wall", "overlap/seconds", "idle/learner", "idle/engine"))
+    over = "Over all steps, evaluation left out,"
     if wall and all(e.get("overlap/won") is None for e in entries):
-        told = (
-            f"Sampling ran beside the learner's work for {both / wall:.0%} of the time, on the same device. What that "
-        )
-        return told + "saves shows against time/step of a run with rollout.max_staleness=0."
+        told = f"{over} sampling ran beside the learner's work for {both / wall:.0%} of the time. No device of the "
+        return f"{told}engine's own is known: compare time/step with that of a run with rollout.max_staleness=0."
     if wall:
         saved = both / (wall + both)
-        told = f"Sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. Of the "
-        told += f"rest, the learner waited for samples {waited / wall:.0%}, and the engine was idle {idle / wall:.0%}."
+        told = (
+            f"{over} sampling beside the updates saved {saved:.0%} of the time that taking turns would have taken. Of "
+        )
+        told += f"the rest, the learner waited for samples {waited / wall:.0%}; the engine was idle {idle / wall:.0%}."
         return told + (" There is little to win where one of the two is most of a step." if saved < 0.05 else "")
     seconds, sampling = total("time/step"), total("time/rollout", "time/reward_wait")
     if not seconds:
