@@ -37,7 +37,7 @@ def test_a_run_survives(fault: Fault, scene: Scene) -> None:
 
 
 def test_there_are_enough_faults_and_each_declares_what_is_demanded() -> None:
-    assert len(FAULTS) >= 25 and len(CI) == 8
+    assert len(FAULTS) >= 25 and len(CI) == 9
     assert sum(fault.name.startswith("kill -9 at a random moment") for fault in FAULTS) == 10
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert all(fault.exit and 0 < fault.seconds <= 60 for fault in FAULTS)

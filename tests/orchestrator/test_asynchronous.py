@@ -4,10 +4,11 @@ for."""
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dapo.errors import StarvedError
 from dapo.orchestrator.loop import train
 from dapo.orchestrator.run_state import Plan
 from dapo.records import Group, Prompt, Reward, Sample
-from dapo.rollout.engine import Draft, InterruptibleEngine
+from dapo.rollout.engine import Draft, EngineError, InterruptibleEngine
 from dapo.rollout.seeds import sample_seed
 from loop_fakes import FakeBuilder, FakeLearner, World
 
@@ -435,7 +436,7 @@ def test_a_source_that_ends_fills_the_steps_that_it_can_fill() -> None:
 
 def test_too_few_groups_are_told_of_when_the_step_asks_for_them() -> None:
     few = {"algorithm.filter_groups.max_num_gen_batches": 2}
-    told = r"kept 0 of the 4 groups wanted; in 12 draws \(\(.*max_num_gen_batches=2 \+ rollout.ahead=1\) x 4\)"
+    told = r"kept 0 of the 4 groups wanted; in 8 draws \(.*max_num_gen_batches=2 x 4\)"
     with pytest.raises(StarvedError, match=told):
         finished(Asynchronous(STALE | few, share=0.0))
 
@@ -480,3 +481,141 @@ def test_a_run_that_is_stopped_at_any_moment_loses_nothing_that_had_come(tmp_pat
     settled = Counter(group.draw for rollout, _ in again.batches for group in rollout.sampled)
     assert set(settled.values()) == {1}
     assert not came & set(asked)
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_lower_bound_does_not_starve_a_run_of_the_draws_that_waited(tmp_path: Path, bound: int) -> None:
+    changes = {"rollout.max_staleness": 4, "training.steps": 8, "algorithm.filter_groups.max_num_gen_batches": 7}
+    for seed in range(6):
+        world = Asynchronous(changes | {"seed": seed}, share=0.5, rows=64, update_s=10)
+        with pytest.raises(TimeoutError):
+            finished(world, 60)
+        folder = tmp_path / f"{seed}"
+        folder.mkdir()
+        world.save(folder)
+        again = Asynchronous(changes | {"seed": seed, "rollout.max_staleness": bound}, share=0.5, rows=64)
+        again.load(folder, {})
+        again.batches = list(world.batches)
+        finished(again)
+        again.check()
+        assert len(again.batches) == 8 and max(ages(again)) <= 4
+
+
+@pytest.mark.parametrize("moment", range(0, 40, 3))
+def test_a_step_that_is_resumed_on_a_shared_device_asks_no_sleeping_engine(tmp_path: Path, moment: int) -> None:
+    """Nothing is asked of it between its sleep and the end of its waking, which gives others a turn."""
+    changes = STALE | {"training.steps": 4}
+    world = Asynchronous(changes, colocated=True, share=0.5)
+    with pytest.raises(TimeoutError):
+        finished(world, 2 + moment)
+    world.save(tmp_path)
+    again = Asynchronous(changes, colocated=True, share=0.5)
+    again.load(tmp_path, {})
+    again.batches = list(world.batches)
+    finished(again)  # the engine asserts that it is awake
+    assert len(again.batches) == 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda s: replace(s, versions=s.versions[::-1] * 0 + np.arange(s.length)[::-1].astype(np.int32)), "versions"),
+        (lambda s: replace(s, versions=s.versions * 0 - 5), "versions -5 to -5, with weights of the versions 0 to"),
+        (lambda s: replace(s, versions=s.versions + 7), "versions 7 to 7"),
+    ],
+)
+def test_versions_that_a_sample_cannot_have_are_an_error(spoil: Any, said: str) -> None:
+    world = Asynchronous(STALE)
+    generate = world.engine.generate
+
+    async def lying(requests: Any) -> Any:
+        async for sample in generate(requests):
+            yield spoil(sample)
+
+    world.engine.generate = lying
+    with pytest.raises(EngineError, match=said):
+        finished(world)
+
+
+def test_samples_that_are_lost_after_an_interruption_are_missed() -> None:
+    """That a stream was told to end early excuses that stream only."""
+    world = Asynchronous(STALE | {"rollout.in_flight": "restart"}, tail=True, share=0.5)
+    generate, cancelled = world.engine.generate, []
+    cancel = world.engine.cancel
+
+    async def noted(ids: Any) -> Any:
+        cancelled.append(ids)
+        return await cancel(ids)
+
+    async def losing(requests: Any) -> Any:
+        lost = bool(cancelled)
+        async for sample in generate(requests):
+            if not lost or world.engine.version < 3:
+                yield sample
+            lost = False
+
+    world.engine.cancel, world.engine.generate = noted, losing
+    with pytest.raises(EngineError, match="never came back"):
+        finished(world)
+
+
+@pytest.mark.parametrize("drafts", [None, [Draft(10**6, 0, (1,), (-1.0,), (0,))], [Draft(0, 99, (1,), (-1.0,), (0,))]])
+def test_drafts_that_are_none_name_the_engine(drafts: Any) -> None:
+    world = Asynchronous(STALE, tail=True, share=0.5, colocated=True)
+    cancel = world.engine.cancel
+
+    async def wrong(ids: Any) -> Any:
+        await cancel(ids)
+        return drafts
+
+    world.engine.cancel = wrong
+    with pytest.raises(EngineError, match=r"SlowEngine: cancel\(\) returned"):
+        finished(world)
+
+
+def test_a_few_failed_scores_of_a_short_window_end_no_run() -> None:
+    """What is scored between two batches may be three samples; they are judged with those of the batch before."""
+    for seed in range(8):
+        world = Asynchronous(STALE | {"seed": seed, "training.steps": 30, "rollout.prompts_per_step": 16}, share=0.5)
+        scorer, dice = world.collector._scorer, random.Random(seed)
+
+        class Sometimes:
+            async def score(self, *asked: Any, scorer: Any = scorer, dice: Any = dice) -> Reward:
+                found = await scorer.score(*asked)
+                return Reward(None, math.nan, error="time-out") if dice.random() < 0.02 else found
+
+        world.collector._scorer = Sometimes()
+        finished(world)
+        assert len(world.batches) == 30
+
+
+def test_why_an_engine_died_is_told_and_not_what_follows_from_it() -> None:
+    world = Asynchronous(STALE)
+
+    async def dying(requests: Any) -> Any:
+        await asyncio.sleep(2)
+        calls.append("dead")
+        raise EngineError("the device fell off")
+        yield
+
+    async def closed(version: int) -> None:
+        if "dead" in calls:
+            raise EngineError("the engine is closed")
+        await begin(version)
+
+    first, begin = world.engine.generate, world.engine.begin
+    calls: list[Any] = []
+    world.engine.generate = lambda requests: (calls.append(1), first(requests) if len(calls) < 2 else dying(requests))[
+        1
+    ]
+    world.engine.begin = closed
+    with pytest.raises(EngineError, match="fell off"):
+        finished(world)
+
+
+def test_tokens_that_were_dropped_count_as_wasted() -> None:
+    world = Asynchronous(STALE | {"rollout.in_flight": "restart"}, tail=True, share=0.5)
+    finished(world)
+    stats = [rollout.stats for rollout, _ in world.batches]
+    stale = sum(s.length for r, _ in world.batches for g, what in r.rejected if what == "stale" for s in g.samples)
+    assert sum(s.restarted for s in stats) and sum(s.wasted_tokens for s in stats) > stale

@@ -138,7 +138,7 @@ class FilterGroupsConfig(Section):
     tolerance: float = Field(1e-6, ge=0)
     """Smallest spread of the raw reward that counts (metric `score`)."""
     max_num_gen_batches: int = Field(10, ge=1)
-    """Draw at most this many times N prompts in one step, and rollout.ahead times more."""
+    """A step chooses its groups from at most this many times N prompts; those too old for it are not counted."""
     on_starved: Literal["stop", "train"] = "stop"
     """When that many did not give N groups: stop with a checkpoint, or train on the groups there are."""
 

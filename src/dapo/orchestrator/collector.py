@@ -13,8 +13,7 @@ What had come is in the state; in deterministic mode that is the state before th
 seeds.
 
 Order: draws are numbered through the run, and the first N kept ones *in that order* are admitted, whatever the order
-they finish in. Each sample has its own seed. So what a round returns depends on when things finish only through the
-number of prompts drawn, and under ``runtime.deterministic`` not at all.
+they finish in. Each sample has its own seed. Under ``runtime.deterministic`` nothing depends on when things finish.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group
 from dapo.reward.contract import Scorer
 from dapo.rollout.engine import Engine, InterruptibleEngine
-from dapo.util.asynchronous import Channel, task_group, until_done
+from dapo.util.asynchronous import Channel, next_event, task_group, until_done
 
 Progress = Callable[[int, int, str], object]
 """Hears how much is done, of how much, and a note."""
@@ -200,8 +199,8 @@ class Collector:
     @property
     def unsettled(self) -> bool:
         """Whether there is more here than between two steps of a run that samples for the step that waits only."""
-        lasting = self._ledger is not None and self._config.rollout.max_staleness > 0
-        return self._untaken is not None or self._position.starved or bool(self._position.under_way) or lasting
+        at, lasting = self._position, self._ledger is not None and self._config.rollout.max_staleness > 0
+        return self._untaken is not None or at.starved or bool(at.under_way) or lasting
 
     def state(self) -> dict[str, Any]:
         """The position, for a checkpoint (``state.py``); on-policy, while a round is running, that before it.
@@ -286,7 +285,7 @@ class Collector:
             if self._batches:
                 self._begin(sampler)
             else:
-                await self._next_event()
+                await next_event(self._heard)
         ledger = self._ledger
         while True:
             if self._wanted is not None:
@@ -294,14 +293,10 @@ class Collector:
             drew = self._draw_more(ledger, sampler)
             if self._wanted is not None and not drew and self._found(ledger):
                 return await self._hand_out(ledger, sampler)
-            await self._next_event()
+            await next_event(self._heard)
             if self._wanted is not None:
                 note = f"groups of {len(ledger.own)} drawn, {sampler.tokens_per_second:,.0f} tok/s"
                 self._progress(ledger.kept, ledger.wanted, note)
-
-    async def _next_event(self) -> None:
-        await self._heard.wait()
-        self._heard.clear()
 
     @property
     def _batches(self) -> int:

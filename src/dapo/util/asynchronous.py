@@ -53,6 +53,12 @@ class Channel(Generic[T]):
         return self._items.popleft()
 
 
+async def next_event(event: asyncio.Event) -> None:
+    """Wait until it is set, and wait for the next one from then on."""
+    await event.wait()
+    event.clear()
+
+
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """A group of tasks that ends with the first error of its tasks or of the body itself, not with a group of them."""
