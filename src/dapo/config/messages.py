@@ -224,7 +224,9 @@ def nearest_key(key: str) -> str:
     for _, answer in _elsewhere(key):
         return answer
     if not siblings:  # the section is unknown too
-        return nearest_key(".".join(parents))
+        said = nearest_key(".".join(parents))
+        meant = said.removeprefix("did you mean ").removesuffix("?")
+        return f"did you mean {meant}.{last}?" if last in fields_at(meant.split(".")) else said
     known = all_keys()
     own_name = bool(parents) and ".".join(parents) not in known  # below a name that the user gave
     everywhere = {k.rpartition(".")[2]: k for k in reversed(known) if not own_name}
