@@ -123,9 +123,9 @@ def _check_objective(config: Config, overrides: RunOverrides) -> None:
     staleness, uncorrected = config.rollout.max_staleness, config.algorithm.correction.kind == "none"
     if staleness and uncorrected and not getattr(objective, "off_policy", False):
         raise ConfigError(
-            f"rollout.max_staleness: is {staleness}, but the objective does not say that it bears samples of older "
-            "weights; use max_staleness=0 or algorithm.correction.kind=truncate, or, if it clips or weighs the ratio "
-            "itself, give it the attribute off_policy = True"
+            f"rollout.max_staleness: is {staleness}, but the objective does not say that it is made for samples of "
+            "older weights; use max_staleness=0 or algorithm.correction.kind=truncate, or, if it clips or weighs the "
+            "ratio itself, give it the attribute off_policy = True"
         )
     budget, prompt = config.training.tokens_per_micro_batch, config.data.max_prompt_length
     each, response = config.rollout.samples_per_prompt, config.rollout.max_response_length
@@ -233,7 +233,7 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     template.ends_with(stop_ids)
     notice_generation_config(model, listener)
     spare = trainer.bytes_to_come
-    copy = config.evaluation.while_sampling == "copy" and config.rollout.max_staleness > 0 and bool(setup.heldout)
+    copy = config.evaluation.while_sampling == "copy" and config.ahead > 0 and bool(setup.heldout)
     second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
     collector = Collector(drawn, engine, scorer, template.decode, config, partial(listener.working, "rollout"))
