@@ -397,6 +397,7 @@ def test_section_errors_do_not_speak_of_classes(message: Message) -> None:
 # --- cross-field checks: the numbers are shown, and what is proposed works ----------------------------------------
 
 INTERPOLATE = ("algorithm.proximal=interpolate", "rollout.max_staleness=1")
+UNBOUND = ["rollout.max_staleness=1", "training.groups_per_update=16"]
 
 
 @pytest.mark.parametrize(
@@ -421,12 +422,14 @@ INTERPOLATE = ("algorithm.proximal=interpolate", "rollout.max_staleness=1")
         (["runtime.deterministic=true", "rollout.max_staleness=2"], "runtime.deterministic", ["2", "the clock"]),
         (["algorithm.clip_ratio_high=11", "rollout.max_staleness=2"], "algorithm.clip_ratio_high", ["11", "2", "0.28"]),
         (["algorithm.proximal=interpolate"], "algorithm.proximal", ["max_staleness=0"]),
-        ([*INTERPOLATE, "algorithm.correction.kind=mask"], "algorithm.correction.kind", ["divisor"]),
+        ([*INTERPOLATE, "algorithm.correction.kind=mask"], "algorithm.correction", ["mask", "whole responses"]),
         (
             [*INTERPOLATE, "algorithm.correction.kind=truncate", "algorithm.correction.level=sequence"],
-            "algorithm.correction.level",
-            ["whole responses"],
+            "algorithm.correction",
+            ["sequence", "whole responses"],
         ),
+        (UNBOUND, "algorithm.proximal", ["recompute", "one update", "1"]),
+        ([*INTERPOLATE, *UNBOUND], "algorithm.proximal", ["interpolate", "one update", "1"]),
     ],
 )
 def test_an_impossible_combination_shows_its_numbers(
@@ -465,6 +468,10 @@ def test_an_impossible_combination_shows_its_numbers(
             [*INTERPOLATE, "algorithm.correction.kind=truncate", "algorithm.correction.level=sequence"],
             ["algorithm.correction.level=token"],
         ),
+        (UNBOUND, ["algorithm.correction.kind=truncate"]),
+        (UNBOUND, ["algorithm.proximal=engine"]),
+        (UNBOUND, ["training.epochs_per_rollout=2"]),
+        (UNBOUND, ["rollout.max_staleness=0"]),
     ],
 )
 def test_what_is_proposed_works(load: Load, message: Message, overrides: list[str], proposed: list[str]) -> None:
@@ -504,6 +511,8 @@ def test_buffer_as_long_as_the_limit_and_buffer_of_zero_are_fine(load: Load) -> 
             "algorithm.kl.horizon=33",
         ),
         (["rollout.max_staleness=1"], "algorithm.clip_ratio_high=10.1", "algorithm.clip_ratio_high=10"),
+        ([], "rollout.max_staleness=65", "rollout.max_staleness=64"),
+        (UNBOUND, "algorithm.proximal=recompute", "algorithm.proximal=engine"),
     ],
 )
 def test_what_is_on_the_border_is_refused_and_the_next_value_works(

@@ -23,6 +23,7 @@ from dapo.observe.metrics import read_metrics
 from dapo.observe.run_folder import RunFolder
 from dapo.observe.samples import read_samples
 from dapo.orchestrator.encoded_state import read_state
+from dapo.records import Sample
 
 RESUMABLE = 75
 ERROR, RECIPE, STOPPED_EARLY, OURS = 1, 2, 3, 70
@@ -74,18 +75,23 @@ def killed_ahead(number: int) -> Callable[[Stage], Ended]:
     def do(stage: Stage) -> Ended:
         ended = killed_at(number, *AHEAD, first=4)(stage)
         buffer = read_state(newest(stage))["buffer"]
-        kept = [[g.draw, s.index, s.text] for g in buffer["under_way"] for s in g.samples if s.scored]
+        kept = [[g.draw, s.index, s.text, ends(s)] for g in buffer["under_way"] for s in g.samples if s.scored]
         stage.file("kept.json", json.dumps(kept))
         return replace(ended, note=f"{ended.note}, {len(kept)} samples kept")
 
     return do
 
 
+def ends(sample: Sample) -> list[int]:
+    """The versions of its first and its last token, as a line of samples has them."""
+    return [int(sample.versions[0]), int(sample.versions[-1])] if sample.length else []
+
+
 def accounted_for(stage: Stage) -> str | None:
     """Each draw is in the samples of one step, those that had come as they were, and the counts add up."""
     buffer = read_state(newest(stage))["buffer"]
     counts, here = buffer["counts"], len(buffer["under_way"]) + len(buffer["carried"])
-    found: dict[tuple[int, int], str] = {}
+    found: dict[tuple[int, int], tuple[str, list[int]]] = {}
     trained, settled = set(), set()
     for path in sorted(RunFolder(stage.run).samples.glob("step-?????.jsonl")):
         lines = list(read_samples(path))
@@ -93,9 +99,9 @@ def accounted_for(stage: Stage) -> str | None:
             return f"draws {sorted(twice)} are in two steps"
         settled |= {line["draw"] for line in lines}
         trained |= {line["draw"] for line in lines if line["status"] == "kept"}
-        found |= {(line["draw"], line["index"]): line["response"] for line in lines}
-    for draw, index, text in json.loads((stage.folder / "kept.json").read_text()):
-        if draw in settled and found[draw, index] != text:
+        found |= {(line["draw"], line["index"]): (line["response"], line["versions"]) for line in lines}
+    for draw, index, *kept in json.loads((stage.folder / "kept.json").read_text()):
+        if draw in settled and found[draw, index] != tuple(kept):
             return f"sample {index} of draw {draw} had come, and is another one now"
     produced = counts.pop("produced")
     if produced != buffer["draws"] or produced != sum(counts.values()) + here:

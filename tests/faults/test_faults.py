@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from fault_cases import DRAWS, FAULTS, SEED, killed_at
+from fault_cases import DRAWS, FAULTS, SEED, accounted_for, killed_at
 from fault_harness import Ended, Fault, Kept, Running, Scene, Stage, differences, make_scene, try_fault
 from fault_inside import POINTS, Strike
 from fault_table import try_all
 from rich.console import Console
+
+from dapo.observe.run_folder import RunFolder
+from dapo.observe.samples import read_samples
+from run_cases import run
 
 CI = [fault for fault in FAULTS if fault.ci]
 OTHERS = [fault for fault in FAULTS if not fault.ci]
@@ -38,11 +45,22 @@ def test_a_run_survives(fault: Fault, scene: Scene) -> None:
 
 def test_there_are_enough_faults_and_each_declares_what_is_demanded() -> None:
     assert len(FAULTS) >= 25 and len(CI) == 9
-    assert sum(fault.name.startswith("kill -9 at a random moment") for fault in FAULTS) == 10
+    assert sum(fault.name.startswith("kill -9 at a random moment") for fault in FAULTS) == 20
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert all(fault.exit and 0 < fault.seconds <= 60 for fault in FAULTS)
     unheard = [fault.name for fault in FAULTS if set(fault.exit) & {1, 2, 3} and not fault.says]
     assert unheard == []
+
+
+def test_a_sample_that_was_kept_and_has_other_versions_now_is_found(tmp_path: Path) -> None:
+    changes = {"rollout.max_staleness": 1, "runtime.deterministic": False, "run.save_every": 1, "training.steps": 2}
+    run(tmp_path / "run", changes)
+    line = read_samples(RunFolder(tmp_path / "run").samples / "step-00001.jsonl")[0]
+    stage = cast(Stage, SimpleNamespace(run=tmp_path / "run", folder=tmp_path))
+    for versions, found in ((line["versions"], None), ([0, 7], "had come, and is another one now")):
+        kept = [[line["draw"], line["index"], line["response"], versions]]
+        (tmp_path / "kept.json").write_text(json.dumps(kept))
+        assert (told := accounted_for(stage)) == found or (found and told and found in told)
 
 
 class PreparingStage(Stage):

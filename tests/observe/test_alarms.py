@@ -332,6 +332,17 @@ def test_what_is_usual_is_a_median_of_the_steps_that_are_remembered() -> None:
     assert [entry["entropy"] for entry in watch.state()["first"]] == [1, 2, 3, 4, 5]
 
 
+def test_differences_that_few_steps_can_tell_are_alarms_too() -> None:
+    """With sampling ahead few steps have samples of the present version: the last known values count."""
+    untold: Metrics = {"mismatch/mean": None, "mismatch/tail": None}
+    bad: Metrics = {"mismatch/mean": 0.3, "mismatch/tail": 0.08}
+    steps = [HEALTHY | (untold if n % 5 else bad) for n in range(15)]
+    assert {(step, text.partition(":")[0]) for step, text in raised(steps)} >= {(1, "mismatch"), (11, "mismatch tail")}
+    assert "mismatch" not in {text.partition(":")[0] for _, text in raised(steps[1:5])}
+    recovered = [*steps, HEALTHY, *[HEALTHY | untold] * 3]
+    assert {text.partition(":")[0] for step, text in raised(recovered) if step > 15} <= {"mismatch tail"}
+
+
 # --- how often ----------------------------------------------------------------------------------------------------
 
 

@@ -159,6 +159,7 @@ ASYNCHRONOUS = {
     "rollout.max_staleness": 1,
     "rollout.prompts_per_step": 2,
     "training.steps": 8,
+    "training.groups_per_update": 1,
     "runtime.deterministic": False,
 }
 
@@ -185,6 +186,16 @@ def test_sampling_ahead_with_a_real_engine(tmp_path: Path, policy: str, evaluate
             if sample["status"] == "kept":
                 assert entry["step"] - 2 <= min(versions) and max(versions) <= entry["step"] - 1
     assert set(seen.values()) == {1}
+
+
+def test_evaluations_have_an_engine_of_their_own_only_beside_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staleness without sampling ahead takes turns: a second engine would only take memory."""
+    monkeypatch.delattr("dapo.orchestrator.build.evaluation_engine")  # calling it is an error
+    changes = ASYNCHRONOUS | {"rollout.ahead": 0, "evaluation.while_sampling": "copy", "training.steps": 1}
+    run(tmp_path / "run", changes, listener := Recorder(), heldout=PROMPTS[:2])
+    assert any(text.startswith("evaluation.while_sampling=copy: has no effect") for text in listener.warnings)
 
 
 def test_a_step_is_told_before_its_evaluation(tmp_path: Path) -> None:

@@ -203,8 +203,7 @@ def test_a_fixed_response_has_one_reward_on_every_path_failures_32(
     paths: dict[str, dict[str, Any]] = {
         "in order": {},
         "streaming": {"runtime.deterministic": False},
-        "carried": {"rollout.max_staleness": 1, "rollout.prompts_per_step": 2, "training.steps": 4}
-        | {"runtime.deterministic": False},
+        "carried": {"rollout.max_staleness": 1, "runtime.deterministic": False, "training.steps": 4},
         "everything kept": {"algorithm.filter_groups.enable": False},
         "in workers": in_workers,
     }

@@ -43,6 +43,7 @@ from dapo.rollout.native.decoder import Decoder
 from dapo.training.checkpoint import load_tensors
 from dapo.training.learner import LocalLearner
 from dapo.training.trainer import Trainer
+from dapo.util import spans
 from dapo.util.files import json_line, write_json
 from run_cases import (
     PROMPTS,
@@ -161,6 +162,20 @@ def test_a_checkpoint_inside_of_a_step_knows_how_far_it_was(tmp_path: Path) -> N
             run(tmp_path, LONG, heldout=PROMPTS[:4])
     assert last_checkpoint(tmp_path).name == "step-00001-update-00001"
     loads_whole(last_checkpoint(tmp_path) / "model")
+
+
+def test_between_two_processes_nobody_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sampling ahead, the time until a run goes on inside of a step counts in no metric of the steps after it."""
+    changes = LONG | {"rollout.max_staleness": 1, "runtime.deterministic": False}
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, Trainer, "update", 4)  # two updates a step: the second one of step 2
+        with pytest.raises(Stopped):
+            run(tmp_path / "run", changes, heldout=PROMPTS[:4])
+    monkeypatch.setattr("dapo.util.spans._EPOCH", spans._EPOCH + 1e6)
+    resume(tmp_path / "run", changes)
+    later = steps_of(tmp_path / "run")[1:]
+    assert len(later) == 3 and all(0 < entry["overlap/wall"] < 1e3 for entry in later)
+    assert all(0 <= entry[f"idle/{who}"] <= entry["overlap/wall"] for entry in later for who in ("learner", "engine"))
 
 
 def test_stopped_again_and_again(tmp_path: Path) -> None:

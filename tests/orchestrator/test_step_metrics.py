@@ -77,8 +77,9 @@ def metrics(
     stats: RolloutStats = STATS,
     first_draw: int = 0,
     config: Config | None = None,
+    step: int = 0,
 ) -> dict[str, float]:
-    fill = RolloutBatch(0, first_draw, tuple(groups), tuple(rejected), stats)
+    fill = RolloutBatch(step, first_draw, tuple(groups), tuple(rejected), stats)
     mismatch = sum((r.mismatch for r in reports), Mismatch())
     groups = groups if trained is None else trained
     found = step_metrics(fill, groups, reports, mismatch, TIMES, config or make_config())
@@ -289,7 +290,7 @@ def test_what_the_paper_watches_is_in_every_step() -> None:
 def test_with_staleness_ages_and_the_fate_of_draws_are_told_and_without_it_nothing_of_them() -> None:
     totals = {"produced": 9, "trained": 3, "filtered": 2, "stale": 1, "surplus": 0, "cancelled": 0, "carried": 1}
     stats = replace(STATS, ages=(2, 1), unfinished=2, continued=5, restarted=4, totals=totals | {"unfinished": 2})
-    found = metrics(stats=stats, config=make_config(rollout__max_staleness=2))
+    found = metrics(stats=stats, config=make_config(rollout__max_staleness=2), step=9)
     ages = [found[f"staleness/groups/{age}"] for age in range(3)]
     assert ages == [2, 1, 0] and "staleness/groups/3" not in found
     draws = {name: count for name, count in found.items() if name.startswith("draws/")}
@@ -300,6 +301,12 @@ def test_with_staleness_ages_and_the_fate_of_draws_are_told_and_without_it_nothi
         *("groups/unfinished", "samples/continued", "samples/restarted"),
         *(name for name in found if name.startswith(("staleness/groups/", "draws/"))),
     }
+
+
+@pytest.mark.parametrize(("step", "wanted"), [(0, 2), (1, 2), (5, 6), (64, 65), (900, 65)])
+def test_no_age_is_told_that_cannot_occur(step: int, wanted: int) -> None:
+    found = metrics(stats=replace(STATS, ages=(2, 1)), config=make_config(rollout__max_staleness=64), step=step)
+    assert sum(name.startswith("staleness/groups/") for name in found) == wanted
 
 
 EARLIER: list[Span] = [("rollout", 0, 10), ("prepare", 10, 11), ("update", 11, 15), ("sync", 15, 16)]

@@ -14,12 +14,12 @@ from dapo.data.template import PromptTemplate
 from dapo.errors import ConfigError
 from dapo.evaluation.evaluate import evaluate, evaluation_sampling
 from dapo.model.loading import copy_model, load_model
-from dapo.model.placement import device_of, engine_device
+from dapo.model.placement import device_of, engine_device, take_turns
 from dapo.orchestrator.inputs import RunOverrides, evaluation_engine, make_engine
 from dapo.records import Prompt, Reward, Sample
 from dapo.rollout.engine import Request, hand_over
 from helpers import random_model
-from run_cases import ON_GPU, TOKENIZER, config_for, run, steps_of, weights_hash, wide_model
+from run_cases import ON_GPU, PROMPTS, TOKENIZER, config_for, run, steps_of, weights_hash, wide_model
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:
@@ -32,7 +32,10 @@ def test_what_is_no_device_is_refused_by_key(tmp_path: Path, name: str) -> None:
         engine_device(config(tmp_path, rollout__device=name))
 
 
-@pytest.mark.parametrize(("count", "found"), [(0, "no GPU"), (1, "only cuda:0"), (2, "2 were found, cuda:0 to cuda:1")])
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [(0, "there is no GPU here"), (1, "there is only cuda:0"), (2, "2 were found, cuda:0 to cuda:1")],
+)
 def test_a_gpu_that_is_not_here_is_refused_by_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, found: str
 ) -> None:
@@ -61,6 +64,31 @@ def test_engine_and_learner_have_equal_devices_where_they_share_one(
         given = config(tmp_path, runtime__device=learner, rollout__device=name)
         assert (engine_device(given) == device_of(given)) == (apart is None)
         assert apart is None or engine_device(given) == torch.device(apart)
+
+
+@pytest.mark.parametrize(
+    ("learner", "engine", "on_policy", "ahead"),
+    [("cuda", None, True, True), ("cuda", "cuda:1", False, False), ("cuda", "cpu", False, False),
+     ("cpu", None, True, False), ("cpu", "cuda", False, False)],
+)  # fmt: skip
+def test_those_that_share_memory_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str, engine: str | None, on_policy: bool, ahead: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = {"runtime__device": learner, "rollout__device": engine, "runtime__deterministic": False}
+    found = [take_turns(config(tmp_path, **given, rollout__max_staleness=bound)) for bound in (0, 1)]
+    assert found == [on_policy, ahead]
+
+
+def test_an_engine_that_stays_awake_during_updates_samples_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one on a device of its own does, on-policy."""
+    for turns in (True, False):
+        monkeypatch.setattr("dapo.orchestrator.experiment.take_turns", lambda config, turns=turns: turns)
+        run(tmp_path / str(turns), {"training.steps": 3, "evaluation.every": 1}, heldout=PROMPTS[:2])
+    assert weights_hash(tmp_path / "True" / "model-after") == weights_hash(tmp_path / "False" / "model-after")
 
 
 def test_a_copy_on_another_device_shares_nothing_and_ties_what_is_tied() -> None:

@@ -17,6 +17,7 @@ from training_cases import SHAPE, distance, make_inputs, make_trainer, packed, r
 from dapo.algorithm.kl import AdaptiveKL
 from dapo.algorithm.objective import DapoObjective
 from dapo.config import build_config, nested
+from dapo.config.sections import MOST_STALE
 from dapo.records import TokenBatch
 from dapo.training.learner import LocalLearner
 from dapo.training.mismatch import measure_mismatch
@@ -112,11 +113,11 @@ def test_of_an_older_checkpoint_a_version_is_one_update_at_least(tmp_path: Path,
     assert trainer.updates_behind(np.arange(4)).tolist() == [6 + unpublished, 5 + unpublished, 4 + unpublished, 0]
 
 
-def test_versions_from_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dapo.training.trainer._REMEMBERED", 2)
-    trainer = make_trainer()
-    train(trainer, 2, 2, 2)
-    assert trainer.updates_behind(np.arange(4)).tolist() == [4, 3, 2, 0]  # of 6, 4, 2 and 0: the last two are known
+def test_the_versions_that_may_be_trained_on_are_remembered_and_no_others() -> None:
+    trainer, newest = make_trainer(), MOST_STALE + 3
+    train(trainer, *[1] * newest)
+    assert trainer.updates_behind(np.arange(3, newest + 1)).tolist() == list(range(MOST_STALE, -1, -1))
+    assert len(trainer._updates_at) == MOST_STALE + 1
 
 
 # --- interpolated -------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ from dapo.config.data import DataItem, Files
 from dapo.config.secrets import is_secret
 from dapo.config.section import Named, OneOf, PathText, Section, check_address
 
+MOST_STALE = 64
+"""Versions that a token which is trained on may be old at most."""
+
 
 class LoraConfig(Section):
     rank: int = Field(0, ge=0, le=4096)
@@ -109,9 +112,9 @@ class RolloutConfig(Section):
     """Texts that end a response. The token that completes one is the last of the response, and is trained on."""
     max_concurrent_samples: int = Field(256, ge=1, le=2**20)
     """Samples that the engine decodes at once."""
-    max_staleness: int = Field(0, ge=0)
-    """S: how many versions old a group may be when it is trained on. 0 is on-policy: sampling and updates take turns,
-    and surplus groups are discarded. With 1 or more, sampling goes on during updates."""
+    max_staleness: int = Field(0, ge=0, le=MOST_STALE)
+    """S: how many versions old a group may be when it is trained on, 64 at most. 0 is on-policy: sampling and updates
+    take turns, and surplus groups are discarded. With 1 or more, sampling goes on during updates."""
     ahead: int | None = Field(None, ge=0)
     """Batches that may be sampled before they are wanted, at most S. null: S. 0: none is drawn early. Samples that are
     late go on beside the updates all the same, and surplus groups are carried over to the next step."""

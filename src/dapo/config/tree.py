@@ -204,28 +204,30 @@ def _conflicts_of_staleness(config: Config) -> Iterator[str]:
             f"runtime.deterministic: with rollout.max_staleness={staleness} samples are drawn during updates, and the "
             "clock decides which weights each token comes from; use rollout.max_staleness=0 or deterministic=false"
         )
-    if staleness and algorithm.objective == "dapo" and kind == "none" and algorithm.clip_ratio_high > _NEVER_CLIPS:
+    alone = staleness and algorithm.objective == "dapo" and kind == "none"  # only clipping bounds older samples
+    if alone and algorithm.clip_ratio_high > _NEVER_CLIPS:
         yield (
             f"algorithm.clip_ratio_high: {algorithm.clip_ratio_high:g} never clips, and with "
             f"rollout.max_staleness={staleness} samples come from older weights; use clip_ratio_high=0.28 (the paper), "
             "algorithm.correction.kind=truncate or max_staleness=0"
         )
-    if algorithm.proximal != "interpolate":
-        return
-    if not staleness:
+    if alone and config.proximal != "engine" and config.updates_per_step == 1:
+        yield (
+            f"algorithm.proximal: with {config.proximal} and one update a step the ratio is 1 and nothing is clipped, "
+            f"so nothing bounds samples of older weights (rollout.max_staleness={staleness}); use "
+            "algorithm.correction.kind=truncate, proximal=engine, training.epochs_per_rollout=2 or max_staleness=0"
+        )
+    interpolated = algorithm.proximal == "interpolate"
+    if interpolated and not staleness:
         yield (
             "algorithm.proximal: interpolate goes by the age of a token, and with rollout.max_staleness=0 all are of "
             "the present weights; use proximal=auto or rollout.max_staleness=1"
         )
-    if kind == "mask":
+    if interpolated and (kind == "mask" or (kind == "truncate" and level == "sequence")):
         yield (
-            "algorithm.correction.kind: mask changes the divisor of the loss, which has to be known before the "
-            "log-probs that proximal=interpolate goes by; use kind=truncate or algorithm.proximal=recompute"
-        )
-    if kind != "none" and level == "sequence":
-        yield (
-            "algorithm.correction.level: sequence needs the log-probs of whole responses, which with "
-            "proximal=interpolate are known chunk by chunk; use level=token or algorithm.proximal=recompute"
+            "algorithm.correction: kind=mask and level=sequence need the log-probs of whole responses before the loss, "
+            "and with proximal=interpolate they come with it; use kind=truncate with level=token, or "
+            "algorithm.proximal=recompute"
         )
 
 

@@ -38,17 +38,18 @@ def engine_device(config: Config) -> torch.device:
         return torch.device("cpu")
     place, count = int(number or 0), torch.cuda.device_count()
     if place >= count:
-        have = f"{count} were found, cuda:0 to cuda:{count - 1}" if count > 1 else ("only cuda:0", "no GPU")[not count]
+        several = f"{count} were found, cuda:0 to cuda:{count - 1}"
+        have = ("there is no GPU here", "there is only cuda:0", several)[min(count, 2)]
         raise ConfigError(f"rollout.device: {name}, but {have}; null puts the engine on the learner's device")
     shared = learner.type == "cuda" and place == (learner.index or 0)
     return learner if shared else torch.device("cuda", place)
 
 
 def take_turns(config: Config) -> bool:
-    """Whether engine and learner take turns, each with the memory of the other: on-policy, or on one GPU."""
-    device = engine_device(config)
-    shared = config.rollout.engine == "native" and device.type == "cuda" and device == device_of(config)
-    return shared or config.rollout.max_staleness == 0
+    """Whether engine and learner take turns, each with the memory of the other: on one GPU, or on-policy on one CPU."""
+    device, native = engine_device(config), config.rollout.engine == "native"
+    shared = device == device_of(config)
+    return shared and (config.rollout.max_staleness == 0 or (native and device.type == "cuda"))
 
 
 def cache_bytes(config: Config) -> int | None:

@@ -60,10 +60,13 @@ class History:
     config: Config
 
     def newest(self, name: str, count: int = LAST) -> list[float]:
-        """The last ``count`` values; empty unless every one of these steps has one."""
-        values = [entry.get(name) for entry in self.last[-count:]]
-        known = [value for value in values if value is not None]
-        return known if len(known) == count else []
+        """The values of the last ``count`` steps; empty unless every one of them has one."""
+        return self.known(name, count) if all(entry.get(name) is not None for entry in self.last[-count:]) else []
+
+    def known(self, name: str, count: int = LAST) -> list[float]:
+        """The last ``count`` values that there are, of whatever steps; empty unless there are so many."""
+        values = [value for entry in self.last if (value := entry.get(name)) is not None]
+        return values[-count:] if len(values) >= count else []
 
     def start(self, name: str) -> float | None:
         """Mean over the first steps, once they are over; None: no such number."""
@@ -148,8 +151,9 @@ def _length_blow_up(history: History) -> str | None:
     "mismatch/mean",
 )
 def _mismatch(history: History) -> str | None:
-    """Engine against trainer on the same tokens; not a number counts as a difference."""
-    alarm, now = history.config.training.mismatch_alarm, history.newest("mismatch/mean", 1)
+    """Engine against trainer on the same tokens; not a number counts as a difference. The last step that had tokens to
+    compare counts: with sampling ahead few steps have samples of the present version."""
+    alarm, now = history.config.training.mismatch_alarm, history.known("mismatch/mean", 1)
     if not now or now[0] <= alarm:
         return None
     differ = f"log-probabilities of engine and trainer differ by {now[0]:.3g} on average"
@@ -162,7 +166,7 @@ def _mismatch(history: History) -> str | None:
     "mismatch/tail",
 )
 def _mismatch_tail(history: History) -> str | None:
-    values = history.newest("mismatch/tail")
+    values = history.known("mismatch/tail")
     if not values or median(values) <= TAIL:
         return None
     return f"engine and trainer differ by more than a tenth in the probability of {median(values):.0%} of the tokens"

@@ -42,7 +42,7 @@ STATUSES: Mapping[str, str] = {
     "too_few_scored": "filtered: fewer than two samples with a verdict",
     "surplus": "a good group beyond N, discarded",
     "carried": "a good group beyond N, kept for the next step",
-    "stale": "carried over for too long, dropped",
+    "stale": "too old when it was its turn (rollout.max_staleness), dropped",
 }
 """What became of a group."""
 

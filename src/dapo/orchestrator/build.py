@@ -207,7 +207,7 @@ def load_roles(setup: Setup, scorer: Scorer, listener: Listener, out_of_time: Ca
     template.ends_with(stop_ids)
     notice_generation_config(model, listener)
     spare = trainer.bytes_to_come
-    copy = config.evaluation.while_sampling == "copy" and config.rollout.max_staleness > 0 and bool(setup.heldout)
+    copy = config.evaluation.while_sampling == "copy" and config.ahead > 0 and bool(setup.heldout)
     second = evaluation_engine(config, model, stop_ids, template, setup.heldout) if copy else None
     engine = make_engine(config, overrides, model, stop_ids, template, setup.heldout, spare)
     in_flight_policy(config, engine)  # refused before the first evaluation

@@ -223,8 +223,8 @@ class Experiment:
         own = self.setup.overrides.trackers
         trackers = make_trackers(config, folder, kept, self.listener.warning, looks, own)
         metrics = self._closing.enter_context(MetricsLog(folder.metrics, kept, trackers))
-        heard, seen = self.listener, self.rewards.monitor
-        return Recorder(config, folder, metrics, index, resources, heard, seen, alarms, self.state, self.roles)
+        heard, seen, resumed = self.listener, self.rewards.monitor, self.state.step is not None
+        return Recorder(config, folder, metrics, index, resources, heard, seen, alarms, self.state, self.roles, resumed)
 
     async def _go_on(self, checkpoint: Path, changes: list[Change]) -> None:
         """Go on from a checkpoint. Up to the next step it has the settings that it was taken under."""

@@ -5,8 +5,8 @@ Every mistake that can be seen here is seen here, with a value that would work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -119,26 +119,18 @@ def make_engine(
         return openai_engine(config, embedding_rows(model), stop_ids)
     if own is not None and not callable(own):  # an engine as it is, with a model of its own
         return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
-    with _memory_named(config):
-        if own is not None:
-            twin = _engine_model(config, model)
-            twin.set_attn_implementation("sdpa")  # ours works in its own engine and trainer only
-            return made("rollout.engine", own, Engine, config, twin, stop_ids, template.decode)  # type: ignore[no-any-return]
-        return _native_engine(
-            config,
-            model,
-            stop_ids,
-            template,
-            max_sequence_tokens=longest_sequence(config, heldout),
-            max_concurrent_samples=config.rollout.max_concurrent_samples,
-            cache_bytes=cache_bytes(config),
-            spare_bytes=spare_bytes if engine_device(config) == device_of(config) else 0,
-        )
+    return _with_copy(
+        *(config, model, stop_ids, template, own),
+        max_sequence_tokens=longest_sequence(config, heldout),
+        max_concurrent_samples=config.rollout.max_concurrent_samples,
+        cache_bytes=cache_bytes(config),
+        spare_bytes=spare_bytes if engine_device(config) == device_of(config) else 0,
+    )
 
 
 def evaluation_engine(
     config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, heldout: Sequence[Prompt]
-) -> NativeEngine:
+) -> Engine:
     """A second engine on ``rollout.device`` with weights of its own, just large enough to evaluate on ``heldout``
     (``evaluation.while_sampling: copy``). Make it before that of :func:`make_engine`, which takes what memory is left:
     on a GPU this one's cache is ``rollout.cache_gib``, or a quarter of what is free, if it has use for so much.
@@ -151,34 +143,25 @@ def evaluation_engine(
     if cache is None and device.type == "cuda":
         cache = torch.cuda.mem_get_info(device)[0] // 4
     samples = len(heldout) * config.evaluation.samples_per_prompt
-    with _memory_named(config):
-        return _native_engine(
-            config,
-            model,
-            stop_ids,
-            template,
-            max_sequence_tokens=max(len(p.token_ids) for p in heldout) + config.evaluated_length,
-            max_concurrent_samples=min(config.rollout.max_concurrent_samples, samples),
-            cache_bytes=cache,
-        )
+    return _with_copy(
+        *(config, model, stop_ids, template, None),
+        max_sequence_tokens=max(len(p.token_ids) for p in heldout) + config.evaluated_length,
+        max_concurrent_samples=min(config.rollout.max_concurrent_samples, samples),
+        cache_bytes=cache,
+    )
 
 
-def _engine_model(config: Config, model: Any) -> Any:
-    return copy_model(model, getattr(torch, config.model.compute_dtype), engine_device(config))
-
-
-def _native_engine(
-    config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, **sizes: Any
-) -> NativeEngine:
-    options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
-    return NativeEngine(_engine_model(config, model), stop_ids, decode=template.decode, **options, **sizes)
-
-
-@contextmanager
-def _memory_named(config: Config) -> Iterator[None]:
-    """Inside, a GPU whose memory does not suffice is told of with the settings to lower."""
+def _with_copy(
+    config: Config, model: Any, stop_ids: Sequence[int], template: PromptTemplate, own: Any, **sizes: Any
+) -> Engine:
+    """What ``own`` makes of a copy of the model on ``rollout.device``; None: the native engine, of these sizes."""
     try:
-        yield
+        twin = copy_model(model, getattr(torch, config.model.compute_dtype), engine_device(config))
+        if own is not None:
+            twin.set_attn_implementation("sdpa")  # ours works in its own engine and trainer only
+            return made("rollout.engine", own, Engine, config, twin, stop_ids, template.decode)  # type: ignore[no-any-return]
+        options: dict[str, Any] = {"deterministic": config.runtime.deterministic, "threads": torch.get_num_threads()}
+        return NativeEngine(twin, stop_ids, decode=template.decode, **options, **sizes)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"the rollout engine does not fit into the GPU's memory: {first_line(error)}; lower "

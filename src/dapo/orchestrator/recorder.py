@@ -49,8 +49,10 @@ class Recorder:
     alarms: Alarms
     state: RunState
     roles: Roles
+    resumed: bool
+    """Whether another process began the step that comes first."""
     earlier: Sequence[Span] = ()
-    """The loop's, of the step before."""
+    """The loop's, of the step before, if this process made them: between two processes nobody was idle."""
 
     def begin(self, step: StepState) -> None:
         """Start to look at the samples of a step, beside other work."""
@@ -72,7 +74,7 @@ class Recorder:
         if config.rollout.max_staleness:
             parked, apart = take_turns(config), engine_device(config) != device_of(config)
             metrics |= overlap_metrics(step.rollout, step.spans, self.earlier, parked, apart)
-        self.earlier = step.spans
+        self.earlier, self.resumed = () if self.resumed else step.spans, False
         audit, found = await self.monitor.finish()
         metrics |= audit
         count, alarms = self.alarms.observe(number, metrics)

@@ -70,8 +70,8 @@ class RolloutBatch:
     """What one rollout step trains on.
 
     ``groups``: with raw rewards, in draw order. ``rejected``: the other finished groups with what became of them, in
-    draw order: the name of a :class:`GroupVerdict`, ``surplus``, ``carried`` or ``stale``. ``first_draw``: number of
-    the first draw of this step; groups with a lower one are of earlier steps. ``spans``: of sampling and scoring.
+    draw order: the name of a :class:`GroupVerdict`, ``surplus`` or ``stale``. ``first_draw``: number of the first draw
+    of this step; groups with a lower one are of earlier steps. ``spans``: of sampling and scoring.
     """
 
     step: int

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 
 from dapo.algorithm.shaping import overlong_penalty
 from dapo.config import Config
-from dapo.orchestrator.rollout_batch import RolloutBatch, RolloutStats
+from dapo.orchestrator.rollout_batch import RolloutBatch
 from dapo.records import Group, Sample
 from dapo.training.update_report import Mismatch, UpdateReport
 from dapo.util.spans import Span, covered
@@ -64,7 +64,7 @@ def step_metrics(
         | _rewards(drawn)
         | _trained(trained, config)
         | _groups(rollout)
-        | (_ahead(rollout.stats, config.rollout.max_staleness) if config.rollout.max_staleness else {})
+        | (_ahead(rollout, config.rollout.max_staleness) if config.rollout.max_staleness else {})
         | _updates(reports)
         | mismatch_metrics(mismatch)
         | _speed(rollout, reports, times)
@@ -159,22 +159,11 @@ def _token_mean(values: Iterable[tuple[float, int]]) -> float:
 def _groups(rollout: RolloutBatch) -> dict[str, float]:
     stats = rollout.stats
     judged = stats.all_right + stats.all_wrong + stats.flat + stats.mixed
-    found: dict[str, float] = {
-        "groups/drawn": stats.drawn,
-        "groups/kept": stats.kept,
-        "groups/mixed": stats.mixed,
-        "groups/all_right": stats.all_right,
-        "groups/all_wrong": stats.all_wrong,
-        "groups/flat": stats.flat,
+    names = "drawn kept mixed all_right all_wrong flat surplus carried stale cancelled rounds keep_rate"
+    found: dict[str, float] = {f"groups/{name}": getattr(stats, name) for name in names.split()} | {
         "groups/unscored": stats.too_few_scored,
-        "groups/surplus": stats.surplus,
-        "groups/carried": stats.carried,
-        "groups/stale": stats.stale,
-        "groups/rounds": stats.rounds,
-        "groups/keep_rate": stats.keep_rate,
         "staleness/mean": stats.staleness_mean,
         "staleness/max": stats.staleness_max,
-        "groups/cancelled": stats.cancelled,
         "tokens/generated": stats.tokens,
         "tokens/wasted": stats.wasted_tokens,
         "tokens/filtered": sum(s.length for g, status in rollout.rejected if status in _FILTERED for s in g.samples),
@@ -189,9 +178,10 @@ def _groups(rollout: RolloutBatch) -> dict[str, float]:
     return found
 
 
-def _ahead(stats: RolloutStats, bound: int) -> dict[str, float]:
+def _ahead(rollout: RolloutBatch, bound: int) -> dict[str, float]:
     """What became of draws that outlive their step, with ``max_staleness`` of ``bound``."""
-    ages = dict.fromkeys(range(bound + 1), 0) | dict(enumerate(stats.ages))
+    stats = rollout.stats  # no group is older than the run
+    ages = dict.fromkeys(range(min(bound, rollout.step) + 1), 0) | dict(enumerate(stats.ages))
     return {
         "groups/unfinished": stats.unfinished,
         "samples/continued": stats.continued,
@@ -250,12 +240,8 @@ def _updates(reports: Sequence[UpdateReport]) -> dict[str, float]:
             "grad_norm/max": max(r.grad_norm for r in done),
         }
     keys = dict.fromkeys([*_OBJECTIVE_NAMES, *(key for report in done for key in report.statistics)])
-    names = {key: _OBJECTIVE_NAMES.get(key, key) for key in keys}
-    return found | {name: statistic(done, key) for key, name in names.items() if _has(done, key)}
-
-
-def _has(reports: Sequence[UpdateReport], key: str) -> bool:
-    return any(r.statistics.get(key, (0.0, 0.0))[1] for r in reports)
+    counted = [key for key in keys if any(r.statistics.get(key, (0.0, 0.0))[1] for r in done)]
+    return found | {_OBJECTIVE_NAMES.get(key, key): statistic(done, key) for key in counted}
 
 
 def statistic(reports: Sequence[UpdateReport], key: str) -> float:

@@ -14,7 +14,7 @@ class Objective(Protocol):
 
     Its attribute ``unit`` says what it needs to see together: a ``token`` (where it has none), a ``sequence``, or a
     ``pair``: all samples of a draw. Parts of a mini-batch that it is called with never split one. Its attribute
-    ``off_policy`` says that it bears samples of older weights without a correction; where it has none, it does not.
+    ``off_policy`` says that it is made for samples of older weights without a correction; without it, it is not.
     """
 
     def __call__(

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from dapo.config import TrainingConfig
+from dapo.config.sections import MOST_STALE
 from dapo.errors import NumericalError, UserError
 from dapo.model.activation_checkpointing import checkpoint_layers
 from dapo.model.adapters import adapter_parameters, changing_parameters, has_adapter
@@ -38,8 +39,6 @@ from dapo.training.update_totals import PhaseClock, Totals
 from dapo.util.shutdown import Stopped
 
 NO_LOSS_TOKENS = "no token of this mini-batch is in the loss"
-_REMEMBERED = 256
-"""Versions of which it is known after how many updates they were published: more than a group is ever old."""
 _LARGE = 2**20
 """Numbers of a tensor that are worth a kernel of their own when all weights are looked at."""
 
@@ -219,18 +218,13 @@ class Trainer:
             self.version += 1
             self._unpublished = False
             known = [*self._updates_at.items(), (self.version, self.updates)]
-            self._updates_at = dict(known[-_REMEMBERED:])  # never changed in place: a snapshot has the same one
+            self._updates_at = dict(known[-MOST_STALE - 1 :])  # never changed in place: a snapshot has the same one
         return self.version, ((name, p.detach()) for name, p in self._published.items())
 
     def updates_behind(self, versions: IntArray) -> FloatArray:
-        """Optimizer updates from the weights of each of these versions to the present ones.
-
-        A version from before those that are remembered counts as one update less for each version, which is the least
-        that it can be: a policy interpolated by it stays nearer to the one that sampled.
-        """
+        """Optimizer updates from the weights of each of these versions, ``MOST_STALE`` old at most, to those of now."""
         named, place = np.unique(versions, return_inverse=True)
-        oldest, made = next(iter(self._updates_at.items()))
-        behind = [self.updates - self._updates_at.get(v, made + v - oldest) for v in named.tolist()]
+        behind = [self.updates - self._updates_at[version] for version in named.tolist()]
         return np.asarray(behind, np.float32)[place]
 
     @torch.no_grad()
@@ -298,7 +292,9 @@ class Trainer:
         self.updates = int(counters["updates"])
         self.skipped_updates = int(counters["skipped_updates"])
         self._unpublished = bool(counters["unpublished"])
-        known = counters.get("updates_at", [(self.version, self.updates - self._unpublished)])  # of an older version
+        published = self.updates - self._unpublished
+        # an older version of the program did not keep them: one update for each version is the least that it can be
+        known = counters.get("updates_at", [(self.version - n, published - n) for n in range(MOST_STALE, -1, -1)])
         self._updates_at = {int(version): int(updates) for version, updates in known}
         self._skipped_in_row = int(counters["skipped_in_row"])
         self._step, self._tried = int(counters.get("step", 0)), int(counters.get("tried", 0))
