@@ -43,8 +43,8 @@ def _check_objective(config: Config, objective: Any) -> None:
     staleness, uncorrected = config.rollout.max_staleness, config.algorithm.correction.kind == "none"
     if staleness and uncorrected and not getattr(objective, "off_policy", False):
         raise ConfigError(
-            f"rollout.max_staleness: is {staleness}, but the objective does not say that it is made for samples of older "
-            "weights; use max_staleness=0; or algorithm.correction.kind=truncate, and multiply each token's loss by "
+            f"rollout.max_staleness: is {staleness}, but the objective does not say that it is made for older samples; "
+            "use max_staleness=0; or algorithm.correction.kind=truncate, and multiply each token's loss by "
             "inputs.importance; or, if it clips or weighs the ratio itself, give it the attribute off_policy = True"
         )
     budget, prompt = config.training.tokens_per_micro_batch, config.data.max_prompt_length
