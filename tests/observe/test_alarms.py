@@ -184,7 +184,7 @@ PLANTED: dict[str, tuple[str, int, str, Plant]] = {
         lambda n: {"staleness/mean": 1.95},
     ),
     "many grow too old": ("stale groups", 1, "16 good groups", lambda n: {"groups/stale": 16.0}),
-    "draws near the limit": ("starvation", 2, "of 176 allowed", lambda n: {"groups/drawn": 150.0}),
+    "draws near the limit": ("starvation", 2, "of 160 allowed", lambda n: {"groups/drawn": 150.0}),
     "draws grow by a half": ("starvation", 5, "to keep 16 of 16", lambda n: {"groups/drawn": 24 * 1.5**n}),
     "half of the batch": ("starvation", 2, "keep 11 of 16 groups, 10% of them", lambda n: {"groups/kept": 8.0}),
     "learning rate 0": ("zero learning", 3, "learning rate is 0", lambda n: {"lr": 0.0}),
