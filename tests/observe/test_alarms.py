@@ -260,7 +260,7 @@ def test_what_ahead_says_of_staleness_at_its_bound() -> None:
 
 
 TRAINS: dict[str, Any] = {"algorithm__filter_groups__on_starved": "train"}
-FIVE: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 4}  # and one ahead, of 16: 80 draws a step
+FIVE: dict[str, Any] = {"algorithm__filter_groups__max_num_gen_batches": 5}  # of 16: 80 draws a step are allowed
 BORDERS: dict[str, tuple[dict[str, Any], dict[str, Sequence[float]], dict[str, Sequence[float]]]] = {
     "20 times the usual gradient": ({}, {"grad_norm/max": [8.0]}, {"grad_norm/max": [8.01]}),
     "a twentieth of the entropy": ({}, {"entropy": [0.025] * 3}, {"entropy": [0.0249] * 3}),
