@@ -242,3 +242,21 @@ def test_requests_wait_or_begin_again_while_weights_change(server: Served) -> No
     later.join(20)
     assert answers[0].json()["choices"][0]["text"] == whole
     assert others[0].json()["choices"][0]["text"] == whole
+
+
+def test_what_is_refused_anyway_is_refused_before_its_texts_are_read(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(type(server.model.prompting.template), "encode_text", read)
+    assert server.complete(model="gpt-4").status_code == 404
+    assert server.complete(n=129).status_code == server.complete(["1"] * 129).status_code == 400
+    monkeypatch.setattr(server.model, "waiting", server.model.limits.max_waiting)
+    assert server.complete().status_code == 429
+    chat = [{"role": "user", "content": "x" * 500}, {"role": "user", "content": "x" * 301}]
+    monkeypatch.setattr(server.model, "waiting", 0)
+    said = server.post("/v1/chat/completions", messages=chat).json()["error"]
+    assert said["param"] == "messages" and "801 characters" in said["message"]
+    assert server.model.waiting == 0

@@ -140,9 +140,10 @@ def test_token_ids_in_and_out(client: OpenAI, server: Served) -> None:
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "model", "there is tiny"),
         ({"temperature": -1}, openai.BadRequestError, "temperature", "greater than or equal to 0"),
-        ({"n": 129}, openai.BadRequestError, "prompt", "129"),
+        ({"n": 129}, openai.BadRequestError, "n", "129"),
         ({"max_tokens": 1000}, openai.BadRequestError, None, "exceed the engine's 160"),
         ({"prompt": "x" * 200}, openai.BadRequestError, None, "200 prompt tokens"),
+        ({"prompt": "x" * 801}, openai.BadRequestError, "prompt", "801 characters; 160 tokens of this model have 800"),
         ({"prompt": ""}, openai.BadRequestError, "prompt", "empty"),
         ({"prompt": []}, openai.BadRequestError, "prompt", "there is none"),
         ({"prompt": [10**30]}, openai.BadRequestError, None, "token ids must be in"),

@@ -153,6 +153,19 @@ def test_what_is_in_flight_goes_on_is_waited_for_or_begins_anew(model: Path, in_
         assert set(versions) == {0, 1} and ids[:first] == expected(tiny_model(0), tokens)[:first]
 
 
+def test_a_begin_that_is_asked_for_again_restarts_nothing(model: Path) -> None:
+    async def ask(client: Client) -> dict[str, Any]:
+        await sampled(client)  # the first one takes longer
+        running = asyncio.create_task(sampled(client, 90))
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        await client.post("/weights/begin", json={"version": 1, "update": "mine"})
+        await hand_over(client, tensors_of(tiny_model(1)), 1, update="mine")
+        return await running
+
+    assert set(with_server(model, ask)["versions"]) == {0, 1}
+
+
 def test_a_client_that_is_lost_blocks_nobody_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "DEADLINE_S", 0.5)
     other = tiny_model(1)

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,15 @@ from dapo.rollout.engine import EngineError
 from dapo.serve import weights
 from dapo.serve.model import Job, Limits, Refused, Restarted, ServedModel
 from dapo.serve.protocol import ChatRequest, CompletionRequest, Reply, SamplingRequest, error_body
+from dapo.util.asynchronous import in_thread
 from dapo.util.gate import WorkGate, metrics_response, place_in_body, unless_gone
 from dapo.util.serving import Address, Progress, listening_socket, serve_and_drain, url
 from dapo.util.version import VERSION
 
 _WORK = ("/v1/completions", "/v1/chat/completions", *weights.PATHS)
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_READERS = ThreadPoolExecutor(2, "dapo-texts")
+"""Large texts take no thread that others wait for."""
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +109,8 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
 async def _answer(service: Service, body: SamplingRequest, request: Request) -> Response:
     started, served = time.perf_counter(), service.served
-    job = await asyncio.to_thread(body.job, served)  # reads texts: others are answered meanwhile
+    with served.reserved(body.model, body.samples):
+        job = await in_thread(body.job, served, pool=_READERS)  # reads texts: others are answered meanwhile
     reply = Reply(body, job, served)
 
     def count() -> None:

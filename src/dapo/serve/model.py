@@ -12,8 +12,8 @@ import copy
 import itertools
 import os
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,13 +85,14 @@ class Job:
 @dataclass(slots=True, eq=False)
 class ServedModel:
     """``engines``: by the names that requests give, the model's own first, then those of adapters. ``context``: tokens
-    of a prompt and its response together."""
+    of a prompt and its response together. ``longest_token``: characters of the longest one there is."""
 
     name: str
     prompting: Prompting
     engines: Mapping[str, Sequence[NativeEngine]]
     context: int
     stop_ids: tuple[int, ...]
+    longest_token: int
     limits: Limits = field(default_factory=Limits)
     waiting: int = 0
     """Samples that wait or are written."""
@@ -123,57 +124,69 @@ class ServedModel:
         """The parts of all samples, each with the number of its sample in the job. To be closed, which frees what they
         hold. Raises Refused: at the first step, and later if the time is over; EngineError: the engine failed;
         Restarted: see :meth:`restart`."""
-        self._check(job)
         left, end = job.samples, asyncio.get_running_loop().time() + self.limits.seconds
         requests = [
             Request(next(self._ids), prompt, seeds, job.sampling)
             for prompt, seeds in zip(job.prompts, job.seeds, strict=True)
         ]
-        self.waiting += left
-        try:
-            async with asyncio.timeout_at(end):
-                await self._open.wait()
-            if self.refusal is not None:
-                raise Refused(503, self.refusal)
-            engine = min(self.engines[job.model], key=list(self._running.values()).count)
-            self._running |= {request.id: engine for request in requests}
-            hidden = job.sampling.stop if job.hidden else ()
-            template = self.prompting.template
-            parts = written(engine, template, requests, drafts=job.drafts, pieces=job.pieces, hidden=hidden)
-            async with aclosing(parts):
-                while left:
-                    async with asyncio.timeout_at(end):  # of each step: another task may take the next one
-                        part = await anext(parts, None)
-                    if part is None:  # cancelled
-                        raise Restarted(503, "new weights came while this was written; ask again")
-                    left -= part.sample is not None
-                    yield (part.request_id - requests[0].id) * len(job.seeds[0]) + part.index, part
-        except EngineError as error:
-            if self._open.is_set():
-                raise
-            raise Restarted(503, str(error)) from None  # it met weights that had come in part
-        except TimeoutError:
-            raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
-        finally:
-            for request in requests:
-                self._running.pop(request.id, None)
-            self.waiting -= job.samples
+        with self.reserved(job.model, job.samples):
+            try:
+                self._check(job)
+                async with asyncio.timeout_at(end):
+                    await self._open.wait()
+                if self.refusal is not None:
+                    raise Refused(503, self.refusal)
+                engine = min(self.engines[job.model], key=list(self._running.values()).count)
+                self._running |= {request.id: engine for request in requests}
+                hidden = job.sampling.stop if job.hidden else ()
+                template = self.prompting.template
+                parts = written(engine, template, requests, drafts=job.drafts, pieces=job.pieces, hidden=hidden)
+                async with aclosing(parts):
+                    while left:
+                        async with asyncio.timeout_at(end):  # of each step: another task may take the next one
+                            part = await anext(parts, None)
+                        if part is None:  # cancelled
+                            raise Restarted(503, "new weights came while this was written; ask again")
+                        left -= part.sample is not None
+                        yield (part.request_id - requests[0].id) * len(job.seeds[0]) + part.index, part
+            except EngineError as error:
+                if self._open.is_set():
+                    raise
+                raise Restarted(503, str(error)) from None  # it met weights that had come in part
+            except TimeoutError:
+                raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
+            finally:
+                for request in requests:
+                    self._running.pop(request.id, None)
 
-    def _check(self, job: Job) -> None:
-        """Raises Refused: it cannot be served, or not now."""
-        if job.model not in self.engines:
+    @contextmanager
+    def reserved(self, model: str, samples: int) -> Iterator[None]:
+        """Have ``samples`` count as waiting. Raises Refused: they cannot be served, or not now."""
+        if model not in self.engines:
             known = ", ".join(self.engines)
-            raise Refused(404, f"model {job.model!r}: not served here; there is {known}", "model", "model_not_found")
+            raise Refused(404, f"model {model!r}: not served here; there is {known}", "model", "model_not_found")
         if self.refusal is not None:
             raise Refused(503, self.refusal)
-        if job.samples > self.limits.max_choices:
-            most = f"{job.samples} samples in one request; this server takes {self.limits.max_choices} (--max-choices)"
+        if samples > self.limits.max_choices:
+            most = f"{samples} samples in one request; this server takes {self.limits.max_choices} (--max-choices)"
             raise Refused(400, most, "n")
-        if self.waiting + job.samples > self.limits.max_waiting:
-            most = (
-                f"{self.waiting} samples wait; with {job.samples} more it would be more than {self.limits.max_waiting}"
-            )
+        if self.waiting + samples > self.limits.max_waiting:
+            most = f"{self.waiting} samples wait; with {samples} more it would be more than {self.limits.max_waiting}"
             raise Refused(429, f"{most} (--max-waiting)")
+        self.waiting += samples
+        try:
+            yield
+        finally:
+            self.waiting -= samples
+
+    def check_text(self, characters: int, param: str) -> None:
+        """Before one is made tokens, which takes a while. Raises Refused: it cannot fit."""
+        if characters > (most := self.context * self.longest_token):
+            text = f"{param}: {characters} characters; {self.context} tokens of this model have {most} at most"
+            raise Refused(400, text, param)
+
+    def _check(self, job: Job) -> None:
+        """Raises Refused: an engine cannot serve it."""
         for place, (prompt, seeds) in enumerate(zip(job.prompts, job.seeds, strict=True)):
             try:
                 self.engines[job.model][0].check(Request(0, prompt, seeds, job.sampling))
@@ -250,7 +263,8 @@ def load_served(
         twin = weights if adapter is None else _with_adapter(weights, adapter, prompting)
         models = [twin, *(_copied(twin, number) for number in range(1, copies))]
         engines[one] = [engine_for(prompting, each, stop_ids, longest + limit, 2**20) for each in models]
-    return ServedModel(name, prompting, engines, longest + limit, stop_ids, limits or Limits())
+    longest_token = max(map(len, prompting.tokenizer.get_vocab()))
+    return ServedModel(name, prompting, engines, longest + limit, stop_ids, longest_token, limits or Limits())
 
 
 def _with_adapter(model: Any, folder: str, prompting: Prompting) -> Any:

@@ -91,6 +91,11 @@ class SamplingRequest(BaseModel):
         """How many of the likeliest tokens to tell; None: no log-probabilities at all."""
         raise NotImplementedError
 
+    @property
+    def samples(self) -> int:
+        """How many are asked for."""
+        return self.n
+
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
         """Token ids. Raises Refused: there are none, or the template refuses the messages."""
         raise NotImplementedError
@@ -156,20 +161,25 @@ class CompletionRequest(SamplingRequest):
     def likely(self) -> int | None:
         return self.logprobs
 
+    @property
+    def given(self) -> list[Any]:
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return [self.prompt] if one else list(self.prompt)
+
+    @property
+    def samples(self) -> int:
+        return len(self.given) * self.n
+
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
-        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
-        if given and isinstance(given[0], int):
-            given = [given]
-        if not given:
+        if not self.given:
             raise Refused(400, "prompt: there is none", "prompt")
-        most = served.limits.max_choices  # before the tokenizer reads them all
-        if len(given) * self.n > most:
-            raise Refused(400, f"{len(given)} prompts with {self.n} choices; this server takes {most}", "prompt")
+        for text in filter(lambda one: isinstance(one, str), self.given):
+            served.check_text(len(text), "prompt")
         encode = served.prompting.template.encode_text
         try:
             return [
                 tuple(encode(str(check_row({"prompt": one}, _PROMPT, "").prompt)) if isinstance(one, str) else one)
-                for one in given
+                for one in self.given
             ]
         except (BadRow, DataError) as error:
             raise Refused(400, f"prompt: {error}", "prompt") from None
@@ -190,6 +200,7 @@ class ChatRequest(SamplingRequest):
             raise Refused(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         messages = [{**one, "content": _content(one.get("content"))} for one in self.messages]
+        served.check_text(sum(len(str(one["content"])) for one in messages), "messages")
         try:
             return [tuple(served.prompting.template.encode(check_row({"messages": messages}, _MESSAGES, "").prompt))]
         except (BadRow, DataError) as error:
