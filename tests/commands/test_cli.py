@@ -153,7 +153,7 @@ def test_a_dry_run_says_what_is_sampled_ahead_and_refuses_what_does_not_go_with_
     ahead = ("train", "r.yaml", "--dry-run", "rollout.max_staleness=2", "runtime.device=cpu")
     told = run(*ahead).stdout
     assert "# sampled ahead: up to 2 steps ahead (rollout.in_flight=keep), on the CPU that the updates use" in told
-    assert "# prompts drawn per step, at most: 192" in told
+    assert "# prompts drawn per step, at most: 160" in told
     assert "# sampled ahead: not known here: rollout.device: cuda:99" in run(*ahead, "rollout.device=cuda:99").stdout
     Path("own.py").write_text("class Mine:\n    def __init__(self, *given): ...\n")
     refused = run(*ahead, "rollout.engine=own.py:Mine", "rollout.in_flight=restart")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -252,6 +253,8 @@ async def serve(
 ) -> None:
     """Serve what ``load`` returns, called in a thread, until a signal comes. ``drain_s``: longest time for running
     requests to finish. Raises ConfigError: the address cannot be listened on; UserError: what ``load`` raises."""
+    # the engine's thread would wait 5 ms for the interpreter each time that the event loop is at work
+    sys.setswitchinterval(0.0005)
     service = Service(limits, address.token)
     listening = listening_socket(address.host, [address.port])
     where = url(*listening.getsockname()[:2])

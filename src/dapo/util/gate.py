@@ -112,7 +112,7 @@ class WorkGate(Gate):
         if (
             self._token is not None
             and path != "/health"
-            and not (scheme == "Bearer" and self.is_token(given.encode("latin-1")))
+            and not (scheme.lower() == "bearer" and self.is_token(given.encode("latin-1")))
         ):
             return self._error(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if not self._works(path):
