@@ -85,10 +85,8 @@ class Weights:
             before, self._under_way = self._under_way, begin.update
             self._served.hold()
             async with self._or_abandoned():
-                if begin.in_flight == "restart" or before not in (
-                    "",
-                    begin.update,
-                ):  # what is in engines waits for an update that never ends
+                # what is in engines waits for an update that never ends, unless this one is asked for again
+                if begin.in_flight == "restart" or before not in ("", begin.update):
                     await self._served.restart()
                 elif begin.in_flight == "drain":
                     await self._served.drained()
