@@ -152,6 +152,7 @@ def test_token_ids_in_and_out(client: OpenAI, server: Served) -> None:
         ({"extra_body": {"top_kk": 3}}, openai.BadRequestError, "top_kk", "not a parameter"),
         ({"extra_body": {"seeds": [1, 2]}}, openai.BadRequestError, "seeds", "there are 2, for 1 prompts"),
         ({"extra_body": {"stop_token_ids": [77]}}, openai.BadRequestError, "stop_token_ids", "it stops at [1]"),
+        ({"stop": ["x", 3]}, openai.BadRequestError, "stop", "valid string"),
         ({"stop": [""]}, openai.BadRequestError, None, "a stop text is empty"),
     ],
 )
@@ -167,6 +168,8 @@ def test_what_is_wrong_is_named(
 def test_neutral_values_of_what_is_not_served_pass(client: OpenAI) -> None:
     neutral = {"echo": False, "best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "suffix": None, "user": "me"}
     assert client.completions.create(model="tiny", prompt="1+1=", max_tokens=1, **neutral).choices
+    nulls: Any = dict.fromkeys(("n", "stream", "logprobs", "echo", "stop", "seed", "stream_options"))
+    assert client.completions.create(model="tiny", prompt="1+1=", max_tokens=1, **nulls).choices
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
     chat: Any = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": parts}], max_tokens=1, response_format={"type": "text"}

@@ -226,7 +226,8 @@ def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         case RequestValidationError():
             problem = error.errors()[0]
             place = place_in_body(problem["loc"])
-            return 400, error_body(400, f"{place or 'body'}: {problem['msg']}", place or None)
+            param = next((part for part in problem["loc"][1:2] if isinstance(part, str)), None)
+            return 400, error_body(400, f"{place or 'body'}: {problem['msg']}", param)
         case HTTPException():
             return error.status_code, error_body(error.status_code, str(error.detail))
         case Refused():

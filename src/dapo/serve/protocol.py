@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from dapo.data.rows import BadRow, Keys, check_row
 from dapo.errors import DataError
@@ -60,7 +60,7 @@ _NOT_SERVED: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Parameters of OpenAI's that are refused, but for these values (and null), which say what is done anyway."""
+"""Parameters of OpenAI's that are refused, but for these values, which say what is done anyway."""
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
 }
@@ -85,6 +85,17 @@ class SamplingRequest(BaseModel):
     seeds: Listed[Annotated[int, Field(ge=0, lt=2**64)]] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_says_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if not (value is None or name in _WITHOUT_EFFECT or value in _NOT_SERVED.get(name, ()))
+        }
 
     @property
     def likely(self) -> int | None:
@@ -136,11 +147,8 @@ class SamplingRequest(BaseModel):
         )
 
     def _check(self, served: ServedModel) -> None:
-        for name, value in (self.model_extra or {}).items():
-            neutral = _NOT_SERVED.get(name)
-            if name in _WITHOUT_EFFECT or value is None or (neutral is not None and value in neutral):
-                continue
-            what = "not served" if neutral is not None else "not a parameter that this server knows"
+        for name in self.model_extra or ():
+            what = "not served" if name in _NOT_SERVED else "not a parameter that this server knows"
             raise Refused(400, f"{name}: {what}; leave it out", name)
         if not isinstance(self.stop, str) and len(self.stop or ()) > _MOST_STOPS:
             raise Refused(400, f"stop: {len(self.stop or ())} texts; this server takes {_MOST_STOPS}", "stop")
