@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from dapo.data.rows import BadRow, Keys, check_row
 from dapo.errors import DataError
-from dapo.inference.stream import Likely, Part, likeliest
+from dapo.inference.stream import Part, likeliest
 from dapo.rollout.engine import Sampling
 from dapo.serve.model import Job, Refused, ServedModel
 
@@ -285,18 +285,24 @@ class Reply:
         return choice
 
     def _logprobs(self, texts: Sequence[str], part: Part, offset: int) -> dict[str, Any]:
-        tops: list[list[Likely]] = [[] for _ in texts]
+        tops: list[dict[str, float]] = [{} for _ in texts]
         if part.sample is not None and self._request.likely:
-            tops = likeliest(self._template, part.sample)
+            as_ids, best = self._request.return_tokens_as_token_ids, likeliest(self._template, part.sample)
+            for names, drawn, told, top in zip(tops, part.token_ids, texts, best, strict=True):
+                for i, text, logprob in top:  # by its id where another one has its text, so that none is lost
+                    other = f"token_id:{i}" if as_ids or text == told or text in names else text
+                    names[told if i == drawn else other] = logprob
         drawn = list(zip(texts, part.logprobs, tops, strict=True))
         if self._chat:
             return {
-                "content": [_token(t, p) | {"top_logprobs": [_token(*one[1:]) for one in top]} for t, p, top in drawn]
+                "content": [
+                    _token(t, p) | {"top_logprobs": [_token(*one) for one in top.items()]} for t, p, top in drawn
+                ]
             }
         return {
             "tokens": texts,
             "token_logprobs": part.logprobs,
-            "top_logprobs": [{text: p for _, text, p in top} | {token: logprob} for token, logprob, top in drawn],
+            "top_logprobs": [top | {token: logprob} for token, logprob, top in drawn],
             "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
         }
 
