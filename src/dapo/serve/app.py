@@ -38,8 +38,7 @@ from dapo.util.version import VERSION
 
 _WORK = ("/v1/completions", "/v1/chat/completions", *weights.PATHS)
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_READERS = ThreadPoolExecutor(2, "dapo-texts")
-"""Large texts take no thread that others wait for."""
+_READERS = ThreadPoolExecutor(2, "dapo-texts")  # large texts take no thread that others wait for
 _log = logging.getLogger(__name__)
 
 
@@ -109,7 +108,7 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
 async def _answer(service: Service, body: SamplingRequest, request: Request) -> Response:
     started, served = time.perf_counter(), service.served
-    with served.reserved(body.model, body.samples):
+    with served.reserved(body.model, body.n * len(body.given)):
         job = await in_thread(body.job, served, pool=_READERS)  # reads texts: others are answered meanwhile
     reply = Reply(body, job, served)
 

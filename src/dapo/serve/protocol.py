@@ -89,13 +89,10 @@ class SamplingRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_what_says_nothing(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {
-            name: value
-            for name, value in body.items()
-            if not (value is None or name in _WITHOUT_EFFECT or value in _NOT_SERVED.get(name, ()))
-        }
+        def says(name: str, value: Any) -> bool:
+            return not (value is None or name in _WITHOUT_EFFECT or value in _NOT_SERVED.get(name, ()))
+
+        return {k: v for k, v in body.items() if says(k, v)} if isinstance(body, dict) else body
 
     @property
     def likely(self) -> int | None:
@@ -103,9 +100,9 @@ class SamplingRequest(BaseModel):
         raise NotImplementedError
 
     @property
-    def samples(self) -> int:
-        """How many are asked for."""
-        return self.n
+    def given(self) -> list[Any]:
+        """The prompts as they came; a chat is one."""
+        return [self]
 
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
         """Token ids. Raises Refused: there are none, or the template refuses the messages."""
@@ -173,10 +170,6 @@ class CompletionRequest(SamplingRequest):
     def given(self) -> list[Any]:
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if one else list(self.prompt)
-
-    @property
-    def samples(self) -> int:
-        return len(self.given) * self.n
 
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
         if not self.given:
@@ -288,16 +281,14 @@ class Reply:
         tops: list[dict[str, float]] = [{} for _ in texts]
         if part.sample is not None and self._request.likely:
             as_ids, best = self._request.return_tokens_as_token_ids, likeliest(self._template, part.sample)
-            for names, drawn, told, top in zip(tops, part.token_ids, texts, best, strict=True):
+            for names, own, told, top in zip(tops, part.token_ids, texts, best, strict=True):
                 for i, text, logprob in top:  # by its id where another one has its text, so that none is lost
                     other = f"token_id:{i}" if as_ids or text == told or text in names else text
-                    names[told if i == drawn else other] = logprob
+                    names[told if i == own else other] = logprob
         drawn = list(zip(texts, part.logprobs, tops, strict=True))
         if self._chat:
             return {
-                "content": [
-                    _token(t, p) | {"top_logprobs": [_token(*one) for one in top.items()]} for t, p, top in drawn
-                ]
+                "content": [_token(t, p) | {"top_logprobs": [_token(*o) for o in top.items()]} for t, p, top in drawn]
             }
         return {
             "tokens": texts,

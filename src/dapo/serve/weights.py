@@ -11,7 +11,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -89,10 +89,9 @@ class Weights:
                 if begin.in_flight == "restart" or before not in ("", begin.update):
                     await self._served.restart()
                 elif begin.in_flight == "drain":
-                    try:
+                    with suppress(TimeoutError):
                         await asyncio.wait_for(self._served.drained(), DEADLINE_S)
-                    except TimeoutError:
-                        await self._served.restart()
+                    await self._served.restart()
                 self._engines = engines
                 for engine in engines:
                     await engine.begin(begin.version)
