@@ -148,6 +148,11 @@ def test_auto_is_chat_where_the_tokenizer_has_a_template() -> None:
         (["model", "1=", "--presence-penalty", "1"], 2, "not be those of the policy"),
         (["model", "1=", "--frequency-penalty", "1"], 2, "not be those of the policy"),
         (["model", "1=", "--temperature", "-1"], 2, "--temperature: evaluation.temperature"),
+        (
+            ["model", "1=", "--set", "rollout.engine=openai", "--set", "rollout.url=http://127.0.0.1:1"],
+            2,
+            "use dapo evaluate --server URL",
+        ),
         (["model", "1=", "--max-tokens", "500"], 2, "use --max-tokens 254 or less"),
     ],
 )

@@ -111,7 +111,13 @@ def test_a_request_is_asked_for_at_once_with_a_seed_for_each_sample() -> None:
     [(what, body)] = server.asked
     assert what == "POST /v1/completions" and body == {
         **{"model": "tiny", "prompt": [3, 4], "n": 3, "max_tokens": 6, "temperature": 1.0, "top_p": 1.0},
-        **{"logprobs": 0, "return_token_ids": True, "seeds": list(SEEDS), "stop_token_ids": [STOP]},
+        **{
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "seeds": list(SEEDS),
+            "stop_token_ids": [STOP],
+        },
     }
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import OpenAI
 
 from dapo.inference.generate import Response, generate_responses
 from dapo.inference.model import FoundModel, inference_config
+from dapo.inference.stream import Part, Pieces
 from dapo.observe.progress import QuietListener
+from dapo.records import Sample
 from dapo.serve.model import Limits
+from dapo.serve.protocol import CompletionRequest, Reply
 from served import PINNED, Served, served
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2="}]
@@ -152,6 +156,7 @@ def test_token_ids_in_and_out(client: OpenAI, server: Served) -> None:
         ({"extra_body": {"top_kk": 3}}, openai.BadRequestError, "top_kk", "not a parameter"),
         ({"extra_body": {"seeds": [1, 2]}}, openai.BadRequestError, "seeds", "there are 2, for 1 prompts"),
         ({"extra_body": {"stop_token_ids": [77]}}, openai.BadRequestError, "stop_token_ids", "it stops at [1]"),
+        ({"stop": ["x", 3]}, openai.BadRequestError, "stop", "valid string"),
         ({"stop": [""]}, openai.BadRequestError, None, "a stop text is empty"),
     ],
 )
@@ -167,6 +172,8 @@ def test_what_is_wrong_is_named(
 def test_neutral_values_of_what_is_not_served_pass(client: OpenAI) -> None:
     neutral = {"echo": False, "best_of": 1, "presence_penalty": 0.0, "logit_bias": {}, "suffix": None, "user": "me"}
     assert client.completions.create(model="tiny", prompt="1+1=", max_tokens=1, **neutral).choices
+    nulls: Any = dict.fromkeys(("n", "stream", "logprobs", "echo", "stop", "seed", "stream_options"))
+    assert client.completions.create(model="tiny", prompt="1+1=", max_tokens=1, **nulls).choices
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
     chat: Any = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": parts}], max_tokens=1, response_format={"type": "text"}
@@ -212,3 +219,22 @@ def test_a_stream_whose_engine_fails_ends_with_an_error(folder: Path) -> None:
         server.model.engines["tiny"][0]._decoder.step = broken  # type: ignore[assignment,method-assign]
         with pytest.raises(openai.APIError, match="the card fell off"):
             list(chunks)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_the_likeliest_are_all_there_and_the_drawn_one_by_its_name(server: Served, as_ids: bool) -> None:
+    top_ids = np.array([[5, 200, 201], [200, 201, 6], [201, 6, 200]], np.int32)  # bytes that are no text alone
+    tops = np.log(np.array([[0.5, 0.3, 0.1]] * 3, np.float32))
+    ids, zeros = [200, 201, 6], np.zeros(3, np.int32)
+    sample = Sample(0, 0, np.array(ids, np.int32), tops[:, 1], zeros, "stop", top_ids=top_ids, top_logprobs=tops)
+    request = CompletionRequest(model="tiny", prompt="1", logprobs=3, return_tokens_as_token_ids=as_ids)
+    pieces = Pieces(server.model.prompting.template.decode).add(ids, last=True)
+    part = Part(0, 0, 0, ids, tops[:, 1].tolist(), [0] * 3, "".join(pieces), pieces, sample)
+    told = Reply(request, request.job(server.model), server.model).whole([(0, part)])["choices"][0]["logprobs"]
+    for token, drawn, best, logprobs, named in zip(
+        told["tokens"], ids, top_ids, tops, told["top_logprobs"], strict=True
+    ):
+        assert sorted(named.values()) == pytest.approx(sorted(logprobs.tolist()))
+        assert named[token] == pytest.approx(logprobs[best.tolist().index(drawn)])
+        if as_ids:
+            assert list(named) == [f"token_id:{one}" for one in best]

@@ -20,7 +20,7 @@ from dapo.rollout.engine import Request, Sampling, some_elements
 from dapo.rollout.native.engine import NativeEngine
 from dapo.serve import weights
 from dapo.serve.app import Service, create_app
-from dapo.serve.model import Limits, load_served
+from dapo.serve.model import Job, Limits, Restarted, load_served
 from run_cases import TOKENIZER, tiny_model
 
 Client = httpx.AsyncClient
@@ -164,6 +164,32 @@ def test_a_begin_that_is_asked_for_again_restarts_nothing(model: Path) -> None:
         return await running
 
     assert set(with_server(model, ask)["versions"]) == {0, 1}
+
+
+def test_who_does_not_read_holds_no_update_and_who_takes_too_long_begins_anew(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        served = load_served(str(model), QuietListener(), overrides=SETTINGS)
+        updates, engine = weights.Weights(served, None), served.engines["tiny"][0]
+        job = Job("tiny", [tuple(PROMPT)], [(1,)], Sampling(0.0, 20), drafts=True)
+        unread = served.submit(job)
+        await anext(unread)
+        await updates.begin(weights.Begin(version=1, in_flight="drain", update="a"))
+        assert [part.versions async for _, part in unread]  # nothing of it is lost
+        await updates.put("a", save(tensors_of(tiny_model(1))))
+        await updates.commit("a", save({}))
+        await engine.pause()
+        late = served.submit(job)
+        first = asyncio.create_task(anext(late))
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(weights, "DEADLINE_S", 0.2)
+        await updates.begin(weights.Begin(version=2, in_flight="drain"))
+        with pytest.raises(Restarted):
+            await first
+        await served.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_client_that_is_lost_blocks_nobody_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

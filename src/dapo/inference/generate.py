@@ -10,7 +10,7 @@ from typing import Any
 from dapo.config import Config
 from dapo.data.rows import Messages, Row
 from dapo.data.source import read_prompts
-from dapo.errors import DataError
+from dapo.errors import ConfigError, DataError
 from dapo.evaluation.evaluate import evaluation_sampling
 from dapo.inference.model import Prompting, doubts, label_of, load_engine, load_prompting, settings_lines
 from dapo.inference.stream import Likely, Part, likeliest, written
@@ -57,6 +57,8 @@ def generate_responses(
     of the most likely tokens are reported at each place. ``model``, ``tokenizer``: loaded ones, used in place of the
     config's.
     Raises UserError: something in model or data is wrong."""
+    if config.rollout.engine == "openai":
+        raise ConfigError("rollout.engine: dapo generate samples in this process; use dapo evaluate --server URL")
     listener.phase("loading the tokenizer")
     prompting = load_prompting(config, model, tokenizer)
     prompts = _prompts(prompting, texts)

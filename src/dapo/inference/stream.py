@@ -114,6 +114,7 @@ async def written(
     pieces: bool = False,
     hidden: Collection[str] = (),
     period: float = 0.0,
+    done: Callable[[], object] = lambda: None,
 ) -> AsyncGenerator[Part]:
     """The parts of all samples of ``requests``, in the order in which they come. To be closed, which ends what is left.
 
@@ -122,6 +123,7 @@ async def written(
         pieces: whether to give the text of each token, which takes longer.
         hidden: stop texts that end the text before them.
         period: seconds in which drafts are gathered.
+        done: called when the engine is done with all of them, even if their parts wait to be taken.
 
     Raises:
         EngineError: a request cannot be served, or the engine failed.
@@ -137,6 +139,7 @@ async def written(
                     news.setdefault((event.request_id, event.index), []).append(event)
                     changed.set()
         finally:
+            done()
             changed.set()
 
     writers: dict[tuple[int, int], _Writer] = {}

@@ -192,11 +192,12 @@ class OpenAIEngine:
         await self._name(server)
         maybe = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop": list(sampling.stop)}
         maybe |= {"stop_token_ids": self._stop_ids}
+        ours = {"seeds": seeds, "return_tokens_as_token_ids": True}  # which spares it to decode each token
         body: dict[str, Any] = {
             **{"model": server.model, "prompt": list(request.prompt_ids), "n": len(seeds)},
             **{"max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p},
             **{"logprobs": 0, "return_token_ids": True},
-            **({"seeds": seeds} if server.ours else {"seed": seeds[0] % 2**63}),  # others' are signed
+            **(ours if server.ours else {"seed": seeds[0] % 2**63}),  # others' are signed
             **{name: value for name, value in maybe.items() if value},
         }
 

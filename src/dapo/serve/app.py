@@ -39,8 +39,7 @@ from dapo.util.version import VERSION
 
 _WORK = ("/v1/completions", "/v1/chat/completions", *weights.PATHS)
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_READERS = ThreadPoolExecutor(2, "dapo-texts")
-"""Large texts take no thread that others wait for."""
+_READERS = ThreadPoolExecutor(2, "dapo-texts")  # large texts take no thread that others wait for
 _log = logging.getLogger(__name__)
 
 
@@ -110,7 +109,7 @@ def create_app(service: Service, weights_dir: Path | None = None) -> ASGIApp:
 
 async def _answer(service: Service, body: SamplingRequest, request: Request) -> Response:
     started, served = time.perf_counter(), service.served
-    with served.reserved(body.model, body.samples):
+    with served.reserved(body.model, body.n * len(body.given)):
         job = await in_thread(body.job, served, pool=_READERS)  # reads texts: others are answered meanwhile
     reply = Reply(body, job, served)
 
@@ -227,7 +226,8 @@ def _body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         case RequestValidationError():
             problem = error.errors()[0]
             place = place_in_body(problem["loc"])
-            return 400, error_body(400, f"{place or 'body'}: {problem['msg']}", place or None)
+            param = next((part for part in problem["loc"][1:2] if isinstance(part, str)), None)
+            return 400, error_body(400, f"{place or 'body'}: {problem['msg']}", param)
         case HTTPException():
             return error.status_code, error_body(error.status_code, str(error.detail))
         case Refused():

@@ -129,6 +129,11 @@ class ServedModel:
             Request(next(self._ids), prompt, seeds, job.sampling)
             for prompt, seeds in zip(job.prompts, job.seeds, strict=True)
         ]
+
+        def done() -> None:  # a client that does not read holds no update
+            for request in requests:
+                self._running.pop(request.id, None)
+
         with self.reserved(job.model, job.samples):
             try:
                 self._check(job)
@@ -138,9 +143,9 @@ class ServedModel:
                     raise Refused(503, self.refusal)
                 engine = min(self.engines[job.model], key=list(self._running.values()).count)
                 self._running |= {request.id: engine for request in requests}
-                hidden = job.sampling.stop if job.hidden else ()
-                template = self.prompting.template
-                parts = written(engine, template, requests, drafts=job.drafts, pieces=job.pieces, hidden=hidden)
+                hidden, template = job.sampling.stop if job.hidden else (), self.prompting.template
+                how = {"drafts": job.drafts, "pieces": job.pieces}
+                parts = written(engine, template, requests, **how, hidden=hidden, done=done)
                 async with aclosing(parts):
                     while left:
                         async with asyncio.timeout_at(end):  # of each step: another task may take the next one
@@ -156,8 +161,7 @@ class ServedModel:
             except TimeoutError:
                 raise Refused(504, f"not done after {self.limits.seconds:g} s (--timeout-s), and given up") from None
             finally:
-                for request in requests:
-                    self._running.pop(request.id, None)
+                done()
 
     @contextmanager
     def reserved(self, model: str, samples: int) -> Iterator[None]:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from dapo.data.rows import BadRow, Keys, check_row
 from dapo.errors import DataError
-from dapo.inference.stream import Likely, Part, likeliest
+from dapo.inference.stream import Part, likeliest
 from dapo.rollout.engine import Sampling
 from dapo.serve.model import Job, Refused, ServedModel
 
@@ -60,7 +60,7 @@ _NOT_SERVED: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Parameters of OpenAI's that are refused, but for these values (and null), which say what is done anyway."""
+"""Parameters of OpenAI's that are refused, but for these values, which say what is done anyway."""
 _WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
 }
@@ -86,15 +86,23 @@ class SamplingRequest(BaseModel):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_says_nothing(cls, body: Any) -> Any:
+        def says(name: str, value: Any) -> bool:
+            return not (value is None or name in _WITHOUT_EFFECT or value in _NOT_SERVED.get(name, ()))
+
+        return {k: v for k, v in body.items() if says(k, v)} if isinstance(body, dict) else body
+
     @property
     def likely(self) -> int | None:
         """How many of the likeliest tokens to tell; None: no log-probabilities at all."""
         raise NotImplementedError
 
     @property
-    def samples(self) -> int:
-        """How many are asked for."""
-        return self.n
+    def given(self) -> list[Any]:
+        """The prompts as they came; a chat is one."""
+        return [self]
 
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
         """Token ids. Raises Refused: there are none, or the template refuses the messages."""
@@ -136,11 +144,8 @@ class SamplingRequest(BaseModel):
         )
 
     def _check(self, served: ServedModel) -> None:
-        for name, value in (self.model_extra or {}).items():
-            neutral = _NOT_SERVED.get(name)
-            if name in _WITHOUT_EFFECT or value is None or (neutral is not None and value in neutral):
-                continue
-            what = "not served" if neutral is not None else "not a parameter that this server knows"
+        for name in self.model_extra or ():
+            what = "not served" if name in _NOT_SERVED else "not a parameter that this server knows"
             raise Refused(400, f"{name}: {what}; leave it out", name)
         if not isinstance(self.stop, str) and len(self.stop or ()) > _MOST_STOPS:
             raise Refused(400, f"stop: {len(self.stop or ())} texts; this server takes {_MOST_STOPS}", "stop")
@@ -165,10 +170,6 @@ class CompletionRequest(SamplingRequest):
     def given(self) -> list[Any]:
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if one else list(self.prompt)
-
-    @property
-    def samples(self) -> int:
-        return len(self.given) * self.n
 
     def prompts(self, served: ServedModel) -> list[tuple[int, ...]]:
         if not self.given:
@@ -277,18 +278,22 @@ class Reply:
         return choice
 
     def _logprobs(self, texts: Sequence[str], part: Part, offset: int) -> dict[str, Any]:
-        tops: list[list[Likely]] = [[] for _ in texts]
+        tops: list[dict[str, float]] = [{} for _ in texts]
         if part.sample is not None and self._request.likely:
-            tops = likeliest(self._template, part.sample)
+            as_ids, best = self._request.return_tokens_as_token_ids, likeliest(self._template, part.sample)
+            for names, own, told, top in zip(tops, part.token_ids, texts, best, strict=True):
+                for i, text, logprob in top:  # by its id where another one has its text, so that none is lost
+                    other = f"token_id:{i}" if as_ids or text == told or text in names else text
+                    names[told if i == own else other] = logprob
         drawn = list(zip(texts, part.logprobs, tops, strict=True))
         if self._chat:
             return {
-                "content": [_token(t, p) | {"top_logprobs": [_token(*one[1:]) for one in top]} for t, p, top in drawn]
+                "content": [_token(t, p) | {"top_logprobs": [_token(*o) for o in top.items()]} for t, p, top in drawn]
             }
         return {
             "tokens": texts,
             "token_logprobs": part.logprobs,
-            "top_logprobs": [{text: p for _, text, p in top} | {token: logprob} for token, logprob, top in drawn],
+            "top_logprobs": [top | {token: logprob} for token, logprob, top in drawn],
             "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
         }
 

@@ -11,7 +11,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,8 +38,8 @@ _Update = Annotated[str, Query(max_length=100)]
 
 
 class Begin(BaseModel):
-    """``in_flight``: whether requests under way go on with the new weights, are waited for, or begin anew. ``model``:
-    whose weights; None: those of the model itself, otherwise of an adapter."""
+    """``in_flight``: whether requests under way go on with the new weights, are waited for (after the deadline they
+    begin anew), or begin anew. ``model``: whose weights; None: those of the model itself, otherwise of an adapter."""
 
     version: int = Field(ge=0, lt=2**31)
     in_flight: InFlight = "keep"
@@ -89,7 +89,9 @@ class Weights:
                 if begin.in_flight == "restart" or before not in ("", begin.update):
                     await self._served.restart()
                 elif begin.in_flight == "drain":
-                    await self._served.drained()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._served.drained(), DEADLINE_S)
+                    await self._served.restart()
                 self._engines = engines
                 for engine in engines:
                     await engine.begin(begin.version)
