@@ -4,85 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import uvicorn
 
 from dapo.config import HttpReward
 from dapo.records import Prompt, Reward
 from dapo.reward.client import make_client
+from server_process import ServerProcess
 
 COMMAND = "import typer; from dapo.commands.reward_server import reward_server; typer.run(reward_server)"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def prompt(answer: str | None = "4", row: int = 0, text: str = "2 + 2 =", **meta: Any) -> Prompt:
     return Prompt(row, text, (), answer, meta)
 
 
-class RewardServer:
+class RewardServer(ServerProcess):
     """A `dapo reward-server` in a process of its own; started again on the same port."""
 
     def __init__(self, *words: str, env: dict[str, str] | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._words, self._env = words, env or {}
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        words = [sys.executable, "-c", COMMAND, *self._words, "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | self._env
-        )
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.communicate(timeout=20)
-
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Exit code and output."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        output, _ = self.process.communicate(timeout=30)
-        return self.process.returncode, output
-
-    def wait_ready(self) -> None:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            try:
-                if httpx.get(f"{self.url}/ready", trust_env=False).status_code in (200, 401):
-                    return
-            except httpx.TransportError:
-                pass
-            assert self.process is not None and self.process.poll() is None, self.process.communicate()[0]
-            time.sleep(0.05)
-        raise AssertionError("the server is not ready after 60 s")
-
-    def __enter__(self) -> RewardServer:
-        self.start()
-        self.wait_ready()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.kill()
+        super().__init__(COMMAND, *words, env=env, ready=(200, 401))
 
 
 Answer = Callable[[str, dict[str, Any]], Awaitable[bytes | None]]

@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from reward_servers import (
     Answer,
     ScriptedServer,
-    free_port,
     lengths,
     line,
     prompt,
@@ -27,6 +26,7 @@ from dapo.errors import ConfigError, RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client import make_client
 from dapo.reward.contract import Scorer
+from server_process import free_port
 
 
 def first(times: int, fault: Callable[[], Awaitable[bytes | None]]) -> Answer:

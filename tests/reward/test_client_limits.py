@@ -11,7 +11,6 @@ import pytest
 from reward_servers import (
     Answer,
     ScriptedServer,
-    free_port,
     lengths,
     line,
     prompt,
@@ -30,6 +29,7 @@ from dapo.reward.client import scorer as scorer_module
 from dapo.reward.contract import Doubt
 from dapo.reward.server import ServerLimits, Service, create_app
 from dapo.util.http.secrecy import shown
+from server_process import free_port
 
 BUSY = response({"detail": "busy"}, "503 Service Unavailable")
 

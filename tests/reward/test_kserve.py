@@ -15,13 +15,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
-from reward_servers import free_port, prompt, serving, write
+from reward_servers import prompt, serving, write
 
 from dapo.config import KServeReward
 from dapo.errors import RewardError
 from dapo.records import Prompt, Reward
 from dapo.reward.client import make_client
 from scoring import rewards_of
+from server_process import free_port
 
 ROOT = Path(__file__).parents[2]
 INPUTS = {"response": "$response", "answer": "$answer"}

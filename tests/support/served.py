@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +22,7 @@ from dapo.serve.app import Service, create_app
 from dapo.serve.model import Limits, ServedModel, load_served
 from dapo.util.serving import Server
 from helpers import random_model
+from server_process import ServerProcess
 
 COMMAND = "import typer; from dapo.commands.serve import serve; typer.run(serve)"
 SMALL = ("data.max_prompt_length=100", "evaluation.max_response_length=60", "rollout.max_concurrent_samples=16")
@@ -102,53 +99,10 @@ def served(
         asyncio.run(model.close())
 
 
-class ServeProcess:
+class ServeProcess(ServerProcess):
     """`dapo serve` in a process of its own; started again on the same port."""
 
     def __init__(self, *words: str, token: str = "") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._words, self._token = (*words, *(("--token-env", "SECRET") if token else ())), token
-        self.process: subprocess.Popen[str] | None = None
-
-    def start(self) -> None:
-        words = [sys.executable, "-c", COMMAND, *self._words, "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"SECRET": self._token}
-        )
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.communicate(timeout=20)
-
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Exit code and output."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        output, _ = self.process.communicate(timeout=30)
-        return self.process.returncode, output
-
-    def wait_ready(self) -> None:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            try:
-                headers = {"Authorization": f"Bearer {self._token or 'none'}"}
-                if httpx.get(f"{self.url}/ready", headers=headers, trust_env=False).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            assert self.process is not None and self.process.poll() is None, self.process.communicate()[0]
-            time.sleep(0.05)
-        raise AssertionError("the server is not ready after 60 s")
-
-    def __enter__(self) -> ServeProcess:
-        self.start()
-        self.wait_ready()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.kill()
+        words = (*words, *(("--token-env", "SECRET") if token else ()))
+        headers = {"Authorization": f"Bearer {token or 'none'}"}
+        super().__init__(COMMAND, *words, env={"SECRET": token}, headers=headers)
