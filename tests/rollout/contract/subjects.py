@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 
 from dapo.config import Config, build_config, nested
 from dapo.data.template import PromptTemplate

@@ -1,4 +1,5 @@
-"""What every engine has to do, whichever it is: one suite, over the native engine's two decoders, `dapo serve` and vLLM.
+"""What every engine has to do, whichever it is: one suite, over both decoders of the native engine, `dapo serve`
+and vLLM.
 
 What an engine does not offer is a row of :data:`LACKS`, with the reason. Log-probabilities are held against the
 trainer's own float32 forward pass.
@@ -10,17 +11,16 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-
 import subjects
+import torch
+from subjects import PROMPT, RESPONSE, STOPS, VOCABULARY, Subject, events, started
+
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, InterruptibleEngine, Request, Sampling
-from subjects import PROMPT, RESPONSE, STOPS, VOCABULARY, Subject, events, started
 
 LACKS = {
     ("openai", "drafts"): "each token would cost a message",
@@ -73,7 +73,7 @@ def subject(request: pytest.FixtureRequest, engines: Any) -> Subject:
 def test_every_sample_comes_once_in_the_place_of_its_seed_and_ends_as_it_says(subject: Subject) -> None:
     """More samples than the engine has rows for. The last token, and no other, is a stop token, also at the limit."""
     requests = [subject.request(range(30, 31 + n), range(10 * n, 10 * n + n), LONG) for n in range(1, 8)]
-    requests.append(subject.request([40, 41], [5], Sampling(1.0, 1)))
+    requests.append(subject.request([40, 41], range(60), Sampling(1.0, 1)))
     found = subject.run(subject.collect(*requests))
     assert sorted(found) == [(r.id, index) for r in requests for index in range(len(r.seeds))]
     for (number, _), sample in found.items():
@@ -84,7 +84,7 @@ def test_every_sample_comes_once_in_the_place_of_its_seed_and_ends_as_it_says(su
         assert last in STOPS or sample.length == limit
         assert (sample.versions == subject.engine.version).all()
         assert (sample.token_ids.dtype, sample.logprobs.dtype) == (np.int32, np.float32)
-    assert {s.finish_reason for s in found.values()} == {"stop", "length"}
+    assert {(s.length == 1, s.finish_reason) for s in found.values()} >= {(True, "stop"), (True, "length")}
     assert isinstance(subject.engine, InterruptibleEngine)
 
 
@@ -121,8 +121,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(subject: Subj
     """The same tokens as without, up to that one, which belongs to the response."""
     free = subject.samples(subject.request([70, 71], range(8), LONG))
     read = [[subject.template.decode(s.token_ids[:n].tolist()) for n in range(1, s.length + 1)] for s in free]
-    written = [c for text in read for c in text[-1] if c.isascii()]
-    texts = (written[3], written[-1] + "!", written[-2])
+    pairs = [text[-1][n : n + 2] for text in read for n in range(len(text[-1]) - 1)]
+    texts = tuple(pair for pair in pairs if pair.isascii())[::3]  # of two tokens each
     stopped = subject.samples(subject.request([70, 71], range(8), replace(LONG, stop=texts)))
     ends = [next((n for n, text in enumerate(r, 1) if any(t in text for t in texts)), None) for r in read]
     assert any(end is not None and end < s.length for end, s in zip(ends, free, strict=True)) and None in ends
@@ -145,9 +145,14 @@ def test_streams_at_once_each_have_their_own_samples(subject: Subject) -> None:
 
 @who("likeliest")
 def test_the_likeliest_tokens_come_with_the_sample(subject: Subject) -> None:
-    request = subject.request([65, 66], (1, 2), Sampling(0.5, 6, top_logprobs=3))
+    """Before truncation, which leaves one here; another request, which does not ask, has none."""
+    request = subject.request([65, 66], (1, 2), Sampling(0.5, 6, top_k=1, top_logprobs=3))
+    assert subject.samples(subject.request([65, 66], (1,), PLAIN))[0].top_ids is None
     for sample in subject.samples(request):
         assert sample.top_ids is not None and sample.top_logprobs is not None
+        assert (sample.top_ids.dtype, sample.top_logprobs.dtype) == (np.int32, np.float32)
+        assert sample.token_ids.tolist() == sample.top_ids[:, 0].tolist()
+        assert sample.logprobs.tolist() == pytest.approx([0.0] * sample.length)
         with torch.no_grad():
             logits = subjects.model_of(0)(torch.tensor([[65, 66, *sample.token_ids.tolist()]])).logits[0, 1:-1]
         expected = torch.log_softmax(logits / 0.5, -1).topk(3)
