@@ -76,9 +76,15 @@ Addresses = Annotated[
 
 
 class RolloutConfig(Section):
-    engine: Annotated[PathText, AfterValidator(OneOf(("native", "openai")))] = "native"
-    """What samples in training: this process, or with `openai` servers at rollout.url, which are handed the weights. An
-    evaluation by `dapo evaluate` is sampled by `native`, or by a server (`--server`)."""
+    engine: Annotated[PathText, AfterValidator(OneOf(("native", "vllm", "openai")))] = "native"
+    """What samples in training: this process, processes of vLLM beside it, or with `openai` servers at rollout.url.
+    They are handed the weights. An evaluation by `dapo evaluate` is sampled by `native`, or by a server
+    (`--server`)."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs (or processes on a CPU) that share the model's weights, with engine=vllm. They are those from rollout.device
+    on."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine, by the names it has for them, such as enforce_eager."""
     url: Addresses = Field(default_factory=list)
     """Address of the `dapo serve` that samples, with engine=openai; of several each samples a share."""
     token_env: str | None = None
@@ -324,6 +330,12 @@ class EvaluationConfig(Section):
         return value
 
 
+class SyncConfig(Section):
+    kind: Literal["auto", "copy", "ipc", "nccl", "files"] = "auto"
+    """How new weights get to the engine: `copy` in one process (native), and to vLLM as handles of memory on the same
+    GPU (`ipc`), from one GPU to others (`nccl`), or as files in memory. `auto`: what the placement allows."""
+
+
 class RuntimeConfig(Section):
     kind: Literal["local"] = "local"
     """Placement: one process."""
@@ -334,6 +346,7 @@ class RuntimeConfig(Section):
     for others."""
     deterministic: bool = False
     """Pin every shape, so that the same seed gives the same bits."""
+    sync: SyncConfig = SyncConfig()
 
 
 class RunConfig(Section):

@@ -83,6 +83,7 @@ class Config(Section):
 def conflicts(config: Config) -> Iterator[str]:
     """Every impossible combination, as `key: what is wrong, with the numbers; what would work`."""
     yield from _conflicting_sizes(config)
+    yield from _conflicts_of_engine(config)
     yield from _conflicts_of_algorithm(config)
     yield from _conflicts_of_staleness(config)
 
@@ -106,11 +107,6 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
             f"training.groups_per_update: {n} groups (rollout.prompts_per_step) cannot be cut into mini-batches of "
             f"{per_update}; use {works}, or prompts_per_step={max(1, n // per_update) * per_update}"
         )
-    if (rollout.engine == "openai") != bool(rollout.url):
-        yield (
-            f"rollout.url: goes with rollout.engine=openai, and that with rollout.url; engine is {rollout.engine}, and "
-            f"url is {rollout.url or 'not given'}, which can be http://127.0.0.1:8000"
-        )
     buffer = algorithm.overlong_buffer
     if buffer.enable and buffer.len > rollout.max_response_length:
         yield (
@@ -129,6 +125,30 @@ def _conflicting_sizes(config: Config) -> Iterator[str]:
             f"training.tokens_per_micro_batch: is {training.tokens_per_micro_batch}, but one sample may have "
             f"{config.data.max_prompt_length} (data.max_prompt_length) + {rollout.max_response_length} "
             f"(rollout.max_response_length) = {longest} tokens; use at least {longest}"
+        )
+
+
+def _conflicts_of_engine(config: Config) -> Iterator[str]:
+    rollout, kind = config.rollout, config.runtime.sync.kind
+    if (rollout.engine == "openai") != bool(rollout.url):
+        yield (
+            f"rollout.url: goes with rollout.engine=openai, and that with rollout.url; engine is {rollout.engine}, and "
+            f"url is {rollout.url or 'not given'}, which can be http://127.0.0.1:8000"
+        )
+    if rollout.engine != "vllm":
+        for name, given in (("tensor_parallel", rollout.tensor_parallel > 1), ("engine_args", rollout.engine_args)):
+            if given:
+                yield f"rollout.{name}: is for rollout.engine=vllm, and engine is {rollout.engine}; leave it out"
+    elif config.runtime.deterministic:
+        yield (
+            "runtime.deterministic: vLLM's results depend on which samples it computes together, so the same seed does "
+            "not give the same bits; use rollout.engine=native, or deterministic=false"
+        )
+    allowed = {"native": ("copy",), "vllm": ("ipc", "nccl", "files")}.get(rollout.engine, ())
+    if kind not in ("auto", *allowed):
+        yield (
+            f"runtime.sync.kind: is {kind}, but new weights get to rollout.engine={rollout.engine} by "
+            f"{' or '.join(allowed) or 'its own way'}; use auto"
         )
 
 

@@ -47,9 +47,9 @@ def engine_device(config: Config) -> torch.device:
 
 def take_turns(config: Config) -> bool:
     """Whether engine and learner take turns, each with the memory of the other: on one GPU, or on-policy on one CPU."""
-    device, native = engine_device(config), config.rollout.engine == "native"
+    device, ours = engine_device(config), config.rollout.engine in ("native", "vllm")
     shared = device == device_of(config)
-    return shared and (config.rollout.max_staleness == 0 or (native and device.type == "cuda"))
+    return shared and (config.rollout.max_staleness == 0 or (ours and device.type == "cuda"))
 
 
 def cache_bytes(config: Config) -> int | None:

@@ -43,6 +43,7 @@ from dapo.util.user_code import made
 
 if TYPE_CHECKING:
     from dapo.rollout.openai import OpenAIEngine  # needs an extra
+    from dapo.rollout.vllm.engine import VLLMEngine  # and so does this
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +118,17 @@ def make_engine(
     own = own_part(config, "rollout.engine", inputs.engine)
     if own is None and config.rollout.engine == "openai":
         return openai_engine(config, embedding_rows(model), stop_ids)
+    shared = engine_device(config) == device_of(config)
+    sizes = {
+        "max_sequence_tokens": longest_sequence(config, heldout),
+        "max_concurrent_samples": config.rollout.max_concurrent_samples,
+        "spare_bytes": spare_bytes if shared else 0,
+    }
+    if own is None and config.rollout.engine == "vllm":
+        return vllm_engine(config, model, stop_ids, template.decode, **sizes)
     if own is not None and not callable(own):  # an engine as it is, with a model of its own
         return made("rollout.engine", own, Engine)  # type: ignore[no-any-return]
-    return _with_copy(
-        *(config, model, stop_ids, template, own),
-        max_sequence_tokens=longest_sequence(config, heldout),
-        max_concurrent_samples=config.rollout.max_concurrent_samples,
-        cache_bytes=cache_bytes(config),
-        spare_bytes=spare_bytes if engine_device(config) == device_of(config) else 0,
-    )
+    return _with_copy(*(config, model, stop_ids, template, own), cache_bytes=cache_bytes(config), **sizes)
 
 
 def evaluation_engine(
@@ -167,6 +170,16 @@ def _with_copy(
             f"the rollout engine does not fit into the GPU's memory: {first_line(error)}; lower "
             f"rollout.max_concurrent_samples (now {config.rollout.max_concurrent_samples}) or rollout.cache_gib"
         ) from None
+
+
+def vllm_engine(
+    config: Config, model: Any, stop_ids: Sequence[int], decode: Callable[[Sequence[int]], str], **sizes: int
+) -> VLLMEngine:
+    """vLLM on ``rollout.device``, which waits for weights: all of the model's, or those of its adapter.
+    Raises UserError: it is not installed, does not cover the model, or does not start."""
+    from dapo.rollout.vllm.engine import VLLMEngine
+
+    return VLLMEngine(config, model, stop_ids, decode=decode, **sizes)
 
 
 def openai_engine(

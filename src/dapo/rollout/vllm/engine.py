@@ -1,0 +1,458 @@
+"""The engine over vLLM: its core works in processes of its own, and this is the client that feeds it.
+
+Each sample is one request of vLLM, so that it has a seed of its own; samples of a prompt share its cache as prefix. The
+client keeps what has come of each sample, so a cancelled one loses nothing, and knows the version of each token: before
+weights change the core is paused, and all that it had sampled has been taken. Stop texts are found here, by the rules
+of the native engine.
+
+``AsyncLLM``, vLLM's own client, is not used: it makes texts and objects for each token, which takes longer than to
+sample them, and does not say when it has taken all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from dapo.config import Config
+from dapo.model.loading import embedding_rows
+from dapo.model.placement import engine_device
+from dapo.records import Sample
+from dapo.rollout.engine import Draft, EngineError, Request
+from dapo.rollout.native.checks import check_request, not_finite
+from dapo.rollout.native.stopping import StopTexts
+from dapo.rollout.vllm.options import engine_arguments, model_folder
+from dapo.rollout.vllm.processes import Processes
+from dapo.rollout.vllm.transfer import WeightTransfer
+from dapo.rollout.vllm.worker import ADAPTER
+
+_log = logging.getLogger(__name__)
+
+_Event = Sample | Draft | EngineError | None  # None: a sample that was cancelled
+_PROBED = 4  # tokens of the prompt that is asked for before sleep and after it
+_PROBE_DIFFERS = 0.5  # nats; bfloat16 makes a few hundredths of other batches
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A sample in flight. ``told``: tokens that its stream has had in drafts; None: it is not told of any."""
+
+    name: str
+    request: Request
+    index: int
+    deliver: Callable[[_Event], None]
+    told: int | None
+    only_new: bool
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(default_factory=list)
+
+    def draft(self, start: int = 0) -> Draft:
+        held = (tuple(values[start:]) for values in (self.ids, self.logprobs, self.versions))
+        return Draft(self.request.id, self.index, *held, start)  # type: ignore[arg-type]
+
+
+class VLLMEngine:
+    """Rollout by vLLM. Weights come by :meth:`begin`, :meth:`put` and :meth:`commit`, first of all those of version 0,
+    unless they were loaded."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Any,
+        stop_token_ids: Sequence[int],
+        *,
+        max_sequence_tokens: int,
+        max_concurrent_samples: int,
+        spare_bytes: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        loaded: bool = False,
+    ) -> None:
+        """Starts vLLM and waits for it.
+
+        Args:
+            model: whose weights are to be handed over, or those of its adapter if it has one; on the meta device, too.
+            stop_token_ids: each ends a response and belongs to it.
+            max_sequence_tokens: longest prompt and response together.
+            max_concurrent_samples: decoded at once.
+            spare_bytes: of a GPU, to leave to others where ``rollout.cache_gib`` is null.
+            decode: text of token ids, which requests with stop texts need.
+            loaded: whether vLLM loads the weights from ``model.path``, as version 0; otherwise there are none at first.
+
+        Raises:
+            ConfigError: vLLM is missing or too old, or ``rollout.engine_args`` names what cannot be set there.
+            ModelError: vLLM does not cover the model.
+            StartError: vLLM did not start; says why.
+        """
+        self._version = 0 if loaded else -1
+        self._incomplete: int | None = None  # version of weights that have not arrived whole
+        self._vocabulary, self._stop_ids = embedding_rows(model) or 2**31, list(stop_token_ids)
+        self._longest, self._decode = max_sequence_tokens, decode
+        self._stop_texts = StopTexts(decode) if decode else None
+        self._names = itertools.count()
+        self._flights: dict[str, _Flight] = {}
+        self._holds: set[str] = set()
+        self._control = asyncio.Lock()
+        self._asleep, self._can_sleep = False, engine_device(config).type == "cuda"
+        self._probed: tuple[int, list[float]] | None = None
+        self._broken: EngineError | None = None
+        self._reader: asyncio.Task[None] | None = None
+        with model_folder(config, model, loaded) as folder:
+            arguments = engine_arguments(
+                *(config, model, folder, loaded), max_sequence_tokens, max_concurrent_samples, spare_bytes
+            )
+            self._processes = Processes(arguments, engine_device(config), config.runtime.threads)
+        self._core = self._processes.core
+        dtype = getattr(torch, config.model.compute_dtype)
+        self._transfer = WeightTransfer(self._rpc, model, dtype, config.runtime.sync.kind)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def check(self, request: Request) -> None:
+        """Raises EngineError: the request cannot be served; says why."""
+        check_request(
+            request,
+            vocabulary=self._vocabulary,
+            max_sequence=self._longest,
+            can_decode=self._decode is not None,
+            stop_ids=self._stop_ids,
+        )
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Sample]:
+        return cast(AsyncIterator[Sample], self.stream(requests, drafts=False))
+
+    async def stream(
+        self, requests: Sequence[Request], *, drafts: bool = True, only_new: bool = False
+    ) -> AsyncIterator[Sample | Draft]:
+        for request in requests:
+            self.check(request)
+        self._require_weights()
+        queue: asyncio.Queue[_Event] = asyncio.Queue()
+        flights = [
+            _Flight(f"{next(self._names)}", request, index, queue.put_nowait, 0 if drafts else None, only_new)
+            for request in requests
+            for index in range(len(request.seeds))
+        ]
+        expected = len(flights)
+        try:
+            for flight in flights:
+                await self._submit(flight)
+            while expected:
+                event = await queue.get()
+                if isinstance(event, EngineError):
+                    raise event
+                expected -= not isinstance(event, Draft)
+                if event is not None:
+                    yield event
+        finally:
+            await self._forget([flight for flight in flights if flight.name in self._flights])
+
+    def _require_weights(self) -> None:
+        """Raises EngineError: there are none to sample from."""
+        if self._broken:
+            raise self._broken
+        if self._incomplete is not None:
+            raise EngineError(f"the weights of version {self._incomplete} arrived in part; load them again")
+        if self._version < 0:
+            raise EngineError("the engine has no weights yet")
+        if self._asleep:
+            raise EngineError("the engine is asleep: wake() comes first")
+
+    async def _submit(self, flight: _Flight) -> None:
+        """Hand a sample to vLLM, which goes on from its draft, if it has one."""
+        from vllm.v1.engine import EngineCoreRequest
+
+        request = flight.request
+        draft = next((one for one in request.drafts if one.index == flight.index), None)
+        if draft is not None:
+            flight.ids += draft.token_ids
+            flight.logprobs += draft.logprobs
+            flight.versions += draft.versions
+        ids = [*request.prompt_ids, *flight.ids]
+        self._flights[flight.name] = flight
+        asked = EngineCoreRequest(
+            request_id=flight.name,
+            prompt_token_ids=ids,
+            mm_features=None,
+            sampling_params=self._parameters(flight),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=self._adapter,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        await self._ask("add_request_async", asked)
+
+    @property
+    def _adapter(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        folder = self._transfer.adapter
+        return LoRARequest(*ADAPTER, str(folder)) if folder else None
+
+    def _parameters(self, flight: _Flight) -> Any:
+        from vllm import SamplingParams
+
+        sampling, begun = flight.request.sampling, len(flight.ids)
+        seed = flight.request.seeds[flight.index] + begun * 0x9E3779B97F4A7C15  # another stream for what is left
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=seed % 2**63 if sampling.temperature else None,
+            max_tokens=sampling.max_tokens - begun,
+            stop_token_ids=self._stop_ids,
+            ignore_eos=True,
+            logprobs=sampling.top_logprobs,
+            detokenize=False,
+        )
+
+    # -- what comes back -----------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        """Take what vLLM samples, until it ends. However that comes, nobody is left waiting."""
+        cause: BaseException | None = None
+        try:
+            while True:
+                outputs = await self._core.get_output_async()
+                if isinstance(outputs, asyncio.Future):  # our own mark
+                    outputs.set_result(None)
+                    continue
+                for output in outputs.outputs:
+                    if (flight := self._flights.get(output.request_id)) is not None:
+                        self._take(flight, output)
+        except asyncio.CancelledError:
+            self._broken = self._broken or EngineError("the engine was closed")
+        except Exception as error:
+            cause = error
+            self._broken = EngineError(f"vLLM ended: {self._processes.last_words() or error}")
+        flights, self._flights = self._flights, {}
+        for flight in flights.values():
+            flight.deliver(self._broken)
+        if cause is not None:
+            _log.debug("vLLM ended", exc_info=cause)
+
+    def _take(self, flight: _Flight, output: Any) -> None:
+        found, ids = output.new_logprobs, list(output.new_token_ids)
+        first = len(flight.ids)
+        flight.ids += ids
+        flight.versions += [self._version] * len(ids)
+        if ids:
+            flight.logprobs += found.logprobs[: len(ids), 0].tolist()
+            if flight.request.sampling.top_logprobs:
+                flight.top += zip(found.logprob_token_ids[: len(ids), 1:], found.logprobs[: len(ids), 1:], strict=True)
+            for place, logprob in enumerate(flight.logprobs[first:], start=first):
+                if not math.isfinite(logprob):
+                    self._end(flight, not_finite(flight.request, flight.index, place), abort=True)
+                    return
+        reason = None if output.finish_reason is None else str(output.finish_reason)
+        texts = flight.request.sampling.stop
+        end = self._stop_texts.ends_at(flight.ids, first, texts) if self._stop_texts and texts else None
+        if end is not None:
+            self._end(flight, self._sample(flight, end, "stop"), abort=reason is None)
+        elif reason in ("stop", "length"):
+            last = flight.ids[-1] in self._stop_ids
+            self._end(flight, self._sample(flight, len(flight.ids), "stop" if last else "length"))
+        elif reason is not None:
+            name = f"request {flight.request.id}, sample {flight.index}"
+            self._end(flight, EngineError(f"{name}: vLLM ended it ({reason}): {self._processes.last_words()}"))
+        elif flight.told is not None and ids:
+            start = flight.told if flight.only_new else 0
+            flight.deliver(flight.draft(start))
+            flight.told = len(flight.ids)
+
+    def _sample(self, flight: _Flight, count: int, reason: Any) -> Sample:
+        columns = (
+            np.array(flight.ids[:count], np.int32),
+            np.array(flight.logprobs[:count], np.float32),
+            np.array(flight.versions[:count], np.int32),
+        )
+        top: dict[str, Any] = {}
+        if flight.request.sampling.top_logprobs:
+            ids, logprobs = zip(*flight.top[:count], strict=True)
+            top = {"top_ids": np.stack(ids).astype(np.int32), "top_logprobs": np.stack(logprobs).astype(np.float32)}
+        return Sample(flight.request.id, flight.index, *columns, reason, **top)
+
+    def _end(self, flight: _Flight, event: _Event, abort: bool = False) -> None:
+        del self._flights[flight.name]
+        flight.deliver(event)
+        if abort:
+            self._abort([flight])
+
+    def _abort(self, flights: Sequence[_Flight]) -> None:
+        """Have vLLM forget them, without waiting for it."""
+        task = asyncio.ensure_future(self._core.abort_requests_async([flight.name for flight in flights]))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _forget(self, flights: Sequence[_Flight]) -> None:
+        for flight in flights:
+            del self._flights[flight.name]
+        if flights and not self._broken:
+            self._abort(flights)
+
+    async def cancel(self, request_ids: Collection[int]) -> list[Draft]:
+        await self._settled()
+        gone = [flight for flight in self._flights.values() if flight.request.id in request_ids]
+        await self._forget(gone)
+        for flight in gone:
+            flight.deliver(None)
+        return [flight.draft() for flight in gone if flight.ids]
+
+    # -- holding it ----------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        async with self._control:
+            await self._hold("paused")
+
+    async def resume(self) -> None:
+        async with self._control:
+            await self._release("paused")
+
+    async def _hold(self, why: str) -> None:
+        """From now on nothing is sampled, and all that was has been taken."""
+        if not self._holds:
+            await self._ask("pause_scheduler_async", "keep", False)
+            await self._settled()
+        self._holds.add(why)
+
+    async def _release(self, why: str) -> None:
+        if why in self._holds:
+            self._holds.remove(why)
+            if not self._holds:
+                await self._ask("resume_scheduler_async")
+
+    async def _settled(self) -> None:
+        """All that has come from vLLM so far has been taken."""
+        self._start_reading()
+        mark = asyncio.get_running_loop().create_future()
+        self._core.outputs_queue.put_nowait(mark)
+        await self._unless_broken(mark)
+
+    async def begin(self, version: int) -> None:
+        async with self._control:
+            if version < self._version:
+                raise EngineError(f"weights: version {version} was given after version {self._version}")
+            await self._hold("weights")
+            if self._asleep and self._can_sleep:
+                await self._ask("wake_up_async", ["weights"])  # the cache follows once they are there
+            self._incomplete = version
+            await self._transfer.begin(version)
+
+    async def put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        async with self._control:
+            if bucket:
+                await self._transfer.put(bucket)
+
+    async def commit(self, fingerprint: Mapping[str, torch.Tensor]) -> None:
+        async with self._control:
+            if self._incomplete is None:
+                raise EngineError("weights: a commit without a begin")
+            await self._transfer.commit(fingerprint)
+            # the samples in flight, too, are read in again by the new weights
+            await self._ask("reset_prefix_cache_async", True, False)
+            self._version, self._incomplete = self._incomplete, None
+            await self._release("weights")
+
+    async def sleep(self) -> None:
+        async with self._control:
+            if self._asleep:
+                return
+            if self._flights:
+                raise EngineError("cannot sleep while requests are in flight")
+            self._probed = await self._probe()
+            if self._can_sleep:
+                await self._ask("sleep_async", 1, "keep")  # 1: the weights move to the host's memory, and are not lost
+            else:
+                await self._ask("reset_prefix_cache_async", False, False)
+            self._asleep = True
+
+    async def wake(self) -> None:
+        async with self._control:
+            if not self._asleep:
+                return
+            if self._can_sleep:
+                await self._ask("wake_up_async", None)
+            self._asleep = False
+            before, self._probed = self._probed, None
+            if before is None or (after := await self._probe()) is None:
+                return
+            apart = max(abs(one - other) for one, other in zip(before[1], after[1], strict=True))
+            if before[0] == after[0] and not apart <= _PROBE_DIFFERS:
+                raise EngineError(
+                    f"after sleep the log-probabilities of a fixed prompt are others, by up to {apart:.3g} nats, with "
+                    "the same weights: vLLM's sleep lost some of the model"
+                )
+
+    async def _probe(self) -> tuple[int, list[float]] | None:
+        """The version, and the log-probabilities of the most likely tokens after a fixed prompt; None: held.
+        Raises NotFiniteError: they are not finite."""
+        if self._holds or self._version < 0:
+            return None
+        from dapo.rollout.engine import Sampling
+
+        count = min(5, self._vocabulary)
+        request = Request(-1, tuple(range(min(_PROBED, self._vocabulary))), (0,), Sampling(0.0, 1, top_logprobs=count))
+        found = [sample async for sample in self.generate([request])]
+        assert found[0].top_logprobs is not None
+        return self._version, [float(one) for one in found[0].top_logprobs[0]]
+
+    # -- the processes -------------------------------------------------------------------------------------------------
+
+    async def _rpc(self, method: str, args: Sequence[Any]) -> list[Any]:
+        """What ``method`` of each worker returns."""
+        found: list[Any] = await self._ask("collective_rpc_async", method, None, tuple(args), None)
+        return found
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """Raises EngineError: vLLM failed at it, or has ended."""
+        self._start_reading()
+        call = asyncio.ensure_future(getattr(self._core, method)(*args))
+        try:
+            return await self._unless_broken(call)
+        except EngineError:
+            raise
+        except Exception as error:
+            await asyncio.sleep(0)  # the reader may know more
+            if self._broken:
+                raise self._broken from None
+            raise EngineError(f"vLLM: {method.removesuffix('_async')}: {type(error).__name__}: {error}") from error
+
+    async def _unless_broken(self, work: asyncio.Future[Any]) -> Any:
+        assert self._reader is not None
+        try:
+            await asyncio.wait({work, self._reader}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not work.done():
+                work.cancel()
+        if work.cancelled():
+            raise self._broken or EngineError("the engine was closed")
+        return work.result()
+
+    def _start_reading(self) -> None:
+        if self._broken:
+            raise self._broken
+        if self._reader is None:
+            self._reader = asyncio.get_running_loop().create_task(self._read(), name="dapo-vllm")
+
+    async def close(self) -> None:
+        self._broken = self._broken or EngineError("the engine was closed")
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+        with contextlib.suppress(Exception):
+            await self._transfer.close()
+        await asyncio.to_thread(self._processes.close)

@@ -1,0 +1,117 @@
+"""vLLM's processes: started quietly, their last words kept, and none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker, spawn
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dapo.errors import UserError, first_line
+from dapo.rollout.engine import EngineError
+from dapo.rollout.vllm import child
+from dapo.rollout.vllm.options import environment
+
+CLOSE_SECONDS = 10.0
+_starting = threading.Lock()
+_CAUSE = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt)): (.+)")
+
+
+class StartError(EngineError, UserError):
+    """vLLM did not start; the message says why."""
+
+
+class Processes:
+    """Those of one engine. ``core``: vLLM's client of them."""
+
+    def __init__(self, arguments: Mapping[str, Any], device: torch.device | None, threads: int | None) -> None:
+        """Start them, and wait until they can work. ``arguments``: of vLLM's engine. ``device``: of the first one, the
+        others follow. ``threads``: of each on a CPU. Raises StartError: they do not."""
+        self._folder = tempfile.TemporaryDirectory(prefix="dapo-vllm-")
+        self._log = Path(self._folder.name) / "log"
+        self._log.touch()
+        self._children: list[Any] = []
+        on_cpu = device is None or device.type == "cpu"
+        variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        if on_cpu:
+            variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            variables |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        elif device is not None and device.index:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(_visible()[device.index :])
+        with _starting, environment(variables), self._quiet():
+            before = set(multiprocessing.active_children())
+            try:
+                # not in a thread that has an event loop, which vLLM would take for that of the run
+                with ThreadPoolExecutor(1) as thread:
+                    self.core = thread.submit(_core, dict(arguments)).result()
+            except BaseException as error:
+                self._children = [one for one in multiprocessing.active_children() if one not in before]
+                words = self.last_words() or first_line(error)
+                self.close()
+                if isinstance(error, Exception):
+                    raise StartError(f"rollout.engine=vllm: vLLM does not start: {words}") from error
+                raise
+            self._children = [one for one in multiprocessing.active_children() if one not in before]
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Inside, what this process and those that it starts say of vLLM goes to the log."""
+        logger, executable = logging.getLogger("vllm"), spawn.get_executable()
+        resource_tracker.ensure_running()  # which outlives us
+        starter = Path(self._folder.name) / "python"
+        quoted = (f"'{one}'" for one in (sys.executable, "-P", child.__file__, self._log))
+        starter.write_text(f'#!/bin/sh\nexec {" ".join(quoted)} "$@"\n')
+        starter.chmod(0o700)
+        handler = logging.FileHandler(self._log)
+        spawn.set_executable(str(starter))
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            spawn.set_executable(executable)
+            logger.removeHandler(handler)
+            handler.close()
+
+    def last_words(self) -> str:
+        """The error that the log ends with; empty: none is in it."""
+        found = _CAUSE.findall(self._log.read_text(errors="replace")) if self._log.exists() else []
+        named = [(kind, text) for kind, text in found if "EngineDead" not in kind and "See root cause" not in text]
+        return ": ".join(named[-1]) if named else ""
+
+    def close(self) -> None:
+        """End them, within a bounded time."""
+        if core := getattr(self, "core", None):
+            core.shutdown(timeout=CLOSE_SECONDS / 2)
+        for process in self._children:
+            process.join(CLOSE_SECONDS / 4)
+            if process.is_alive():
+                process.kill()
+                process.join(CLOSE_SECONDS / 4)
+        self._folder.cleanup()
+
+
+def _core(arguments: dict[str, Any]) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    return EngineCoreClient.make_async_mp_client(
+        vllm_config=config, executor_class=Executor.get_class(config), log_stats=False
+    )
+
+
+def _visible() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
