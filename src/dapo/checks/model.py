@@ -117,9 +117,8 @@ def check_engine(context: CheckContext) -> Iterator[Finding]:
         "native": f"{native}; {'vLLM is installed, too' if find_spec('vllm') else 'vLLM is not installed'}",
         "openai": f"the engine of the server has to cover {found.model_type}; {native}",
     }
-    yield Finding(
-        "model", "engine", "pass", other.get(engine, f"{engine}: yours, what it covers is not known; {native}")
-    )
+    yours = f"{engine}: yours, what it covers is not known; {native}"
+    yield Finding("model", "engine", "pass", said.get(engine, yours))
 
 
 def _by_vllm(model_config: Any, tensor_parallel: int) -> tuple[str, bool]:

@@ -29,6 +29,11 @@ LACKS = {
     ("openai", "pause"): "the server may have others to serve",
     ("openai", "refuse sleep"): "the server's memory is its own, so sleep does nothing",
     ("openai", "likeliest"): "training has no use for them, and evaluation shows none",
+    ("openai", "likeliest before truncation"): "as before",
+    (
+        "vllm",
+        "likeliest before truncation",
+    ): "its engine reports all log-probabilities after truncation",
 }
 """What an engine does not offer, and why."""
 PLAIN, LONG = Sampling(1.0, 12), Sampling(1.0, RESPONSE)
@@ -36,11 +41,14 @@ NOISE = 1e-3
 """Nats: float32 in other orders of summation."""
 
 
+def _marked(kind: str, *more: str) -> Any:
+    return pytest.param(kind, *more, marks=[pytest.mark.vllm] if kind == "vllm" else [])
+
+
 def who(*abilities: str) -> Any:
     """The test is for engines that offer all of these."""
     kinds = [kind for kind in subjects.MAKERS if not any((kind, ability) in LACKS for ability in abilities)]
-    marked = [pytest.param(kind, marks=[pytest.mark.vllm] if kind == "vllm" else []) for kind in kinds]
-    return pytest.mark.parametrize("subject", marked, indirect=True)
+    return pytest.mark.parametrize("subject", [_marked(kind) for kind in kinds], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -143,21 +151,32 @@ def test_streams_at_once_each_have_their_own_samples(subject: Subject) -> None:
         assert sorted(found) == [(r.id, index) for r in group for index in range(3)]
 
 
-@who("likeliest")
-def test_the_likeliest_tokens_come_with_the_sample(subject: Subject) -> None:
-    """Before truncation, which leaves one here; another request, which does not ask, has none."""
-    request = subject.request([65, 66], (1, 2), Sampling(0.5, 6, top_k=1, top_logprobs=3))
+def _likeliest(subject: Subject, top_k: int) -> list[Sample]:
+    request = subject.request([65, 66], (1, 2), Sampling(0.5, 6, top_k=top_k, top_logprobs=3))
     assert subject.samples(subject.request([65, 66], (1,), PLAIN))[0].top_ids is None
-    for sample in subject.samples(request):
+    samples = subject.samples(request)
+    for sample in samples:
         assert sample.top_ids is not None and sample.top_logprobs is not None
         assert (sample.top_ids.dtype, sample.top_logprobs.dtype) == (np.int32, np.float32)
-        assert sample.token_ids.tolist() == sample.top_ids[:, 0].tolist()
-        assert sample.logprobs.tolist() == pytest.approx([0.0] * sample.length)
         with torch.no_grad():
             logits = subjects.model_of(0)(torch.tensor([[65, 66, *sample.token_ids.tolist()]])).logits[0, 1:-1]
         expected = torch.log_softmax(logits / 0.5, -1).topk(3)
         assert sample.top_ids.tolist() == expected.indices.tolist()
         assert np.allclose(sample.top_logprobs, expected.values.numpy(), atol=NOISE)
+    return samples
+
+
+@who("likeliest")
+def test_the_likeliest_tokens_come_with_the_sample_if_they_are_asked_for(subject: Subject) -> None:
+    assert len(_likeliest(subject, 0)) == 2
+
+
+@who("likeliest before truncation")
+def test_the_likeliest_tokens_are_those_before_truncation(subject: Subject) -> None:
+    """Which leaves one here."""
+    for sample in _likeliest(subject, 1):
+        assert sample.top_ids is not None and sample.token_ids.tolist() == sample.top_ids[:, 0].tolist()
+        assert sample.logprobs.tolist() == pytest.approx([0.0] * sample.length)
 
 
 REFUSED = [
@@ -343,7 +362,6 @@ SPOILT = {
     "lost": lambda tensors: [(n, t) for n, t in tensors if n != NAME],
     "unknown": lambda tensors: [*tensors, ("other.weight", torch.ones(3))],
     "of another shape": _altered(NAME, lambda t: t[:-1]),
-    "doubled with other values": lambda tensors: [(NAME, dict(tensors)[NAME] + 1), *tensors],
 }
 
 
@@ -363,13 +381,17 @@ def test_weights_that_are_not_whole_are_refused_by_name_and_never_sampled_from(s
 
 
 @who()
-def test_weights_that_were_altered_on_the_way_are_refused_by_name(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["altered", "doubled"])
+def test_weights_that_change_on_the_way_are_refused_by_name(
+    subject: Subject, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = subject.engine.put
 
     async def altered(bucket: Any) -> None:
-        await put([(n, t * 1.5 if n == NAME else t) for n, t in bucket])
+        changed = [(n, t * 1.5 if n == NAME else t) for n, t in bucket]
+        await put(changed)
+        if fault == "doubled":
+            await put(bucket)
 
     monkeypatch.setattr(subject.engine, "put", altered)
     with pytest.raises(EngineError, match=NAME):
@@ -433,11 +455,14 @@ ASKED = {
     "pause": lambda subject: subject.engine.pause(),
     "continue": lambda subject: subject.collect(_continuation(subject)),
     "likeliest": lambda subject: subject.collect(subject.request([5], (1,), Sampling(1.0, 4, top_logprobs=2))),
+    "likeliest before truncation": lambda subject: subject.collect(
+        subject.request([5], (1,), Sampling(1.0, 4, top_k=2, top_logprobs=2))
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("subject", "ability"), [row for row in LACKS if row[1] in ASKED], indirect=["subject"], ids=" ".join
+    ("subject", "ability"), [_marked(*row) for row in LACKS if row[1] in ASKED], indirect=["subject"]
 )
 def test_what_an_engine_does_not_offer_it_refuses(subject: Subject, ability: str) -> None:
     with pytest.raises(EngineError):

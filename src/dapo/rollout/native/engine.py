@@ -23,6 +23,7 @@ import torch
 from dapo.model.adapters import changing_parameters
 from dapo.records import Sample
 from dapo.rollout.engine import Draft, EngineError, Request, some_elements
+from dapo.rollout.native.checks import check_bucket
 from dapo.rollout.native.decoder import Decoder, Told
 
 CLOSE_SECONDS = 10.0
@@ -238,11 +239,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def _put(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in bucket:
-            target = self._parameters.get(name)
-            if target is None or target.shape != tensor.shape:
-                have = "no such parameter" if target is None else f"shape {tuple(target.shape)}"
-                raise EngineError(f"weights: {name} {tuple(tensor.shape)}: the engine's model has {have}")
+        check_bucket(bucket, self._parameters, self._missing)
         if bucket:  # in one call: launches would take longer than the bytes
             torch._foreach_copy_([self._parameters[name] for name, _ in bucket], [tensor for _, tensor in bucket])
         self._missing.difference_update(name for name, _ in bucket)
